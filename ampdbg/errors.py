@@ -1,0 +1,38 @@
+"""The exceptions a user can see, and the exit code of each."""
+
+from __future__ import annotations
+
+EXIT_HEALTHY = 0
+EXIT_FOUND = 1
+EXIT_COULD_NOT_RUN = 2
+EXIT_INTERRUPTED = 130
+
+
+class AmpdbgError(Exception):
+    """ampdbg could not run; the message says what was given, what is allowed and what to type next."""
+
+    exit_code = EXIT_COULD_NOT_RUN
+
+
+class ConfigError(AmpdbgError):
+    """The config file is missing, unreadable or holds mistakes; the message lists all of them."""
+
+
+class WorkloadError(AmpdbgError):
+    """A target of the config could not be found, or is not what its key needs."""
+
+
+class UserCodeError(AmpdbgError):
+    """The user's own code raised.
+
+    ``str(error)`` says which part of the workload was being run; ``user_traceback`` is the traceback
+    text with the frames of ampdbg and torch's plumbing left out.
+    """
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
+
+
+class RecordError(AmpdbgError):
+    """A record could not be read or written."""

@@ -1,0 +1,42 @@
+"""What ampdbg can find: the Finding, where it lies, and the codes in use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Severity = Literal["error", "warning", "info"]
+Phase = Literal["data", "forward", "backward", "optimizer"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's or a library's code: the innermost frame that is neither torch's nor ampdbg's."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that went wrong (or, for ``info``, that is worth knowing).
+
+    ``root`` is the index in the record's findings of the one that explains this one, or None.
+    ``evidence`` holds plain numbers and strings, ready for JSON.
+    """
+
+    code: str
+    severity: Severity
+    step: int
+    phase: Phase
+    message: str
+    remedy: str = ""
+    module: str = ""
+    op: str = ""
+    parameter: str = ""
+    source: Source | None = None
+    evidence: Mapping[str, object] = field(default_factory=dict)
+    root: int | None = None

@@ -1,0 +1,246 @@
+"""The Record of one run, and everything it holds: frozen data, JSON in and out (no torch).
+
+One run makes one record; every report is made from it alone. Infinities and NaN are written as the
+strings "inf", "-inf" and "nan", so that the file is strict JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import RecordError
+from .findings import Finding
+
+RECORD_FORMAT = "ampdbg.record"
+RECORD_VERSION = 1
+
+Verdict = Literal["healthy", "precision", "other", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count."""
+
+    name: str
+    inf: int
+    nan: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GroupOverflow:
+    """A parameter group with a non-finite gradient in one step; ``index`` counts over all optimizers."""
+
+    index: int
+    name: str
+    parameters: tuple[ParameterCounts, ...]
+
+
+@dataclass(frozen=True)
+class TensorCounts:
+    """A batch leaf, parameter or buffer that holds non-finite values.
+
+    ``name`` is a qualified name, or for a batch the path to the leaf (``[0]``, ``["input_ids"]``).
+    ``first_index`` is the index of the first such element; for a batch leaf its first number is the sample.
+    """
+
+    kind: Literal["batch", "parameter", "buffer"]
+    name: str
+    inf: int
+    nan: int
+    size: int
+    first_index: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was seen in one optimizer step.
+
+    ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
+    when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler).
+    ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when
+    any of them is not finite. ``skipped`` says that an optimizer's step was withheld.
+    """
+
+    step: int
+    loss: float
+    scale: float
+    found_inf: bool
+    skipped: bool
+    grad_norm: float | None = None
+    groups: tuple[GroupOverflow, ...] = ()
+    nonfinite: tuple[TensorCounts, ...] = ()
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU."""
+
+    ampdbg: str
+    python: str
+    torch: str
+    platform: str
+    device: str
+    device_name: str
+    policy: str
+    emulated: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What could not be watched."""
+
+    modules_never_called: tuple[str, ...] = ()
+    parameters_without_gradient: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
+
+    ``interrupted`` says that the run was stopped before its last step; ``steps`` has what was seen by then.
+    ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
+    """
+
+    command: str
+    created: str
+    environment: Environment
+    config: Mapping[str, Any]
+    verdict: Verdict
+    steps: tuple[Step, ...] = ()
+    sites: tuple[Mapping[str, Any], ...] = ()
+    findings: tuple[Finding, ...] = ()
+    pins: tuple[Mapping[str, Any], ...] = ()
+    trials: tuple[Mapping[str, Any], ...] = ()
+    verification: Mapping[str, Any] | None = None
+    unseen: Unseen = field(default_factory=Unseen)
+    groups: tuple[str, ...] = ()
+    planned_steps: int = 0
+    interrupted: bool = False
+    elapsed: float = 0.0
+    format: str = RECORD_FORMAT
+    version: int = RECORD_VERSION
+
+
+def to_json(record: Record) -> str:
+    """The record as one strict JSON object, keys in the order of the fields."""
+    return json.dumps(_encode(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def from_json(text: str) -> Record:
+    """Reads what :func:`to_json` wrote.
+
+    Raises:
+        RecordError: the text is no record, or one of a version that this ampdbg does not know.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"not a record: line {error.lineno} is not JSON ({error.msg})") from None
+    if not isinstance(data, dict) or data.get("format") != RECORD_FORMAT:
+        raise RecordError(f'not a record: it has no "format": "{RECORD_FORMAT}"')
+    if data.get("version") != RECORD_VERSION:
+        raise RecordError(
+            f"a record of version {data.get('version')!r}; this ampdbg reads version {RECORD_VERSION}. "
+            "Run the command again to make a new record."
+        )
+    try:
+        record = _decode(Record, data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"a damaged record: {error}") from None
+    assert isinstance(record, Record)
+    return record
+
+
+def read_record(path: Path) -> Record:
+    """Reads a record file.
+
+    Raises:
+        RecordError: the file is missing, unreadable or no record; the message names it.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise RecordError(f"{path}: not a record: the file is not text") from None
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Writes the record to ``path`` atomically: a reader sees the old file or the whole new one.
+
+    Raises:
+        RecordError: the folder cannot be written or the disk is full; nothing is left half written.
+    """
+    write_atomically(path, to_json(record))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        # mkstemp makes the file private; a record is an ordinary file.
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _decode(kind: Any, value: Any) -> Any:
+    """Rebuilds a value of the annotated type ``kind`` from JSON data."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return _decode(next(a for a in arguments if a is not type(None)), value)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = typing.get_type_hints(kind)
+        return kind(**{key: _decode(hints[key], item) for key, item in value.items() if key in hints})
+    if origin is tuple:
+        return tuple(_decode(arguments[0], item) for item in value)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        return {key: _decode(arguments[1], item) for key, item in value.items()}
+    if kind is float:
+        return float(value)  # float() reads "inf", "-inf" and "nan"
+    return value
