@@ -1,0 +1,45 @@
+# Every target sets up its own virtual environment in .venv first: see scripts/setup_env.py.
+# Only Python 3.10 or newer, make and git need to be there. Another Python: make PYTHON=python3.12 test
+
+ifeq ($(OS),Windows_NT)
+PYTHON ?= python
+BIN := .venv/Scripts
+else
+PYTHON ?= python3
+BIN := .venv/bin
+endif
+
+# One thread a worker: the suite runs on every core already, and more threads only fight for them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WORKERS := --numprocesses=auto --maxprocesses=8
+
+.PHONY: demo test slow bench lint format setup clean help
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+
+demo: setup ## a real FP16 training run that fails, watched step by step
+	@$(BIN)/ampdbg scan configs/linear_attention.yaml; code=$$?; \
+	test $$code -le 1 || exit $$code # 1: something was found, which is the point of the demo
+
+test: setup ## lint, types, layers and the test suite
+	@$(PYTEST) $(WORKERS)
+
+slow: setup ## the tests that take longer than ten seconds each
+	@$(PYTEST) -m slow
+
+bench: setup ## the measured claims: speed of the emulation and of watching
+	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit $$?; done
+
+lint: setup ## only lint, format and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: setup ## apply the formatter and the safe fixes
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+setup: ## only make or update .venv
+	@$(PYTHON) scripts/setup_env.py
+
+clean: ## remove .venv and the tools' caches
+	@rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
