@@ -1,0 +1,1 @@
+"""Which dtype each op runs in: CUDA's op lists, their emulation on a CPU, precision levels and pins."""

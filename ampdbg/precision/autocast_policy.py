@@ -1,0 +1,204 @@
+"""CUDA's autocast policy on the CPU's autocast key: the op lists that a GPU would use.
+
+Where the CPU's own autocast kernel casts as CUDA's does, it stays. Every other op of CUDA's lists gets a
+kernel here, and the ops that only the CPU casts fall through. Each kernel casts its inputs and calls the
+op again with the autocast key excluded, as ``WrapFunction_`` in PyTorch's ``autocast_mode.h`` does, so
+that ops inside composite ones (the ``bmm`` and ``sum`` of an einsum) run in half without further casts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from .half_kernels import find_op
+from .op_lists import BANNED, FP32_APPEND_DTYPE, RECURRENT_LAYERS, OpLists, installed_lists
+
+SAME_ON_CPU = frozenset(
+    """
+    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
+    _convolution.deprecated bmm mm baddbmm addmm addbmm linear matmul linalg_vecdot
+    scaled_dot_product_attention
+    """.split()
+)
+"""Ops that the CPU's own autocast also runs in half. Its C++ kernels share CUDA's weight cache logic."""
+
+_AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
+_CAST_ON_CPU_ONLY = "AutocastCPU"
+
+_weight_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+@contextlib.contextmanager
+def cuda_autocast_policy() -> Iterator[None]:
+    """While this is entered, ``torch.autocast("cpu")`` casts by CUDA's op lists."""
+    library = torch.library.Library("aten", "IMPL")
+    native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_CAST_ON_CPU_ONLY))
+    try:
+        with warnings.catch_warnings():
+            # torch warns once that a C++ kernel is overridden: that is what is meant here.
+            warnings.simplefilter("ignore")
+            for name, kernel in _kernels(installed_lists(Path(torch.__file__).parent), native):
+                library.impl(name, kernel, "AutocastCPU", **_ALLOW_OVERRIDE)
+        yield
+    finally:
+        library._destroy()
+        clear_weight_cache()
+
+
+def clear_weight_cache() -> None:
+    """Forgets the half copies of weights, as autocast does when its outermost region is left."""
+    _weight_cache.clear()
+
+
+_ALLOW_OVERRIDE = (
+    {"allow_override": True} if "allow_override" in inspect.signature(torch.library.Library.impl).parameters else {}
+)
+
+
+def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
+    """Pairs of an op's name and its autocast kernel."""
+    policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
+        (lists.lower_precision - SAME_ON_CPU, _lower_precision),
+        (frozenset(RECURRENT_LAYERS.split()), _lower_precision),
+        (lists.fp32, _fp32),
+        (lists.fp32_set_opt_dtype, _fp32_set_opt_dtype),
+        (lists.promote, _promote),
+        (frozenset(FP32_APPEND_DTYPE), _fp32_append_dtype),
+        (frozenset(BANNED), _banned),
+    ]
+    handled = set(lists.lower_precision & SAME_ON_CPU)
+    for names, policy in policies:
+        for name in sorted(names):
+            op = find_op(name)
+            if op is not None:
+                handled.add(name)
+                yield name, policy(op)
+    for qualified in sorted(native):
+        namespace, _, name = qualified.partition("::")
+        if namespace == "aten" and name not in handled:
+            yield name, torch.library.fallthrough_kernel
+
+
+def _without_autocast() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU)
+
+
+def _lower_precision(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.get_autocast_dtype("cpu")
+        with _without_autocast():
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+
+    return kernel
+
+
+def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    position = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if position < len(args) else kwargs.get("dtype")
+        if given is None and _is_eligible(args[0]):
+            if position < len(args):
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dtype": torch.float32}
+        with _without_autocast():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    with_dtype = find_op(FP32_APPEND_DTYPE[f"{op._schema.name.split('::')[1]}.{op._schema.overload_name}"])
+    assert with_dtype is not None
+    # An argument left at its default is not handed to the kernel, and the other overload has no defaults.
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+        with _without_autocast():
+            return with_dtype(*args, *defaults[len(args) :], dtype=dtype)
+
+    return kernel
+
+
+def _promote(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        low = torch.get_autocast_dtype("cpu")
+        dtypes = {leaf.dtype for leaf in _leaves((args, tuple(kwargs.values()))) if _is_eligible(leaf)}
+        if dtypes - {low, torch.float32}:
+            raise RuntimeError(f"autocast: {op} mixes {sorted(map(str, dtypes))}; it promotes {low} and float32 only")
+        widest = torch.float32 if torch.float32 in dtypes else low
+        with _without_autocast():
+            return op(*_cast(args, widest), **_cast(kwargs, widest))
+
+    return kernel
+
+
+def _banned(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    message = BANNED[op._schema.name.split("::")[1]]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(message)
+
+    return kernel
+
+
+def _is_eligible(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+    )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The arguments with every eligible tensor in ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return _cached_cast(value, dtype) if value.dtype is not dtype and _is_eligible(value) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One half copy of a weight per autocast region: the gradients of its uses add up in half, as on CUDA.
+
+    The conditions are those of ``cached_cast`` in PyTorch's ``autocast_mode.cpp``.
+    """
+    is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
+        return tensor.to(dtype)
+    # The tensor is kept beside its copy, so that its id cannot be given to another one.
+    _, cast = _weight_cache.get(id(tensor), (None, None))
+    if cast is None or cast.dtype is not dtype:
+        cast = tensor.to(dtype)
+        _weight_cache[id(tensor)] = (tensor, cast)
+    return cast

@@ -1,0 +1,40 @@
+"""CUDA's mixed precision on a machine without a GPU: its op lists, its rounding, its names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from .autocast_policy import cuda_autocast_policy
+from .cuda_on_cpu import cuda_names_on_cpu
+from .half_kernels import half_kernels
+
+_depth = 0
+
+
+@contextlib.contextmanager
+def cuda_on_cpu() -> Iterator[None]:
+    """While this is entered, autocast on CPU tensors is CUDA's: its op lists, FP32 accumulation with one
+    rounding, its weight cache, and ``autocast("cuda")``, ``GradScaler()`` and ``.cuda()`` that work.
+
+    May be nested; the outermost exit undoes everything, also when the code inside raises.
+    """
+    global _depth
+    with ExitStack() as stack:
+        if _depth == 0:
+            for part in (half_kernels, cuda_autocast_policy, cuda_names_on_cpu):
+                stack.enter_context(part())
+        _depth += 1
+        stack.callback(_leave)
+        yield
+
+
+def is_active() -> bool:
+    """Whether CUDA is being emulated now."""
+    return _depth > 0
+
+
+def _leave() -> None:
+    global _depth
+    _depth -= 1

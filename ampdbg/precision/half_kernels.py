@@ -1,0 +1,145 @@
+"""FP16 kernels for a CPU that round where a tensor core rounds, at the speed of FP32.
+
+A tensor core multiplies half operands, accumulates in FP32 and rounds the result once. A CPU without
+FP16 instructions has no fast kernel for that (25 times slower than FP32, some ops missing). So each op
+here widens its half operands, runs the CPU's FP32 kernel, and rounds the result.
+
+The kernels stand on the dispatch key ``BackendSelect``, which lies below autograd and below
+``TorchDispatchMode`` and above the CPU's kernels. Autograd therefore records the very graph that CUDA
+has (``MmBackward0`` on half tensors), backward ops are served too, a trace shows ``aten.mm.default`` on
+half tensors and nothing of the emulation, and the CPU's own kernels stay reachable by redispatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+MATRIX_PRODUCTS = """
+    mm addmm bmm baddbmm addbmm addmv mv dot vdot _addmm_activation
+    mm.out addmm.out bmm.out baddbmm.out addbmm.out addmv.out mv.out dot.out
+    addmm_ baddbmm_ addbmm_ addmv_
+"""
+CONVOLUTIONS = """
+    convolution _convolution _convolution.deprecated convolution_backward conv_tbc conv_tbc_backward
+"""
+FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
+RECURRENT = "mkldnn_rnn_layer mkldnn_rnn_layer_backward"
+WITHOUT_CPU_KERNEL = """
+    avg_pool3d avg_pool3d_backward rrelu_with_noise rrelu_with_noise_backward
+    multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
+    multilabel_margin_loss_backward
+"""
+"""Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'."""
+
+EMULATED = (MATRIX_PRODUCTS + CONVOLUTIONS + FUSED_ATTENTION + " " + RECURRENT + WITHOUT_CPU_KERNEL).split()
+
+KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
+"""Positions of outputs that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
+
+TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
+"""Ops that take a float32 operand (that log-sum-exp) beside half ones."""
+
+EMULATED_DTYPES = (torch.float16,)
+"""bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
+
+_BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+
+
+@contextlib.contextmanager
+def half_kernels() -> Iterator[None]:
+    """While this is entered, half matrix products, convolutions, fused attention and recurrent layers
+    on CPU tensors are computed in FP32 and rounded. Float32 and other devices are left as they are."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in EMULATED:
+            overload = find_op(name)
+            if overload is not None:
+                library.impl(name, _rounding_kernel(overload, name), "BackendSelect", with_keyset=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def find_op(name: str) -> torch._ops.OpOverload | None:
+    """The ATen op of that name (``sum``, ``sum.dim_IntList``), or None when the installed torch has none."""
+    packet_name, _, overload_name = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    return getattr(packet, overload_name or "default", None)
+
+
+def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
+    kept, mixed = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32
+    writes = [i for i, argument in enumerate(op._schema.arguments) if _is_written(argument)]
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        below = keyset & _BELOW
+        low = _emulated_dtype(args, mixed)
+        if low is None:
+            return op.redispatch(below, *args, **kwargs)
+        wide = [_widened(argument, low) for argument in args]
+        if not writes:
+            result = op.redispatch(below, *wide, **{key: _widened(value, low) for key, value in kwargs.items()})
+            return _rounded(result, low, kept)
+        return _write_rounded(op, below, writes[0], args, wide, kwargs)
+
+    return kernel
+
+
+def _write_rounded(
+    op: torch._ops.OpOverload, below: Any, position: int, args: Any, wide: list[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Runs an in-place or ``out=`` op on a float32 copy of its target, then rounds into the target."""
+    name = op._schema.arguments[position].name
+    target = kwargs[name] if name in kwargs else args[position]
+    scratch = target.float()
+    if name in kwargs:
+        kwargs = {**kwargs, name: scratch}
+    else:
+        wide = [*wide[:position], scratch, *wide[position + 1 :]]
+    op.redispatch(below, *wide, **kwargs)
+    if target.shape != scratch.shape:
+        target.resize_(scratch.shape)
+    return target.copy_(scratch)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _emulated_dtype(args: Any, mixed: bool) -> torch.dtype | None:
+    """The half dtype of the operands; None when there is nothing to emulate.
+
+    Operands of several float dtypes are left to torch, whose error says what is wrong, as CUDA's does.
+    """
+    low: torch.dtype | None = None
+    for argument in args:
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
+                continue
+            if tensor.dtype in EMULATED_DTYPES and tensor.device.type == "cpu":
+                low = tensor.dtype
+            elif not mixed:
+                return None
+    return low
+
+
+def _widened(value: Any, low: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype is low else value
+    if isinstance(value, (list, tuple)):
+        return [_widened(item, low) for item in value]
+    return value
+
+
+def _rounded(result: Any, low: torch.dtype, kept: tuple[int, ...]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.to(low)
+    return tuple(
+        item.to(low) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
+        for i, item in enumerate(result)
+    )
