@@ -1,0 +1,17 @@
+"""The YAML config: validated, frozen, every mistake reported at once with its line (no torch)."""
+
+from ampdbg.config.loading import load_config
+from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
+from ampdbg.config.target_names import Target, parse_target
+
+__all__ = [
+    "Config",
+    "LossScale",
+    "OptimizerSpec",
+    "Precision",
+    "Target",
+    "TargetSpec",
+    "Train",
+    "load_config",
+    "parse_target",
+]

@@ -1,0 +1,198 @@
+"""The keys of the YAML config: their types, defaults and limits.
+
+A field's ``description`` is what the error message says is allowed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from ampdbg.config.target_names import TARGET_FORMS, parse_target, why_absent, why_no_file
+from ampdbg.formats import FLOAT32
+
+AVAILABLE_LEVELS = ("O0", "O1")
+
+
+def _not_boolean(value: object) -> object:
+    """Python counts booleans as numbers; in a config they are a slip."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("boolean", "a boolean")
+    return value
+
+
+def _not_text(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError(f"got {value!r}, one string; allowed: a list of module names, written as [{value}]")
+    return value
+
+
+def _empty_section(value: object) -> object:
+    """A key with everything below it commented out means the defaults."""
+    return {} if value is None else value
+
+
+def _target(value: str, info: ValidationInfo) -> str:
+    target = parse_target(value)
+    absent = why_absent(target, info.context["folder"]) if info.context else None
+    if absent:
+        raise ValueError(absent)
+    return value
+
+
+def _checkpoint(value: Path, info: ValidationInfo) -> Path:
+    absent = why_no_file(info.context["folder"] / value, str(value), f"*{value.suffix}") if info.context else None
+    if absent:
+        raise ValueError(absent)
+    return value
+
+
+def _level(value: str) -> str:
+    if value not in AVAILABLE_LEVELS:
+        raise ValueError(f"got {value}, which this version of ampdbg does not have; allowed: O0 (FP32), O1 (autocast)")
+    return value
+
+
+def _device(value: str) -> str:
+    kind, colon, index = value.partition(":")
+    if value in ("auto", "cpu", "cuda") or (kind == "cuda" and colon and index.isascii() and index.isdigit()):
+        return value
+    raise ValueError(f"got {value!r}; allowed: auto, cpu, cuda or cuda:INDEX")
+
+
+def _scale_kind(value: object) -> str:
+    return "<mapping>" if isinstance(value, (Mapping, LossScale)) else "<number>"
+
+
+Number = Annotated[float, BeforeValidator(_not_boolean)]
+Count = Annotated[int, BeforeValidator(_not_boolean), Field(ge=1, description="a whole number of at least 1")]
+Scale = Annotated[
+    Number,
+    # GradScaler keeps the scale in float32.
+    Field(ge=FLOAT32.smallest_normal, le=FLOAT32.largest, description="a positive number that float32 can hold"),
+]
+Empty = BeforeValidator(_empty_section)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TargetSpec(_Section):
+    """Something of the user's: where it is defined, and the keyword arguments it is called with."""
+
+    target: Annotated[str, AfterValidator(_target), Field(description=TARGET_FORMS)]
+    args: Annotated[dict[str, Any], Empty, Field(description="a mapping of argument names to values")] = {}
+
+
+class OptimizerSpec(TargetSpec):
+    """``groups``: one parameter group for each parameter, for each module, or a single one."""
+
+    target: Annotated[str, AfterValidator(_target), Field(description=TARGET_FORMS)] = "torch.optim:AdamW"
+    groups: Annotated[Literal["parameter", "module", "single"], Field(description="parameter, module or single")] = (
+        "parameter"
+    )
+
+
+class LossScale(_Section):
+    """A dynamic loss scale, with GradScaler's parameters and defaults."""
+
+    init: Scale = 65536.0
+    growth_factor: Annotated[Number, Field(gt=1, allow_inf_nan=False, description="a finite number above 1")] = 2.0
+    backoff_factor: Annotated[Number, Field(gt=0, lt=1, description="a number between 0 and 1, exclusive")] = 0.5
+    growth_interval: Count = 2000
+
+
+class Precision(_Section):
+    """Which dtype each op gets, and how the loss is scaled (a number is a static scale)."""
+
+    dtype: Annotated[Literal["float16", "bfloat16", "float32"], Field(description="float16, bfloat16 or float32")] = (
+        "float16"
+    )
+    level: Annotated[
+        Literal["O0", "O1", "O2", "O3"], AfterValidator(_level), Field(description="O0 (FP32), O1 (autocast)")
+    ] = "O1"
+    policy: Annotated[Literal["cuda", "native"], Field(description="cuda or native")] = "cuda"
+    loss_scale: Annotated[
+        Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
+        Discriminator(_scale_kind),
+        Field(
+            description="a positive number that float32 can hold (a static scale), or a mapping of "
+            "init, growth_factor, backoff_factor, growth_interval (a dynamic one)"
+        ),
+    ] = LossScale()
+    pins: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_not_text),
+        BeforeValidator(lambda value: () if value is None else value),
+        Field(description="a list of module names, fnmatch patterns allowed"),
+    ] = ()
+
+
+class Train(_Section):
+    """How long to train, and where. ``clip_grad_norm`` is applied to unscaled gradients."""
+
+    steps: Count = 50
+    accumulate: Count = 1
+    clip_grad_norm: Annotated[
+        Annotated[Number, Field(gt=0)] | None, Field(description="a number above 0, or null for no clipping")
+    ] = None
+    seed: Annotated[
+        int, BeforeValidator(_not_boolean), Field(ge=0, lt=2**32, description="a whole number from 0 to 2**32 - 1")
+    ] = 0
+    device: Annotated[str, AfterValidator(_device), Field(description="auto, cpu, cuda or cuda:INDEX")] = "auto"
+
+
+class ConfigFile(_Section):
+    """The whole file."""
+
+    model: Annotated[TargetSpec, Field(description="an nn.Module class, factory or instance: {target: FILE.py:NAME}")]
+    data: Annotated[
+        TargetSpec, Field(description="an iterable of batches, or a factory of one: {target: FILE.py:NAME}")
+    ]
+    loss: TargetSpec | None = None
+    step: TargetSpec | None = None
+    optimizer: Annotated[OptimizerSpec, Empty] = OptimizerSpec()
+    checkpoint: Annotated[
+        Annotated[Path, AfterValidator(_checkpoint)] | None,
+        Field(description="the path of a .pt or .safetensors file, relative to the config"),
+    ] = None
+    precision: Annotated[Precision, Empty] = Precision()
+    train: Annotated[Train, Empty] = Train()
+
+
+class Config(ConfigFile):
+    """A valid config, and where it came from.
+
+    ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to.
+    ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
+    """
+
+    folder: Path
+    places: Mapping[str, str] = {}
+
+    def where(self, key: str) -> str:
+        """``"config.yaml:3: model.target"``: how an error message names a key."""
+        place = self.places.get(key, "")
+        return f"{place}: {key}" if place else key
+
+    def resolved(self) -> dict[str, Any]:
+        """All keys with defaults filled in, as plain data; paths stay as they were written."""
+        plain = _plain(self.model_dump(exclude={"folder", "places"}))
+        assert isinstance(plain, dict)
+        return plain
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return value.as_posix()
+    # YAML also has dates, sets and binary, which JSON does not.
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

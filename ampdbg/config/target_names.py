@@ -1,0 +1,169 @@
+"""Targets as written in the config: their syntax, and whether they can be there, without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+TARGET_FORMS = "FILE.py:NAME (relative to the config) or package.module:NAME"
+
+
+@dataclass(frozen=True)
+class Target:
+    """``FILE.py:NAME`` has a ``file``, ``package.module:NAME`` a ``module``; ``name`` may be dotted."""
+
+    text: str
+    file: str
+    module: str
+    name: str
+
+    def path(self, folder: Path) -> Path:
+        """The absolute path of the file, for a config in ``folder``."""
+        return Path(os.path.abspath(folder / self.file))
+
+
+def parse_target(text: str) -> Target:
+    """Splits a target.
+
+    Raises:
+        ValueError: it is written in neither form; the message says what is allowed.
+    """
+    # From the right, for the sake of "C:\\model.py:build".
+    place, colon, name = text.strip().rpartition(":")
+    if not colon or not place or text.strip().endswith(".py"):
+        raise ValueError(f"got {text!r}; allowed: {TARGET_FORMS}{_without_colon(text.strip())}")
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"got {text!r}: {name!r} is no Python name; allowed: {TARGET_FORMS}")
+    if place.endswith(".py"):
+        return Target(text, file=place, module="", name=name)
+    if all(part.isidentifier() for part in place.split(".")):
+        return Target(text, file="", module=place, name=name)
+    raise ValueError(f"got {text!r}: {place!r} is neither a .py file nor a module; allowed: {TARGET_FORMS}")
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """``" Did you mean 'steps'?"``, or nothing when no allowed word is close."""
+    by_folded = {word.casefold(): word for word in allowed}
+    close = get_close_matches(given.casefold(), by_folded, n=1, cutoff=0.6)
+    return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names in a row, the surplus counted: ``"a, b, c and 4 more"``."""
+    names = list(names)
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def why_absent(target: Target, folder: Path) -> str | None:
+    """Why the target cannot be there, as far as can be told without running code; None when it can."""
+    if target.file:
+        return _why_absent_from_file(target, target.path(folder))
+    package = target.module.partition(".")[0]
+    if _module_exists(package, folder):
+        return None
+    message = f"got {target.text!r}, but no module {package!r} is installed or lies beside the config"
+    if (folder / f"{package}.py").is_file():
+        return message
+    return f"{message}. Install it, or name a file as FILE.py:{target.name}"
+
+
+def why_no_file(path: Path, written: str, pattern: str) -> str | None:
+    """Why ``path`` is no file that can be read, with the files of the same kind beside it; None when it is one."""
+    if path.is_file():
+        return None
+    if path.is_dir():
+        return f"got {written!r}, which is a folder; allowed: a file"
+    if not path.parent.is_dir():
+        return f"got {written!r}, but there is no folder {path.parent}"
+    beside = sorted(item.name for item in path.parent.glob(pattern) if item.is_file())
+    hint = did_you_mean(path.name, beside) or (f" There are {listed(beside)}." if beside else "")
+    return f"got {written!r}, but there is no such file in {path.parent}.{hint}"
+
+
+def _without_colon(text: str) -> str:
+    if text.endswith(".py"):
+        return f"; add the name that the file defines: {text}:NAME"
+    head, dot, name = text.rpartition(".")
+    return f". Did you mean '{head}:{name}'?" if dot and head and name.isidentifier() else ""
+
+
+def _why_absent_from_file(target: Target, path: Path) -> str | None:
+    absent = why_no_file(path, target.text, "*.py")
+    if absent:
+        return absent
+    defined = defined_names(path)
+    name = target.name.partition(".")[0]
+    if defined is None or name in defined:
+        return None
+    public = [item for item in defined if not item.startswith("_")]
+    has = f"it defines {listed(public)}" if public else "it defines nothing"
+    return f"got {target.text!r}, but {target.file} has no {name!r}; {has}.{did_you_mean(name, public)}"
+
+
+def defined_names(path: Path) -> list[str] | None:
+    """The names at the top level of a Python file, definitions before imports.
+
+    None when that cannot be told without running it: it does not parse (importing it will say why), imports
+    ``*``, or writes its namespace by ``globals()`` or ``exec``.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return None
+    nodes = list(_top_level(tree))
+    if any(_is_opaque(node) for node in ast.walk(tree)):
+        return None
+    defined = [name for node in nodes for name in _defines(node)]
+    imported = [
+        (alias.asname or alias.name.partition(".")[0])
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    ]
+    declared = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    return list(dict.fromkeys([*defined, *declared, *imported]))
+
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def _top_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs in the module's own scope, in order, definitions included but not entered."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _SCOPES):
+            yield from _top_level(child)
+
+
+def _defines(node: ast.AST) -> list[str]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+        return [node.name]
+    return []
+
+
+def _is_opaque(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return any(alias.name == "*" for alias in node.names)
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "__getattr__"
+    return isinstance(node, ast.Name) and node.id in ("globals", "exec", "vars", "setattr")
+
+
+def _module_exists(package: str, folder: Path) -> bool:
+    if importlib.machinery.PathFinder.find_spec(package, [str(folder), os.getcwd()]) is not None:
+        return True
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it is loaded, and has no spec
+        return True

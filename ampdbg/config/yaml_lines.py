@@ -1,0 +1,132 @@
+"""YAML text to plain data, with the line of every key.
+
+The values are those of ``yaml.safe_load`` with one exception: a plain ``3e-4`` is the number that YAML 1.2
+and everyone who writes it mean, where PyYAML (YAML 1.1) reads a string. Quote it to have a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+KeyPath = tuple[object, ...]
+
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+
+# What PyYAML says, and what the person who typed it needs to hear.
+_EXPLANATIONS = (
+    ("character '\\t'", "a tab where YAML wants spaces; indent with spaces"),
+    ("mapping values are not allowed", "a ':' where no key can stand; check the indentation, or quote the value"),
+    ("expected <block end>", "the indentation does not match the lines above"),
+    ("could not find expected ':'", "a ':' is missing after a key"),
+    ("expected ',' or", "a bracket is not closed, or a comma is missing"),
+    ("expected the node content", "a value is missing, or a bracket is not closed"),
+    ("unexpected end of stream", "a quotation mark is not closed"),
+    ("could not determine a constructor", "a tag that is not plain YAML; write plain values"),
+    ("found undefined alias", "an alias (*name) without its anchor (&name)"),
+    ("expected a single document", "a second document ('---'); a config is one document"),
+    ("special characters are not allowed", "a control character that YAML does not allow"),
+    ("unhashable key", "a key that is a list or a mapping; keys are plain words"),
+)
+
+
+class YamlError(Exception):
+    """The text is no YAML that can be read; ``line`` counts from 1."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+        self.text = text
+
+
+@dataclass(frozen=True)
+class YamlDocument:
+    """Plain data, the line of every key path (the root's path is ``()``) and the keys given twice."""
+
+    data: Any
+    lines: dict[KeyPath, int]
+    duplicates: tuple[tuple[KeyPath, int, int], ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also knows YAML 1.2's floats."""
+
+
+_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> YamlDocument:
+    """Reads one YAML document; an empty one has the data None.
+
+    Raises:
+        YamlError: the text is not YAML, or holds an alias that contains itself.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return YamlDocument(None, {(): 1}, ())
+        duplicates = tuple(_duplicates(node, (), [], set()))
+        data = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise _explained(error, text) from None
+    except RecursionError:
+        raise YamlError(1, "nested too deeply to be read") from None
+    except ValueError as error:
+        raise YamlError(1, f"a value that its YAML type does not allow ({error})") from None
+    return YamlDocument(data, dict(_lines(node, (), depth=4)), duplicates)
+
+
+def _duplicates(
+    node: yaml.Node, path: KeyPath, above: list[yaml.Node], done: set[int]
+) -> Iterator[tuple[KeyPath, int, int]]:
+    """Each key given twice in one mapping: its path, its line and the line of the first one."""
+    if node in above:
+        raise YamlError(_line(node), "an alias that contains itself")
+    if id(node) in done:
+        return
+    done.add(id(node))
+    first: dict[tuple[str, str], int] = {}
+    for key, value, here in _children(node, path):
+        if key is not None and (key.tag, key.value) in first:
+            yield here, _line(key), first[key.tag, key.value]
+        elif key is not None:
+            first[key.tag, key.value] = _line(key)
+        yield from _duplicates(value, here, [*above, node], done)
+
+
+def _lines(node: yaml.Node, path: KeyPath, depth: int) -> Iterator[tuple[KeyPath, int]]:
+    """The line of each key down to ``depth``; call it after construction, which resolves merge keys."""
+    if not path:
+        yield path, _line(node)
+    if depth:
+        for key, value, here in _children(node, path):
+            yield here, _line(key or value)
+            yield from _lines(value, here, depth - 1)
+
+
+def _children(node: yaml.Node, path: KeyPath) -> Iterator[tuple[yaml.ScalarNode | None, yaml.Node, KeyPath]]:
+    """The key (None in a sequence), value and path of everything directly in ``node``."""
+    if isinstance(node, yaml.SequenceNode):
+        yield from ((None, item, (*path, index)) for index, item in enumerate(node.value))
+    elif isinstance(node, yaml.MappingNode):
+        pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
+        yield from ((key, value, (*path, key.value)) for key, value in pairs)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _explained(error: yaml.YAMLError, text: str) -> YamlError:
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    mark = getattr(error, "problem_mark", None)
+    # A ReaderError has an offset instead of a mark.
+    line = int(mark.line) + 1 if mark is not None else text.count("\n", 0, getattr(error, "position", 0)) + 1
+    explanation = next((meant for sign, meant in _EXPLANATIONS if sign in said), "")
+    return YamlError(line, f"not YAML: {explanation} ({said})" if explanation else f"not YAML: {said}")
