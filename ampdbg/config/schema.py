@@ -176,9 +176,11 @@ class Config(ConfigFile):
     places: Mapping[str, str] = {}
 
     def where(self, key: str) -> str:
-        """``"config.yaml:3: model.target"``: how an error message names a key."""
-        place = self.places.get(key, "")
-        return f"{place}: {key}" if place else key
+        """``"config.yaml:3: model.target"``: how a message names a key, by its own line or the one of its section."""
+        above = key
+        while above and above not in self.places:
+            above = above.rpartition(".")[0]
+        return f"{self.places[above]}: {key}" if above else key
 
     def resolved(self) -> dict[str, Any]:
         """All keys with defaults filled in, as plain data; paths stay as they were written."""

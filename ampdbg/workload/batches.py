@@ -1,0 +1,187 @@
+"""Batches out of whatever the data target gives: endless, on the device, described in messages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ampdbg.workload.calls import Found, a
+
+_END = object()
+
+
+class BatchSource:
+    """The data of a workload; every pass over it starts it again, or makes it again where it is one-shot."""
+
+    def __init__(self, found: Found, device: torch.device) -> None:
+        self.found = found
+        self.device = device
+        self.position = -1
+        self._delivered_id: int | None = None
+        self._restarts = is_factory(found.value)
+        self._data = self._make()
+        self._used = False
+
+    def batches(self) -> Iterator[Any]:
+        """Every batch, moved to the device, over and over.
+
+        Raises:
+            WorkloadError: the data is empty, or ended and cannot be started again.
+            UserCodeError: reading a batch raised.
+        """
+        count = 0
+        while True:
+            iterator, before = self._start(), count
+            while (batch := self._next(iterator, count)) is not _END:
+                self.position, self._delivered_id = count, id(batch)
+                yield batch
+                del batch  # a batch must not outlive its step
+                count += 1
+            if count == before:
+                raise self.found.refuse(self._why_ended(count))
+
+    def describe(self, batch: Any) -> str:
+        """``batch 3 holds [0]: float32 [8, 3]; [1]: int64 [8]``; without the number for any but the last one."""
+        number = f" {self.position}" if id(batch) == self._delivered_id else ""
+        leaves = [
+            f"{path or 'a tensor'}: {str(leaf.dtype)[6:]} {list(leaf.shape)}" for path, leaf in tensor_leaves(batch)
+        ]
+        return f"batch{number} holds {'; '.join(leaves[:8]) if leaves else a(batch)}"
+
+    def _start(self) -> Iterator[Any]:
+        if isinstance(self._data, Iterator) and self._used and self._restarts:
+            self._data = self._make()
+        self._used = True
+        with self.found.user.running(f"{self.found.named}: starting it"):
+            return iter(self._data)
+
+    def _next(self, iterator: Iterator[Any], index: int) -> Any:
+        with self.found.user.running(f"{self.found.named}: reading batch {index}"):
+            batch = next(iterator, _END)
+            return batch if batch is _END else to_device(batch, self.device)
+
+    def _why_ended(self, count: int) -> str:
+        if count == 0:
+            return "gave no batches; needed: at least one"
+        return (
+            f"ended after {count} batches and cannot be started again; "
+            "needed: a list, a DataLoader, or a function that makes the batches"
+        )
+
+    def _make(self) -> Any:
+        found = self.found
+        if is_factory(found.value):
+            data = found.made()
+        else:
+            found.refuse_arguments()
+            data = found.value
+        if hasattr(data, "train_dataloader"):
+            data = self._train_dataloader(data)
+        problem = why_no_batches(data)
+        if problem:
+            raise found.refuse(f"{'returned' if is_factory(found.value) else 'is'} {problem}")
+        return data
+
+    def _train_dataloader(self, module: Any) -> Any:
+        """The loader of a data module, after the hooks that Lightning calls before it."""
+        for hook, argument in (("prepare_data", ()), ("setup", ("fit",))):
+            method = getattr(module, hook, None)
+            if callable(method):
+                with self.found.user.running(f"{self.found.named}: {hook}()"):
+                    method(*argument[: len(inspect.signature(method).parameters)])
+        with self.found.user.running(f"{self.found.named}: train_dataloader()"):
+            return module.train_dataloader()
+
+
+def is_factory(value: object) -> bool:
+    """Whether ``value`` makes the data, and is not the data."""
+    return isinstance(value, type) or (
+        callable(value) and not hasattr(value, "__iter__") and not hasattr(value, "train_dataloader")
+    )
+
+
+def why_no_batches(data: Any) -> str | None:
+    """Why ``data`` is no iterable of batches, continuing ``"it is ..."``; None when it is one."""
+    return next((problem(data) for test, problem in _NO_BATCHES if test(data)), None)
+
+
+def _is_map_style(data: Any) -> bool:
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__iter__")
+
+
+def _holds_loaders(data: Any) -> bool:
+    items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return any(isinstance(item, DataLoader) for item in items)
+
+
+def _is_one_batch(data: Any) -> bool:
+    if isinstance(data, tuple):
+        return bool(data) and all(isinstance(item, torch.Tensor) for item in data)
+    return isinstance(data, (torch.Tensor, Mapping))
+
+
+# From the particular to the general: the first that holds is said.
+_NO_BATCHES: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
+    (_holds_loaders, lambda data: f"{a(data)} of several DataLoaders; needed: one"),
+    (
+        _is_one_batch,
+        lambda data: f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]",
+    ),
+    (_is_map_style, lambda data: f"{a(data)}, a Dataset of single samples; needed: batches; wrap it in a DataLoader"),
+    (
+        lambda data: isinstance(data, (str, bytes)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")),
+        lambda data: (
+            f"{a(data)}; needed: an iterable of batches, a factory of one, or an object with train_dataloader()"
+        ),
+    ),
+)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor on ``device``: in lists, tuples, dicts, dataclasses and objects with ``.to``.
+
+    Containers are copied, so that the user's own stay as they are; other leaves are passed on.
+    """
+    if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
+        moved = batch.to(device)
+        return batch if moved is None else moved  # some move in place
+    if isinstance(batch, tuple):
+        items = (to_device(item, device) for item in batch)
+        return type(batch)(*items) if hasattr(batch, "_fields") else tuple.__new__(type(batch), items)
+    if isinstance(batch, list):
+        moved = copy.copy(batch)
+        moved[:] = [to_device(item, device) for item in batch]
+        return moved
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)
+        moved.update({key: to_device(value, device) for key, value in batch.items()})
+        return moved
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved = copy.copy(batch)
+        for item in dataclasses.fields(batch):
+            # Frozen ones too, and without running __post_init__ again.
+            object.__setattr__(moved, item.name, to_device(getattr(batch, item.name), device))
+        return moved
+    return batch
+
+
+def tensor_leaves(batch: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in ``batch`` with its path: ``[0]``, ``["input_ids"]``, ``.pixels``; ``""`` for the batch itself."""
+    if isinstance(batch, torch.Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            shown = f'"{key}"' if isinstance(key, str) else repr(key)
+            yield from tensor_leaves(value, f"{path}[{shown}]")
+    elif isinstance(batch, (list, tuple)):
+        for index, value in enumerate(batch):
+            yield from tensor_leaves(value, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for item in dataclasses.fields(batch):
+            yield from tensor_leaves(getattr(batch, item.name), f"{path}.{item.name}")

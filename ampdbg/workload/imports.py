@@ -1,0 +1,160 @@
+"""Finds the object that a target names, importing its file or its module.
+
+A ``FILE.py`` is imported as a script would import it from its own folder: under its stem, with its siblings in
+reach. Where another module has that name already, it gets a name of its own, so that two files with the same
+stem do not clash. Every build imports the user's files afresh, as every run of a script does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from ampdbg.config import Config, Target
+from ampdbg.config.target_names import did_you_mean, listed
+from ampdbg.errors import WorkloadError
+from ampdbg.workload.user_code import UserCode
+
+_ABSENT = object()
+
+# The top-level modules that builds have imported out of the users' folders.
+_imported: set[str] = set()
+
+
+@dataclass
+class Importer:
+    """Imports the targets of one build; each file once."""
+
+    config: Config
+    user: UserCode
+    files: dict[Path, ModuleType] = field(default_factory=dict)
+
+    def find(self, key: str, target: Target) -> object | WorkloadError:
+        """The object that ``target``, given at ``key``, names; the error where there is no such module or name.
+
+        Raises:
+            UserCodeError: importing it raised.
+        """
+        try:
+            return self._find(key, target)
+        except WorkloadError as error:
+            return error
+
+    def _find(self, key: str, target: Target) -> object:
+        where = self.config.where(f"{key}.target")
+        found: object = self._from_file(where, target) if target.file else self._from_module(where, target)
+        for part in target.name.split("."):
+            inner = getattr(found, part, _ABSENT)
+            if inner is _ABSENT:
+                raise WorkloadError(f"{where}: got {target.text!r}, but {_has_no(found, part)}")
+            found = inner
+        return found
+
+    def _from_file(self, where: str, target: Target) -> ModuleType:
+        path = target.path(self.config.folder)
+        if path not in self.files:
+            own_first = UserCode((path.parent, *self.user.folders))
+            with own_first.running(f"{where}: importing {target.file}"), _noting(own_first.folders):
+                self.files[path] = _import_file(path)
+        return self.files[path]
+
+    def _from_module(self, where: str, target: Target) -> ModuleType:
+        try:
+            with self.user.running(f"{where}: importing {target.module}"), _noting(self.user.folders):
+                return importlib.import_module(target.module)
+        except Exception as error:
+            missing = error.__cause__
+            if isinstance(missing, ModuleNotFoundError) and missing.name and _leads_to(missing.name, target.module):
+                raise WorkloadError(f"{where}: got {target.text!r}, but there is no module {missing.name!r}") from None
+            raise
+
+
+def forget_user_modules() -> None:
+    """Forgets the modules of earlier builds, so that the next one imports the files as they are now."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _imported]:
+        del sys.modules[name]
+    _imported.clear()
+    importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def _noting(folders: Sequence[Path]) -> Iterator[None]:
+    """Notes which top-level modules an import takes from ``folders``, also when it fails halfway."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        new = {name for name in set(sys.modules) - before if "." not in name}
+        _imported.update(name for name in new if any(_lies_in(sys.modules.get(name), folder) for folder in folders))
+
+
+def _import_file(path: Path) -> ModuleType:
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and _file_of(loaded) == path:
+        return loaded
+    _make_way(path.parent)
+    name = path.stem if _is_free(path) else f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    # The config has checked that the file is there and ends in .py.
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _imported.add(name)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def _make_way(folder: Path) -> None:
+    """Two folders may each have a ``layers.py``: the next file to import one means its own."""
+    for name in _imported:
+        here = (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+        if here and not _lies_in(sys.modules.get(name), folder):
+            sys.modules.pop(name, None)
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no other module could be meant by the file's stem, now or in a later import."""
+    name = path.stem
+    if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(name, [entry for entry in sys.path if Path(entry) != path.parent])
+    return spec is None or spec.origin is None or Path(spec.origin) == path
+
+
+def _file_of(module: ModuleType | None) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(os.path.abspath(file)) if file else None
+
+
+def _lies_in(module: ModuleType | None, folder: Path) -> bool:
+    """Whether the top-level ``module`` is a file or a package directly in ``folder``."""
+    file = _file_of(module)
+    if file is None:
+        folders = [Path(entry) for entry in getattr(module, "__path__", ())]
+        return any(entry.parent == folder for entry in folders)
+    return folder in (file.parent, file.parent.parent if file.stem == "__init__" else None)
+
+
+def _has_no(owner: object, name: str) -> str:
+    public = [item for item in dir(owner) if not item.startswith("_")]
+    what = getattr(owner, "__name__", type(owner).__name__)
+    return f"{what} has no {name!r}.{did_you_mean(name, public) or f' It has {listed(public)}.'}"
+
+
+def _leads_to(missing: str, wanted: str) -> bool:
+    """Whether the module that is missing is the wanted one, or a package it lies in."""
+    return wanted == missing or wanted.startswith(f"{missing}.")

@@ -1,0 +1,125 @@
+"""One step of the user's model on one batch, and the scalar losses it gives, by the conventions of the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampdbg.errors import WorkloadError
+from ampdbg.workload.calls import Found, a
+
+_NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["loss"]'
+
+
+@dataclass(frozen=True)
+class StepFunction:
+    """How a batch becomes losses.
+
+    ``call`` takes the batch and its index and returns what the user's code returned; ``source`` is how messages
+    name that code; ``all_named`` says that every item of a returned dict is a loss, not only its ``"loss"``.
+    """
+
+    source: str
+    call: Callable[[Any, int], Any]
+    all_named: bool = False
+
+
+def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device: torch.device) -> StepFunction:
+    """How a batch becomes losses: ``step``, else ``loss``, else the model's ``training_step``, else its output."""
+    if step is not None:
+        function = step.bound(("model", "batch"))
+        return StepFunction(step.named, lambda batch, index: function(model, batch), all_named=True)
+    if loss is not None:
+        return _by_loss(model, loss, device)
+    if callable(getattr(model, "training_step", None)):
+        return _by_training_step(model)
+    return StepFunction(f"the model {type(model).__name__}", lambda batch, index: call_model(model, batch))
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """A dict is spread by name; of a pair the inputs are used, spread if a tuple; anything else is passed as it is."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    inputs = batch[0] if is_pair(batch) else batch
+    return model(*inputs) if is_pair(batch) and isinstance(inputs, tuple) else model(inputs)
+
+
+def is_pair(batch: Any) -> bool:
+    """``(inputs, target)``; a list too, which is what DataLoader's collation makes of a tuple."""
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _by_loss(model: nn.Module, loss: Found, device: torch.device) -> StepFunction:
+    function = loss.bound(("output", "target"))
+    if isinstance(function, nn.Module):
+        function = function.to(device)
+
+    def call(batch: Any, index: int) -> Any:
+        if not is_pair(batch):
+            raise loss.refuse(
+                f"needs batches that are pairs (inputs, target), and the data gives {a(batch)}; "
+                "write a `step` target, step(model, batch), for other batches"
+            )
+        return function(call_model(model, batch), batch[1])
+
+    return StepFunction(f"{type(model).__name__} with the loss {loss.spec.target}", call)
+
+
+def _by_training_step(model: nn.Module) -> StepFunction:
+    if getattr(model, "automatic_optimization", True) is False:
+        raise WorkloadError(
+            f"{type(model).__name__} optimizes by hand (automatic_optimization is False), which cannot be watched; "
+            "write a `step` target, step(model, batch), that returns the losses"
+        )
+    training_step: Any = model.training_step
+    takes_index = len(inspect.signature(training_step).parameters) > 1
+    return StepFunction(
+        f"{type(model).__name__}.training_step",
+        lambda batch, index: training_step(batch, index) if takes_index else training_step(batch),
+    )
+
+
+def losses_in(output: Any, step: StepFunction) -> dict[str, torch.Tensor]:
+    """The scalar losses that ``output`` is or carries, each of shape (), by name; a single one is called ``loss``.
+
+    Raises:
+        WorkloadError: there is no loss in it, or one that is no scalar tensor or has no gradient.
+    """
+    named = _named(output, step)
+    for name, value in named.items():
+        problem = _why_no_loss(value)
+        if problem:
+            raise WorkloadError(f"{step.source}: the loss {'' if name == 'loss' else repr(name) + ' '}{problem}")
+    return {name: value.reshape(()) for name, value in named.items()}
+
+
+def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
+    if isinstance(output, torch.Tensor):
+        return {"loss": output}
+    if hasattr(output, "loss"):
+        return {"loss": output.loss}
+    if isinstance(output, Mapping) and step.all_named and output:
+        return {str(name): value for name, value in output.items()}
+    if isinstance(output, Mapping) and "loss" in output:
+        return {"loss": output["loss"]}
+    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}. Give a `loss` or a `step` in the config")
+
+
+def _why_no_loss(value: Any) -> str | None:
+    if value is None:
+        return "is None; an output carries no loss when its batch has no labels"
+    if not isinstance(value, torch.Tensor):
+        return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
+    if value.numel() != 1:
+        return f"has the shape {list(value.shape)}; needed: a scalar; reduce it with .mean(), or give the `loss` that takes this output"
+    if not value.is_floating_point():
+        return f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar"
+    if torch.is_grad_enabled() and not value.requires_grad:
+        return "does not require a gradient; it was detached, computed under no_grad, or reaches no trainable parameter"
+    return None
