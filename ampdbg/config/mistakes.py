@@ -60,6 +60,9 @@ def explain(error: ValidationError, places: Places) -> list[Mistake]:
 def place_of(path: KeyPath, places: Places) -> Place:
     """Where ``path`` was given, or the nearest key above it that was."""
     while path not in places:
+        as_written = (*path[:-1], str(path[-1]))  # a key that YAML reads as a number
+        if as_written in places:
+            return places[as_written]
         path = path[:-1]
     return places[path]
 
@@ -123,12 +126,13 @@ def _missing(spot: _Spot) -> str:
 
 def _unknown_key(spot: _Spot) -> str:
     key = str(spot.path[-1])
-    hint = did_you_mean(key, spot.owner.model_fields)
-    if not hint and issubclass(spot.owner, TargetSpec):
-        hint = f" Arguments of the target go under args: {dotted(spot.path[:-1])}.args.{key}"
-    elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.rpartition(".")[2] == key), "")
+    elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
     if elsewhere:
         hint = f" Did you mean {elsewhere!r}?"
+    else:
+        hint = did_you_mean(key, spot.owner.model_fields)
+    if not hint and issubclass(spot.owner, TargetSpec):
+        hint = f" Arguments of the target go under args: {dotted(spot.path[:-1])}.args.{key}"
     return f"unknown key; allowed: {_keys(spot.owner)}.{hint}"
 
 

@@ -29,7 +29,7 @@ _EXPLANATIONS = (
     ("unexpected end of stream", "a quotation mark is not closed"),
     ("could not determine a constructor", "a tag that is not plain YAML; write plain values"),
     ("found undefined alias", "an alias (*name) without its anchor (&name)"),
-    ("expected a single document", "a second document ('---'); a config is one document"),
+    ("found another document", "a second document ('---'); a config is one document"),
     ("special characters are not allowed", "a control character that YAML does not allow"),
     ("unhashable key", "a key that is a list or a mapping; keys are plain words"),
 )

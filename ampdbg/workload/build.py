@@ -135,10 +135,11 @@ def _model(found: Found) -> nn.Module:
 
 
 def _why_untrainable(model: nn.Module) -> str | None:
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    parameters: list[tuple[str, Any]] = list(model.named_parameters())
+    lazy = [name for name, parameter in parameters if is_lazy(parameter)]
     if lazy:
         return f"with lazy parameters, which have no shape yet: {listed(lazy)}; run one batch through it in the factory"
-    meta = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    meta = [name for name, parameter in parameters if parameter.device.type == "meta"]
     if meta:
         return f"with parameters on the meta device, which hold no values: {listed(meta)}"
     if not trainable(model):

@@ -45,7 +45,9 @@ def _read(path: Path, where: str) -> Any:
             f"{where}: {path.name} is damaged, or holds Python objects; allowed: tensors only. "
             "Save it again with torch.save(model.state_dict(), path)"
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
+    except WorkloadError:
+        raise
+    except Exception as error:  # noqa: BLE001 - unpickling a file that is no pickle raises anything
         reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")
         raise WorkloadError(f"{where}: {path.name} cannot be read as a checkpoint: {reason}") from None
 

@@ -117,7 +117,10 @@ def _why_no_loss(value: Any) -> str | None:
     if not isinstance(value, torch.Tensor):
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
     if value.numel() != 1:
-        return f"has the shape {list(value.shape)}; needed: a scalar; reduce it with .mean(), or give the `loss` that takes this output"
+        shape = list(value.shape)
+        return (
+            f"has the shape {shape}; needed: a scalar; reduce it with .mean(), or give a `loss` that takes this output"
+        )
     if not value.is_floating_point():
         return f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar"
     if torch.is_grad_enabled() and not value.requires_grad:

@@ -1,0 +1,435 @@
+"""Broken configs and workloads, one for each kind of mistake, with what the one message must say.
+
+Each case is a folder: the config's text as ``config.yaml``, ``workload.py`` (a healthy one unless the case has its
+own) and whatever else the case brings. Used through the functions and through the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WORKLOAD = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+net = Net()
+
+
+def build_model(width=4):
+    return Net(width)
+
+
+def build_batches(count=3, width=4):
+    return [(torch.ones(8, width), torch.zeros(8, dtype=torch.int64)) for _ in range(count)]
+"""
+
+MODEL = "model: {target: workload.py:build_model}\n"
+DATA = "data: {target: workload.py:build_batches}\n"
+LOSS = "loss: {target: torch.nn.functional:cross_entropy}\n"
+HEALTHY = MODEL + DATA + LOSS
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One mistake. ``expected`` are fragments of the message; ``also`` replaces or adds files.
+
+    ``blames_user_code`` says that the mistake is an exception of the user's code, whose traceback is shown.
+    """
+
+    name: str
+    config: str | bytes
+    expected: tuple[str, ...]
+    also: Mapping[str, str | bytes] = field(default_factory=dict)
+    blames_user_code: bool = False
+
+    def write(self, folder: Path) -> Path:
+        """Writes the files of the case into ``folder`` and returns the config's path."""
+        for name, content in {"workload.py": WORKLOAD, "config.yaml": self.config, **self.also}.items():
+            raw = content if isinstance(content, bytes) else content.encode()
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(raw)
+        return folder / "config.yaml"
+
+
+def _workload(addition: str) -> dict[str, str | bytes]:
+    return {"workload.py": f"{WORKLOAD}\n\n{addition}"}
+
+
+BROKEN_CONFIGS: tuple[Broken, ...] = (
+    Broken("empty file", "", ("2 mistakes", "model: missing", "data: missing")),
+    Broken("only comments", "# model:\n", ("model: missing", "data: missing")),
+    Broken("not a mapping", "- model\n- data\n", ("config.yaml:1", '["model", "data"]', "a mapping of model, data")),
+    Broken("a bare word", "model\n", ("config.yaml:1", 'got "model"', "a mapping of model, data")),
+    Broken("unclosed bracket", MODEL + "data: {target: x.py:y\n", ("config.yaml:3", "not YAML", "bracket")),
+    Broken("unclosed quote", 'model: "x\n', ("config.yaml:2", "not YAML", "quotation mark")),
+    Broken("tab", "model:\n\ttarget: workload.py:build_model\n", ("config.yaml:2", "tab", "indent with spaces")),
+    Broken("two colons", "model: target: workload.py:x\n", ("config.yaml:1", "not YAML", "':'")),
+    Broken("bad indentation", "model:\n    target: a.py:b\n  args: {}\n", ("config.yaml:3", "indentation")),
+    Broken("not UTF-8", HEALTHY.encode() + b"# caf\xe9\n", ("config.yaml:4", "UTF-8")),
+    Broken("UTF-16", HEALTHY.encode("utf-16"), ("config.yaml:1", "UTF-8")),
+    Broken("control character", HEALTHY + "# \x00\n", ("config.yaml:4", "control character")),
+    Broken("python tag", "model: !!python/name:os.system {}\n", ("config.yaml:1", "plain YAML")),
+    Broken("two documents", HEALTHY + "---\n" + HEALTHY, ("config.yaml:4", "one document")),
+    Broken("alias of itself", "model: &m {args: *m}\n" + DATA, ("config.yaml:1", "contains itself")),
+    Broken("undefined alias", "model: *m\n" + DATA, ("config.yaml:1", "alias")),
+    Broken("key given twice", HEALTHY + MODEL, ("config.yaml:4: model: given twice", "line 1")),
+    Broken(
+        "inner key given twice",
+        HEALTHY + "train:\n  steps: 2\n  seed: 0\n  steps: 3\n",
+        ("config.yaml:7: train.steps: given twice", "line 5"),
+    ),
+    Broken("no data", MODEL + LOSS, ("config.yaml:1: data: missing", "an iterable of batches")),
+    Broken("no target", "model: {args: {}}\n" + DATA, ("config.yaml:1: model.target: missing", "FILE.py:NAME")),
+    Broken("misspelt section", HEALTHY + "optimiser: {}\n", ("config.yaml:4: optimiser: unknown key", "'optimizer'")),
+    Broken("misspelt key", HEALTHY + "train: {step: 3}\n", ("config.yaml:4: train.step: unknown key", "'steps'")),
+    Broken("key of another section", HEALTHY + "steps: 3\n", ("config.yaml:4: steps:", "'train.steps'")),
+    Broken(
+        "argument outside args",
+        HEALTHY + "optimizer: {lr: 1}\n",
+        ("config.yaml:4: optimizer.lr: unknown key", "optimizer.args.lr"),
+    ),
+    Broken("number as key", HEALTHY + "7: seven\n", ("config.yaml:4", "got 7 as a key", "quote it")),
+    Broken(
+        "number as argument name",
+        HEALTHY + "optimizer: {args: {1: 2}}\n",
+        ("config.yaml:4: optimizer.args", "got 1 as a key", "quote it"),
+    ),
+    Broken(
+        "args a list", HEALTHY + "optimizer: {args: [1]}\n", ("optimizer.args: got [1]", "argument names to values")
+    ),
+    Broken("model a string", "model: a.py:b\n" + DATA, ("config.yaml:1: model: got", "model: {target: a.py:b}")),
+    Broken("model empty", "model:\n" + DATA, ("config.yaml:1: model: got nothing", "target, args")),
+    Broken("target without a name", "model: {target: workload.py}\n" + DATA, ("workload.py:NAME",)),
+    Broken(
+        "dotted target",
+        HEALTHY + "optimizer: {target: torch.optim.SGD}\n",
+        ("config.yaml:4: optimizer.target", "Did you mean 'torch.optim:SGD'?"),
+    ),
+    Broken("target not a name", "model: {target: 'workload.py:a-b'}\n" + DATA, ("'a-b' is no Python name",)),
+    Broken("target neither file nor module", "model: {target: src/net:Net}\n" + DATA, ("neither a .py file",)),
+    Broken("target a number", "model: {target: 3}\n" + DATA, ("model.target: got 3", "FILE.py:NAME")),
+    Broken("no such file", "model: {target: worklaod.py:x}\n" + DATA, ("config.yaml:1", "Did you mean 'workload.py'?")),
+    Broken("no such folder", "model: {target: src/m.py:x}\n" + DATA, ("config.yaml:1: model.target", "no folder")),
+    Broken(
+        "file is a folder",
+        "model: {target: net.py:x}\n" + DATA,
+        ("config.yaml:1: model.target", "a folder"),
+        {"net.py/x": ""},
+    ),
+    Broken(
+        "no such name in the file",
+        "model: {target: workload.py:bulid_model}\n" + DATA,
+        ("config.yaml:1: model.target", "Did you mean 'build_model'?"),
+    ),
+    Broken(
+        "no such package",
+        "model: {target: 'not_installed.zoo:Net'}\n" + DATA,
+        ("config.yaml:1: model.target", "no module 'not_installed'", "FILE.py:Net"),
+    ),
+    Broken(
+        "checkpoint missing", HEALTHY + "checkpoint: w.pt\n", ("config.yaml:4: checkpoint: got 'w.pt'", "no such file")
+    ),
+    Broken("no steps", HEALTHY + "train: {steps: 0}\n", ("config.yaml:4: train.steps: got 0", "at least 1")),
+    Broken("half a step", HEALTHY + "train: {steps: 1.5}\n", ("train.steps: got 1.5", "whole number")),
+    Broken("steps a word", HEALTHY + "train: {steps: many}\n", ('train.steps: got "many"', "whole number")),
+    Broken("steps true", HEALTHY + "train: {steps: yes}\n", ("train.steps: got true", "whole number")),
+    Broken("no accumulation", HEALTHY + "train: {accumulate: 0}\n", ("train.accumulate: got 0", "at least 1")),
+    Broken("clip to nothing", HEALTHY + "train: {clip_grad_norm: 0}\n", ("train.clip_grad_norm: got 0", "above 0")),
+    Broken("negative seed", HEALTHY + "train: {seed: -1}\n", ("train.seed: got -1", "from 0")),
+    Broken("unknown device", HEALTHY + "train: {device: gpu}\n", ("train.device: got 'gpu'", "cuda:INDEX")),
+    Broken(
+        "unknown dtype",
+        HEALTHY + "precision: {dtype: fp16}\n",
+        ('precision.dtype: got "fp16"', "Did you mean 'float16'?"),
+    ),
+    Broken(
+        "level of a later version", HEALTHY + "precision: {level: O2}\n", ("precision.level: got O2", "O0 (FP32), O1")
+    ),
+    Broken("unknown level", HEALTHY + "precision: {level: O5}\n", ('precision.level: got "O5"', "O0 (FP32), O1")),
+    Broken("unknown policy", HEALTHY + "precision: {policy: gpu}\n", ("precision.policy", "cuda or native")),
+    Broken("negative scale", HEALTHY + "precision: {loss_scale: -1}\n", ("precision.loss_scale: got -1", "positive")),
+    Broken("infinite scale", HEALTHY + "precision: {loss_scale: .inf}\n", ("precision.loss_scale", "float32")),
+    Broken(
+        "scale a word",
+        HEALTHY + "precision: {loss_scale: dynamic}\n",
+        ('loss_scale: got "dynamic"', "a mapping of init"),
+    ),
+    Broken(
+        "scale that does not grow",
+        HEALTHY + "precision: {loss_scale: {growth_factor: 1}}\n",
+        ("precision.loss_scale.growth_factor: got 1", "above 1"),
+    ),
+    Broken(
+        "scale that does not back off",
+        HEALTHY + "precision: {loss_scale: {backoff_factor: 1.0}}\n",
+        ("precision.loss_scale.backoff_factor: got 1.0", "between 0 and 1"),
+    ),
+    Broken("pins a string", HEALTHY + "precision: {pins: head}\n", ("precision.pins: got 'head'", "written as [head]")),
+    Broken("pin a number", HEALTHY + "precision: {pins: [head, 3]}\n", ("precision.pins[1]: got 3", "module names")),
+    Broken(
+        "unknown grouping",
+        HEALTHY + "optimizer: {groups: layer}\n",
+        ("optimizer.groups", "parameter, module or single"),
+    ),
+    Broken(
+        "many at once",
+        "model: {target: workload.py:Nett}\ndata: {target: data.py:x}\ntrian: {}\nprecision: {level: O9}\n",
+        (
+            "4 mistakes",
+            "config.yaml:1: model",
+            "config.yaml:2: data",
+            "config.yaml:3: trian",
+            "config.yaml:4: precision",
+        ),
+    ),
+)
+
+_STEP = "step: {target: workload.py:step}\n"
+
+BROKEN_WORKLOADS: tuple[Broken, ...] = (
+    Broken(
+        "no such name in the package",
+        MODEL + DATA + "loss: {target: torch.nn:MSELos}\n",
+        ("config.yaml:3", "'MSELoss'"),
+    ),
+    Broken("no such submodule", "model: {target: torch.zoo:Net}\n" + DATA, ("config.yaml:1", "no module 'torch.zoo'")),
+    Broken(
+        "missing names together",
+        "model: {target: torch.nn:Linaer}\ndata: {target: torch.utils:Dataa}\n",
+        ("config.yaml:1: model.target", "config.yaml:2: data.target"),
+    ),
+    Broken(
+        "unknown argument",
+        "model:\n  target: workload.py:build_model\n  args:\n    wdith: 4\n" + DATA,
+        ("config.yaml:3: model.args", "no argument 'wdith'", "it takes width", "Did you mean 'width'?"),
+    ),
+    Broken(
+        "missing argument",
+        "model: {target: torch.nn:Linear, args: {in_features: 3}}\n" + DATA,
+        ("config.yaml:1: model.args", "'out_features'"),
+    ),
+    Broken(
+        "arguments for an instance",
+        "model: {target: workload.py:net, args: {width: 3}}\n" + DATA,
+        ("config.yaml:1: model.target", "an instance of Net", "no args"),
+    ),
+    Broken("model a number", "model: {target: 'math:pi'}\n" + DATA, ("math:pi is a float", "nn.Module class, factory")),
+    Broken(
+        "model no module", "model: {target: workload.py:build_batches}\n" + DATA, ("returned a list", "an nn.Module")
+    ),
+    Broken(
+        "model without parameters", "model: {target: torch.nn:ReLU}\n" + DATA, ("a ReLU without a trainable parameter",)
+    ),
+    Broken(
+        "frozen model",
+        "model: {target: workload.py:frozen}\n" + DATA,
+        ("without a trainable parameter",),
+        _workload("def frozen():\n    return Net().requires_grad_(False)\n"),
+    ),
+    Broken(
+        "lazy model", "model: {target: torch.nn:LazyLinear, args: {out_features: 2}}\n" + DATA, ("lazy parameters",)
+    ),
+    Broken(
+        "model on the meta device",
+        "model: {target: torch.nn:Linear, args: {in_features: 4, out_features: 2, device: meta}}\n" + DATA,
+        ("meta device",),
+    ),
+    Broken(
+        "model raises",
+        "model: {target: workload.py:broken}\n" + DATA,
+        ("config.yaml:1: model.target: workload.py:broken raised ValueError: no such width",),
+        _workload("def broken():\n    raise ValueError('no such width')\n"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "file raises",
+        HEALTHY,
+        ("importing workload.py raised ZeroDivisionError",),
+        _workload("1 / 0\n"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "file with a syntax error",
+        HEALTHY,
+        ("importing workload.py raised SyntaxError",),
+        {"workload.py": "def build_model(:\n    pass\n"},
+        blames_user_code=True,
+    ),
+    Broken(
+        "file imports what is not there",
+        HEALTHY,
+        ("importing workload.py raised ModuleNotFoundError: No module named 'not_installed'",),
+        {"workload.py": "import not_installed\n" + WORKLOAD},
+        blames_user_code=True,
+    ),
+    Broken(
+        "script that exits",
+        HEALTHY,
+        ("importing workload.py raised SystemExit: 2", '`if __name__ == "__main__":`'),
+        _workload("import argparse\n\nargparse.ArgumentParser().parse_args(['--no-such-option'])\n"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "data empty",
+        MODEL + "data: {target: workload.py:build_batches, args: {count: 0}}\n" + LOSS,
+        ("config.yaml:2: data.target", "gave no batches"),
+    ),
+    Broken(
+        "data used up",
+        MODEL + "data: {target: workload.py:stream}\n" + LOSS,
+        ("ended after 2 batches and cannot be started again", "a list, a DataLoader, or a function"),
+        _workload("stream = iter(build_batches(2))\n"),
+    ),
+    Broken("data a number", MODEL + "data: {target: 'math:pi'}\n", ("math:pi is a float", "an iterable of batches")),
+    Broken(
+        "data one batch",
+        MODEL + "data: {target: workload.py:batch}\n" + LOSS,
+        ("returned a tuple, which looks like one batch", "[batch]"),
+        _workload("def batch():\n    return build_batches()[0]\n"),
+    ),
+    Broken(
+        "data a data set",
+        MODEL + "data: {target: workload.py:samples}\n" + LOSS,
+        ("a Dataset of single samples", "DataLoader"),
+        _workload("def samples():\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"),
+    ),
+    Broken(
+        "several loaders",
+        MODEL + "data: {target: workload.py:Both}\n" + LOSS,
+        ("several DataLoaders",),
+        _workload(
+            "class Both:\n    def train_dataloader(self):\n"
+            "        return [torch.utils.data.DataLoader([1]), torch.utils.data.DataLoader([2])]\n"
+        ),
+    ),
+    Broken(
+        "data raises",
+        MODEL + "data: {target: workload.py:batches}\n" + LOSS,
+        ("reading batch 1 raised KeyError: 'label'",),
+        _workload("def batches():\n    yield from build_batches(1)\n    {}['label']\n"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "batch of the wrong shape",
+        MODEL + "data: {target: workload.py:build_batches, args: {width: 5}}\n" + LOSS,
+        ("mat1 and mat2 shapes", "batch 0 holds [0]: float32 [8, 5]; [1]: int64 [8]"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "batch the model does not take",
+        MODEL + "data: {target: workload.py:batches}\n" + LOSS,
+        ("unexpected keyword argument 'pixels'", 'batch 0 holds ["pixels"]: float32 [8, 4]'),
+        _workload("batches = [{'pixels': torch.ones(8, 4)}]\n")
+        | {"config.yaml": MODEL + "data: {target: workload.py:batches}\n"},
+        blames_user_code=True,
+    ),
+    Broken("no loss", MODEL + DATA, ("the model Net: the loss has the shape [8, 2]", "give a `loss`")),
+    Broken(
+        "output without a loss",
+        "model: {target: workload.py:Dict}\n" + DATA,
+        ("returned a dict with the keys logits", '.loss or ["loss"]'),
+        _workload("class Dict(Net):\n    def forward(self, x):\n        return {'logits': super().forward(x)}\n"),
+    ),
+    Broken(
+        "loss of another signature",
+        MODEL + DATA + "loss: {target: workload.py:one}\n",
+        ("config.yaml:3: loss", "cannot be called with (output, target)", "too many positional arguments"),
+        _workload("def one(output):\n    return output.mean()\n"),
+    ),
+    Broken("loss not callable", MODEL + DATA + "loss: {target: 'math:pi'}\n", ("is a float", "loss(output, target)")),
+    Broken(
+        "loss without pairs",
+        MODEL + "data: {target: workload.py:batches}\n" + LOSS,
+        ("needs batches that are pairs", "gives a Tensor", "`step` target"),
+        _workload("batches = [torch.ones(8, 4)]\n"),
+    ),
+    Broken(
+        "loss not reduced", HEALTHY[:-2] + ", args: {reduction: none}}\n", ("the loss has the shape [8]", ".mean()")
+    ),
+    Broken(
+        "loss a number",
+        MODEL + DATA + _STEP,
+        ("the loss is a float", "a scalar tensor"),
+        _workload("def step(model, batch):\n    return {'loss': model(batch[0]).mean().item()}\n"),
+    ),
+    Broken(
+        "loss detached",
+        MODEL + DATA + _STEP,
+        ("the loss 'aux' does not require a gradient",),
+        _workload(
+            "def step(model, batch):\n    loss = model(batch[0]).mean()\n"
+            "    return {'main': loss, 'aux': loss.detach()}\n"
+        ),
+    ),
+    Broken(
+        "step returns nothing",
+        MODEL + DATA + _STEP,
+        ("workload.py:step returned None", "a scalar tensor"),
+        _workload("def step(model, batch):\n    model(batch[0]).mean()\n"),
+    ),
+    Broken(
+        "step raises",
+        MODEL + DATA + _STEP,
+        ("config.yaml:3: step.target: workload.py:step raised IndexError",),
+        _workload("def step(model, batch):\n    return batch[7]\n"),
+        blames_user_code=True,
+    ),
+    Broken(
+        "optimizer argument",
+        HEALTHY + "optimizer: {args: {learning_rate: 3e-4}}\n",
+        ("config.yaml:4: optimizer.args", "no argument 'learning_rate'", "it takes lr"),
+    ),
+    Broken(
+        "optimizer refuses",
+        HEALTHY + "optimizer: {args: {lr: -1.0}}\n",
+        ("torch.optim:AdamW raised ValueError: Invalid learning rate: -1.0",),
+        blames_user_code=True,
+    ),
+    Broken(
+        "no optimizer",
+        HEALTHY + "optimizer: {target: workload.py:make}\n",
+        ("workload.py:make gave a list", "torch.optim.Optimizer"),
+        _workload("def make(params):\n    return params\n"),
+    ),
+    Broken(
+        "optimizer of another model",
+        HEALTHY + "optimizer: {target: workload.py:other}\n",
+        ("the SGD holds no parameter of the model",),
+        _workload("other = torch.optim.SGD(net.parameters())\n"),
+    ),
+    Broken(
+        "optimizing by hand",
+        "model: {target: workload.py:Manual}\n" + DATA,
+        ("automatic_optimization is False",),
+        _workload(
+            "class Manual(Net):\n    automatic_optimization = False\n"
+            "    def training_step(self, batch):\n        pass\n"
+        ),
+    ),
+    Broken(
+        "checkpoint no checkpoint",
+        HEALTHY + "checkpoint: w.pt\n",
+        ("config.yaml:4: checkpoint", "w.pt"),
+        {"w.pt": b"these are no tensors"},
+    ),
+    Broken(
+        "checkpoint no safetensors",
+        HEALTHY + "checkpoint: w.safetensors\n",
+        ("config.yaml:4: checkpoint", "w.safetensors is no safetensors file"),
+        {"w.safetensors": b"these are no tensors"},
+    ),
+)
+
+BROKEN: tuple[Broken, ...] = BROKEN_CONFIGS + BROKEN_WORKLOADS
