@@ -1,3 +1,24 @@
 """ampdbg: the precision debugger for PyTorch mixed-precision training."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .commands.scan import scan as scan
+
 __version__ = "0.1.0"
+
+# Imported on first use: `import ampdbg` and `ampdbg --help` must not wait for torch.
+_HOMES = {"scan": ".commands.scan"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""The terminal report: a Record in, a string out."""

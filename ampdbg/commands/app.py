@@ -1,0 +1,60 @@
+"""The ``ampdbg`` program: the table of its commands.
+
+Everything heavy (torch, pydantic, rich) is imported inside the commands, where it is used, so that
+``ampdbg --help`` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from ampdbg import __version__
+
+from . import report, scan
+from .failure import guarded
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "scan": scan.command,
+    "report": report.command,
+}
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ampdbg {__version__}")
+        raise typer.Exit
+
+
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """The precision debugger for PyTorch mixed-precision training.
+
+    Results go to stdout, progress and messages to stderr. Exit codes: 0 nothing wrong, 1 something
+    was found, 2 could not run, 130 interrupted.
+    """
+
+
+def _build() -> typer.Typer:
+    app = typer.Typer(
+        name="ampdbg",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,  # rich help would cost 80 ms of import
+        pretty_exceptions_enable=False,  # guarded() shows what is to be shown
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.callback()(_program)
+    for name, function in COMMANDS.items():
+        app.command(name)(guarded(function))
+    return app
+
+
+def main() -> None:
+    """Runs the program on ``sys.argv`` and exits with its code."""
+    _build()(prog_name="ampdbg")

@@ -1,0 +1,81 @@
+"""The one place where an exception becomes a message and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import typer
+
+from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
+
+from .terminal import say
+
+
+def guarded(command: Callable[..., int]) -> Callable[..., None]:
+    """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
+
+    A ``debug`` option of the command, when set, shows the traceback after all.
+    """
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        debug = bool(options.get("debug", False))
+        try:
+            with terminated_like_interrupted():
+                code = command(**options)
+        except AmpdbgError as error:
+            code = _explain(error, debug)
+        except KeyboardInterrupt:
+            say("interrupted: nothing was recorded")
+            code = EXIT_INTERRUPTED
+        except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
+            code = _confess(error, debug)
+        raise typer.Exit(code)
+
+    return run
+
+
+def _explain(error: AmpdbgError, debug: bool) -> int:
+    if debug:
+        say(traceback.format_exc().rstrip())
+    elif isinstance(error, UserCodeError) and error.user_traceback:
+        say(error.user_traceback.rstrip())
+    say(f"error: {error}")
+    return error.exit_code
+
+
+def _confess(error: Exception, debug: bool) -> int:
+    if debug:
+        say(traceback.format_exc().rstrip())
+    hint = "" if debug else "; run it again with --debug to see where, and please report it"
+    say(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}")
+    return EXIT_COULD_NOT_RUN
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """Turns SIGTERM, which batch systems send before they kill, into the KeyboardInterrupt that saves the record."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner = os.getpid()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked DataLoader worker, which must die as it always did
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

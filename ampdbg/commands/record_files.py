@@ -1,0 +1,57 @@
+"""Where a command's record is written, and which one is the latest."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from ampdbg.errors import RecordError
+from ampdbg.record import Record, read_record, write_atomically, write_record
+
+FOLDER = Path(".ampdbg")
+LATEST = FOLDER / "latest.json"
+
+
+def save_record(record: Record, path: Path | None) -> Path:
+    """Writes the record to ``path``, or to ``.ampdbg/<UTC time>-<command>.json`` and ``.ampdbg/latest.json``.
+
+    Raises:
+        RecordError: it cannot be written.
+    """
+    if path is not None:
+        write_record(record, path)
+        return path
+    path = _unused(FOLDER / f"{re.sub('[^0-9TZ]', '', record.created)}-{record.command}.json")
+    write_record(record, path)
+    write_record(record, LATEST)
+    _keep_out_of_git()
+    return path
+
+
+def load_record(path: Path | None) -> Record:
+    """Reads ``path``, or the latest record of this folder.
+
+    Raises:
+        RecordError: there is none, or it is damaged.
+    """
+    if path is None and not LATEST.exists():
+        raise RecordError(f"no record given, and none here ({LATEST}); make one with: ampdbg scan CONFIG")
+    return read_record(path or LATEST)
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or with a number behind it where two runs began in the same second."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return candidate
+
+
+def _keep_out_of_git() -> None:
+    """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
+    marker = FOLDER / ".gitignore"
+    if not marker.exists():
+        with contextlib.suppress(RecordError):
+            write_atomically(marker, "# Made by ampdbg.\n*\n")

@@ -1,0 +1,62 @@
+"""``ampdbg report``: renders a record again, as text or JSON, to stdout or a file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.record import Record, to_json, write_atomically
+
+from . import options
+from .record_files import LATEST, load_record
+from .terminal import PLAIN, Look, look_of, write_result
+
+
+class Format(str, Enum):
+    """How a record can be rendered."""
+
+    text = "text"
+    json = "json"
+
+
+def command(
+    record: Annotated[
+        Path | None, typer.Argument(metavar="[RECORD]", help="A record file; by default .ampdbg/latest.json.")
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="What to render it as.")] = Format.text,  # noqa: A002
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write it here, not to stdout.")
+    ] = None,
+    debug: options.Debug = False,
+) -> int:
+    """Render a record again."""
+    seen = load_record(record)
+    look = look_of(sys.stdout) if output is None else PLAIN
+    text = RENDERERS[format](seen, look, record or LATEST)
+    if output is None:
+        write_result(text, sys.stdout)
+    else:
+        write_atomically(output, text)
+    return EXIT_HEALTHY
+
+
+def _as_text(record: Record, look: Look, path: Path) -> str:
+    from ampdbg.report.text import render_text
+
+    return render_text(
+        record, width=look.width, color=look.color, unicode=look.unicode, record_path=shlex.quote(str(path))
+    )
+
+
+def _as_json(record: Record, look: Look, path: Path) -> str:
+    return to_json(record)
+
+
+RENDERERS: Mapping[Format, Callable[[Record, Look, Path], str]] = {Format.text: _as_text, Format.json: _as_json}

@@ -1,0 +1,119 @@
+"""``ampdbg scan``: trains a few steps under autocast and GradScaler, watches each, explains what went wrong."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, RecordError
+from ampdbg.record import Record, Step, to_json
+
+from . import options, progress
+from .options import FailOn, as_overrides
+from .record_files import save_record
+from .terminal import Look, look_of, results_only, say, write_result
+
+SEVERITIES = {FailOn.error: {"error"}, FailOn.warning: {"error", "warning"}, FailOn.never: set[str]()}
+
+
+def scan(
+    config: str | Path,
+    *,
+    steps: int | None = None,
+    device: str | None = None,
+    policy: str | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+    on_start: Callable[[int], None] = lambda planned: None,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> Record:
+    """Trains ``steps`` steps of the config's workload and returns the diagnosed record; writes no file.
+
+    ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any key ("dotted.key=YAML value").
+    ``on_start`` is called with the planned number of steps before the model is loaded, ``on_step`` after each step.
+    An interrupt ends the run early: the record holds what was seen, with ``interrupted`` set.
+
+    Raises:
+        ConfigError: the config is missing or holds mistakes.
+        WorkloadError: a target cannot be found or used.
+        UserCodeError: the workload's own code raised.
+    """
+    from ampdbg.config import load_config
+
+    checked = load_config(Path(config), as_overrides(steps, device, policy, seed, overrides))
+    on_start(checked.train.steps)
+    # Only now: importing torch takes seconds, and a mistake in the config must not.
+    from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.training.loop import train
+
+    return diagnose(train(checked, on_step=on_step))
+
+
+def command(
+    config: options.ConfigFile,
+    steps: options.Steps = None,
+    device: options.Device = None,
+    policy: options.PolicyChoice = None,
+    seed: options.Seed = None,
+    settings: options.Settings = None,
+    record: options.RecordFile = None,
+    json: options.Json = False,
+    fail_on: options.FailOnChoice = FailOn.warning,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> int:
+    """Train a few steps, explain what went wrong.
+
+    Runs the workload of CONFIG under autocast and GradScaler and watches every step.
+    """
+    look = look_of(sys.stdout)
+    with results_only() as result:
+        with progress.shown(quiet) as watcher:
+            seen = scan(
+                config,
+                steps=steps,
+                device=device,
+                policy=policy.value if policy else None,
+                seed=seed,
+                overrides=settings or (),
+                on_start=watcher.on_start,
+                on_step=watcher.on_step,
+            )
+        written, failure = _save(seen, record)
+        write_result(to_json(seen) if json else _report(seen, look, config, written), result)
+    if failure is not None:
+        if record is not None:
+            raise failure
+        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    return exit_code(seen, fail_on)
+
+
+def exit_code(record: Record, fail_on: FailOn) -> int:
+    """130 when interrupted, 1 when a finding is at least as severe as ``fail_on``, else 0."""
+    if record.interrupted:
+        return EXIT_INTERRUPTED
+    found = any(finding.severity in SEVERITIES[fail_on] for finding in record.findings)
+    return EXIT_FOUND if found else EXIT_HEALTHY
+
+
+def _save(seen: Record, path: Path | None) -> tuple[Path | None, RecordError | None]:
+    """Writes the record; a folder that cannot be written must not cost the report of a run that took hours."""
+    try:
+        return save_record(seen, path), None
+    except RecordError as error:
+        return None, error
+
+
+def _report(seen: Record, look: Look, config: Path, written: Path | None) -> str:
+    from ampdbg.report.text import render_text
+
+    return render_text(
+        seen,
+        width=look.width,
+        color=look.color,
+        unicode=look.unicode,
+        config=shlex.quote(str(config)),
+        record_path=shlex.quote(str(written)) if written else "",
+    )

@@ -1,0 +1,112 @@
+"""Where a command writes: results to stdout, everything else to stderr, and what each of them can show."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+PLAIN_WIDTH = 80
+MAX_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a stream can show: its width in columns, ANSI colours, and characters beyond ASCII."""
+
+    width: int
+    color: bool
+    unicode: bool
+
+
+PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
+
+
+def look_of(stream: TextIO) -> Look:
+    """Asks the stream and the environment; only a colour terminal without NO_COLOR gets colours."""
+    return Look(
+        width=min(MAX_WIDTH, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns) if stream.isatty() else PLAIN_WIDTH,
+        color=is_rich_terminal(stream),
+        unicode=_carries(stream, "━┃┤└×✓"),
+    )
+
+
+def is_rich_terminal(stream: TextIO) -> bool:
+    """Whether colours and animation are wanted there: NO_COLOR, TERM=dumb, pipes and old Windows consoles say no."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
+        return False
+    if os.name != "nt":
+        return True
+    from rich.console import detect_legacy_windows
+
+    return not detect_legacy_windows()
+
+
+def say(message: str) -> None:
+    """A line on stderr, for people; nobody reading any more is no reason to stop."""
+    with contextlib.suppress(BrokenPipeError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def write_result(text: str, stream: TextIO) -> None:
+    """Writes the result; a reader that has gone away, such as ``head``, ends it quietly."""
+    with contextlib.suppress(BrokenPipeError):
+        stream.write(text)
+        stream.flush()
+
+
+@contextlib.contextmanager
+def results_only() -> Iterator[TextIO]:
+    """Yields the real stdout, while all that is printed meanwhile, by whatever means, goes to stderr.
+
+    Python's ``sys.stdout`` is replaced, and so is the file descriptor beneath, which C++ code and
+    subprocesses such as a DataLoader's workers write to.
+    """
+    printed_to = sys.stdout
+    with _descriptor_to_stderr(printed_to) as result:
+        sys.stdout = sys.stderr
+        try:
+            yield result
+        finally:
+            sys.stdout = printed_to
+
+
+@contextlib.contextmanager
+def _descriptor_to_stderr(stdout: TextIO) -> Iterator[TextIO]:
+    """Yields a stream to what ``stdout``'s descriptor was; without one (a notebook), ``stdout`` itself."""
+    stdout.flush()
+    try:
+        descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        yield stdout
+        return
+    saved = os.dup(descriptor)
+    os.dup2(stderr, descriptor)
+    result = os.fdopen(os.dup(saved), "w", encoding=stdout.encoding, errors="backslashreplace")
+    try:
+        yield result
+    finally:
+        _flush_c_streams()
+        os.dup2(saved, descriptor)
+        os.close(saved)
+        with contextlib.suppress(BrokenPipeError):
+            result.close()
+
+
+def _flush_c_streams() -> None:
+    """Empties the C library's buffers while they still lead to stderr, so that none ends in the result."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("ucrtbase" if os.name == "nt" else None).fflush(None)
+
+
+def _carries(stream: TextIO, text: str) -> bool:
+    try:
+        text.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

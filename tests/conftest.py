@@ -1,0 +1,29 @@
+"""What the tests share: golden files, compared with or refreshed by ``pytest --update-golden``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Golden = Callable[[Path, str], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what is produced into the golden files")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """``golden(path, text)`` asserts that the file holds the text."""
+    update = bool(request.config.getoption("--update-golden"))
+
+    def check(path: Path, text: str) -> None:
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode())
+        assert path.exists(), f"{path} does not exist; write it with: pytest --update-golden"
+        assert text == path.read_bytes().decode(), f"not as in {path}; if that is right: pytest --update-golden"
+
+    return check

@@ -1,0 +1,247 @@
+"""Records made by hand, one for each kind of run that the report tells apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ampdbg.findings import Finding, Source
+from ampdbg.record import Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+
+ENVIRONMENT = Environment(
+    ampdbg="0.1.0",
+    python="3.12.4",
+    torch="2.6.0",
+    platform="Linux-x86_64",
+    device="cpu",
+    device_name="",
+    policy="cuda",
+    emulated=True,
+)
+
+LAYERS = (*(f"blocks.{block}.{part}" for block in range(6) for part in ("attn.qkv", "attn.proj", "mlp.fc")), "head")
+NAMES = tuple(f"{layer}.{kind}" for layer in LAYERS for kind in ("weight", "bias"))
+
+
+def overflow(*indices: int, inf: int = 3, nan: int = 0, names: Sequence[str] = NAMES) -> tuple[GroupOverflow, ...]:
+    """One overflowing group a given index, each holding the parameter it is named after."""
+    return tuple(
+        GroupOverflow(index, names[index], (ParameterCounts(names[index], inf, nan, size=4096),)) for index in indices
+    )
+
+
+def healthy_step(number: int, scale: float = 65536.0) -> Step:
+    return Step(number, loss=4.2 / (1 + 0.02 * number), scale=scale, found_inf=False, skipped=False, grad_norm=0.83)
+
+
+def skipped_step(number: int, scale: float, groups: tuple[GroupOverflow, ...], loss: float = 2.5) -> Step:
+    return Step(number, loss, scale, found_inf=True, skipped=True, grad_norm=math.inf, groups=groups)
+
+
+def run(steps: Sequence[Step], **fields: object) -> Record:
+    """A scan over ``steps`` that ran to its end, of the model ``NAMES``."""
+    record = Record(
+        command="scan",
+        created="2025-01-02T03:04:05Z",
+        environment=ENVIRONMENT,
+        config={"model": {"target": "model.py:build_model"}},
+        verdict="healthy",
+        steps=tuple(steps),
+        groups=NAMES,
+        planned_steps=len(steps),
+        elapsed=12.3,
+    )
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+def healthy() -> Record:
+    return run([healthy_step(number) for number in range(50)])
+
+
+def calibration() -> Record:
+    steps = [
+        skipped_step(0, 65536.0, overflow(36)),
+        skipped_step(1, 32768.0, overflow(36)),
+        *(healthy_step(number, 16384.0) for number in range(2, 50)),
+    ]
+    finding = Finding(
+        code="scale-calibration",
+        severity="info",
+        step=0,
+        phase="backward",
+        message="2 steps were skipped until the loss scale fitted the gradients (16384); the loss falls since.",
+    )
+    return run(steps, findings=(finding,))
+
+
+def _falling(count: int, start: int = 10, every: int = 2) -> list[float]:
+    """Loss scales that halve every so many steps from ``start`` on."""
+    return [65536.0 / 2 ** max(0, (number - start + every - 1) // every) for number in range(count)]
+
+
+def collapse() -> Record:
+    scales = _falling(50)
+    steps = [
+        skipped_step(number, scale, overflow(*((0, 1) if number % 4 else (0,)), inf=2 * number))
+        if number >= 10 and number % 2 == 0
+        else healthy_step(number, scale)
+        for number, scale in enumerate(scales)
+    ]
+    gradients = Finding(
+        code="unknown",
+        severity="error",
+        step=10,
+        phase="backward",
+        module="blocks.0.attn.qkv",
+        parameter="blocks.0.attn.qkv.weight",
+        message="gradients are not finite in 20 of 50 steps, although the loss is; step 12 narrows it down to 1 of 38 "
+        "groups: blocks.0.attn.qkv.weight",
+        remedy="compare with a run in FP32: --set precision.level=O0",
+    )
+    falling = Finding(
+        code="scale-collapse",
+        severity="error",
+        step=10,
+        phase="backward",
+        message="the loss scale keeps falling, from 65536 to 0.0625",
+        root=0,
+    )
+    return run(steps, verdict="inconclusive", findings=(gradients, falling))
+
+
+def forward_nan() -> Record:
+    everywhere = overflow(*range(len(NAMES)), inf=0, nan=4096)
+    steps = [
+        healthy_step(number)
+        if number < 3
+        else skipped_step(number, 65536.0 / 2 ** (number - 3), everywhere, loss=math.nan)
+        for number in range(20)
+    ]
+    return run(
+        steps,
+        verdict="precision",
+        findings=(
+            Finding(
+                code="forward-overflow",
+                severity="error",
+                step=3,
+                phase="forward",
+                module="blocks.2.attn",
+                op="aten.bmm.default",
+                message="aten.bmm.default has finite inputs and an infinite result in float16.",
+                remedy="Run blocks.2.attn in FP32, its inputs cast up.",
+                source=Source("model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)"),
+            ),
+            Finding(
+                code="scale-collapse",
+                severity="error",
+                step=3,
+                phase="backward",
+                message="The loss scale fell from 65536 to 1.",
+                root=0,
+            ),
+        ),
+    )
+
+
+def bad_data() -> Record:
+    leaf = TensorCounts("batch", '["pixel_values"]', inf=0, nan=3, size=6144, first_index=(5, 0, 12, 31))
+    bad = skipped_step(7, 65536.0, overflow(*range(len(NAMES)), inf=0, nan=9), loss=math.nan)
+    steps = [*(healthy_step(number) for number in range(7)), replace(bad, nonfinite=(leaf,))]
+    steps += [healthy_step(number, 32768.0) for number in range(8, 20)]
+    finding = Finding(
+        code="data-nonfinite",
+        severity="error",
+        step=7,
+        phase="data",
+        message='The batch leaf ["pixel_values"] holds 3 NaN, first in sample 5.',
+        remedy="Filter or repair the sample; no precision setting helps.",
+    )
+    return run(steps, verdict="other", findings=(finding,))
+
+
+def interrupted() -> Record:
+    return replace(run([healthy_step(number) for number in range(12)]), interrupted=True, planned_steps=50)
+
+
+def poisoned_buffer() -> Record:
+    buffer = TensorCounts("buffer", "encoder.bn.running_var", inf=12, nan=0, size=64, first_index=(4,), when="after")
+    steps = [healthy_step(0), replace(skipped_step(1, 65536.0, overflow(0, 1, 2)), nonfinite=(buffer,))]
+    steps += [replace(healthy_step(number, 32768.0), nonfinite=(buffer,)) for number in range(2, 10)]
+    finding = Finding(
+        code="buffer-poisoned",
+        severity="error",
+        step=1,
+        phase="forward",
+        module="encoder.bn",
+        message="The buffer encoder.bn.running_var was finite before step 1 and holds 12 inf since.",
+        remedy="Run encoder.bn's producer in FP32 and reset the buffer.",
+    )
+    return run(steps, verdict="precision", findings=(finding,))
+
+
+def long_run() -> Record:
+    def step(number: int) -> Step:
+        scale = 65536.0 * 2 ** (number // 2000 % 2) / 2 ** (max(0, number - 3000) // 160)
+        if number in (2000, 2001) or (number > 3000 and number % 160 == 0):
+            return skipped_step(number, scale, overflow(*range(number % 7, 20)))
+        return healthy_step(number, scale)
+
+    finding = Finding("scale-collapse", "error", 3040, "backward", "The loss scale has been falling since step 3040.")
+    return run([step(number) for number in range(5000)], verdict="inconclusive", findings=(finding,), elapsed=4210.0)
+
+
+def several_optimizers() -> Record:
+    """Two optimizers with unnamed and module-wide groups: the parameter inside is what matters."""
+    generator = GroupOverflow(
+        0,
+        "generator",
+        (ParameterCounts("generator.up.weight", 4, 60, 64), ParameterCounts("generator.up.bias", 1, 0, 8)),
+    )
+    discriminator = GroupOverflow(1, "", (ParameterCounts("discriminator.out.weight", 2, 0, 500_000),))
+    steps = [
+        replace(healthy_step(0), losses={"generator": 1.0, "discriminator": 2.0}),
+        skipped_step(1, 65536.0, (generator, discriminator)),
+        skipped_step(2, 32768.0, (discriminator,)),
+        healthy_step(3, 16384.0),
+    ]
+    finding = Finding(
+        "gradient-overflow",
+        "warning",
+        1,
+        "backward",
+        "Gradients overflow in both optimizers.",
+        remedy="Lower the scale.",
+    )
+    return run(steps, verdict="precision", findings=(finding,), groups=("generator", ""))
+
+
+def autocast_error() -> Record:
+    finding = Finding(
+        code="mask-constant",
+        severity="error",
+        step=0,
+        phase="forward",
+        message="value cannot be converted to type at::Half without overflow",
+        remedy="use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
+        source=Source("model.py", 17, "forward", "scores = scores.masked_fill(mask, -1e9)"),
+    )
+    return run([], verdict="other", findings=(finding,), planned_steps=50)
+
+
+RECORDS = {
+    make.__name__: make
+    for make in (
+        healthy,
+        calibration,
+        collapse,
+        forward_nan,
+        bad_data,
+        interrupted,
+        poisoned_buffer,
+        long_run,
+        several_optimizers,
+        autocast_error,
+    )
+}

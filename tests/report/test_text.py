@@ -1,0 +1,135 @@
+"""The text report: one golden file for each kind of run, and what holds for every record."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ampdbg.findings import Finding
+from ampdbg.record import Record
+from ampdbg.report.text import render_text
+from tests.report.records import (
+    NAMES,
+    RECORDS,
+    calibration,
+    collapse,
+    healthy,
+    healthy_step,
+    overflow,
+    run,
+    skipped_step,
+)
+from tests.strategies import records
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG, RECORD_PATH = "configs/example.yaml", ".ampdbg/20250102T030405Z-scan.json"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(record: Record, width: int = 80, *, unicode: bool = True, color: bool = False) -> str:
+    return render_text(record, width=width, color=color, unicode=unicode, config=CONFIG, record_path=RECORD_PATH)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_each_kind_of_run_looks_as_in_its_golden_file(name: str, golden: Callable[[Path, str], None]) -> None:
+    golden(GOLDEN / f"{name}.txt", plain(RECORDS[name]()))
+
+
+def test_a_wide_terminal_is_used(golden: Callable[[Path, str], None]) -> None:
+    golden(GOLDEN / "long_run_120.txt", plain(RECORDS["long_run"](), width=120))
+
+
+def test_without_unicode_it_is_drawn_in_ascii(golden: Callable[[Path, str], None]) -> None:
+    text = plain(RECORDS["forward_nan"](), unicode=False)
+    assert text.isascii()
+    golden(GOLDEN / "forward_nan_ascii.txt", text)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_it_fits_80_columns_except_for_commands_to_copy(name: str) -> None:
+    text = plain(RECORDS[name]())
+    assert max(len(line) for line in text.splitlines() if not line.lstrip().startswith(("ampdbg ", "Record:"))) <= 80
+
+
+def test_a_healthy_run_is_about_eight_lines() -> None:
+    assert len(plain(healthy()).splitlines()) <= 8
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_colour_changes_no_character(name: str) -> None:
+    colored = plain(RECORDS[name](), color=True)
+    assert "\x1b[" in colored
+    lines = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
+    assert lines == plain(RECORDS[name]()).splitlines()
+
+
+def test_what_users_named_is_never_taken_for_markup() -> None:
+    finding = Finding("gradient-overflow", "error", 0, "backward", "in [bold]blocks[0][/bold] :smile:", module="m[red]")
+    text = plain(run([healthy_step(0)], verdict="precision", findings=(finding,)))
+    assert "in [bold]blocks[0][/bold] :smile:" in text
+    assert "m[red]" in text
+
+
+def test_a_record_without_a_step_still_has_a_report() -> None:
+    text = plain(run([], verdict="inconclusive", interrupted=True, planned_steps=50))
+    assert text.startswith("! Interrupted after 0 of 50 steps. No step was seen.\n")
+
+
+def test_a_long_name_is_folded_not_cut() -> None:
+    name = "model." + ".".join(f"layer_{number}" for number in range(20)) + ".weight"
+    group = overflow(0, names=(name,))
+    text = plain(run([skipped_step(0, 65536.0, group)], verdict="inconclusive", groups=(name,)))
+    table = text[text.index("worst share") :]
+    assert name in re.sub(r"\s+|1 of 1.*share", "", table.replace("1 of 1      0    3    0        <0.1%", ""))
+
+
+def test_groups_spared_by_an_overflow_of_nearly_all_are_named() -> None:
+    everywhere = skipped_step(0, 65536.0, overflow(*range(36)))
+    text = " ".join(plain(run([everywhere], verdict="inconclusive")).split())
+    assert "36 of 38 groups, all but head.weight and head.bias, at once in 1 step, first at step 0." in text
+
+
+def test_the_step_with_the_fewest_groups_is_pointed_out() -> None:
+    steps = [skipped_step(0, 65536.0, overflow(*range(20))), skipped_step(1, 32768.0, overflow(7, 8))]
+    text = plain(run(steps, verdict="inconclusive"))
+    assert f"Fewest at once, at step 1: 2 of 38: {NAMES[7]}" in text
+
+
+def test_a_follow_up_is_one_line_below_its_root() -> None:
+    root = collapse().findings[0]
+    follow = replace(root, code="data-range", message="short", root=0)
+    text = plain(run([healthy_step(0)], verdict="inconclusive", findings=(root, follow)))
+    assert "\n  └ data-range follows from it at step 10: short\n" in text
+
+
+def test_a_root_that_points_nowhere_hides_no_finding() -> None:
+    finding = replace(collapse().findings[0], root=7)
+    assert "error unknown" in plain(run([healthy_step(0)], verdict="inconclusive", findings=(finding,)))
+
+
+def test_a_run_in_fp32_is_not_sent_to_fp32() -> None:
+    record = replace(collapse(), config={"precision": {"level": "O0"}})
+    assert "ampdbg scan" not in plain(record)
+    assert "ampdbg scan" in plain(collapse())
+
+
+def test_notes_are_shown() -> None:
+    record = healthy()
+    record = replace(record, environment=replace(record.environment, notes=("SDPA is assumed to be fused",)))
+    assert "Note: SDPA is assumed to be fused" in plain(record)
+
+
+def test_calibration_is_healthy() -> None:
+    assert plain(calibration()).startswith("✓ Healthy")
+
+
+@given(records())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_has_a_report(record: Record) -> None:
+    text = plain(record, unicode=False)
+    assert text.strip()

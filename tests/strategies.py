@@ -1,0 +1,95 @@
+"""Hypothesis strategies for records: any numbers, infinities and NaN included, any text."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ampdbg.findings import Finding, Source
+from ampdbg.record import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts, Unseen
+
+# JSON in UTF-8 holds every character but lone surrogates.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+counts = st.integers(min_value=0, max_value=2**40)
+floats = st.floats()
+plain_data = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def tuples(items: st.SearchStrategy[object], max_size: int = 3) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(items, max_size=max_size).map(tuple)
+
+
+parameters = st.builds(ParameterCounts, name=texts, inf=counts, nan=counts, size=counts)
+groups = st.builds(GroupOverflow, index=st.integers(0, 6), name=texts, parameters=tuples(parameters))
+tensors = st.builds(
+    TensorCounts,
+    kind=st.sampled_from(["batch", "parameter", "buffer"]),
+    name=texts,
+    inf=counts,
+    nan=counts,
+    size=counts,
+    first_index=tuples(counts),
+    when=st.sampled_from(["before", "after"]),
+)
+steps = st.builds(
+    Step,
+    step=counts,
+    loss=floats,
+    scale=floats,
+    found_inf=st.booleans(),
+    skipped=st.booleans(),
+    grad_norm=st.none() | floats,
+    groups=tuples(groups),
+    nonfinite=tuples(tensors),
+    losses=st.dictionaries(texts, floats, max_size=2),
+)
+sources = st.builds(Source, file=texts, line=counts, function=texts, text=texts)
+findings = st.builds(
+    Finding,
+    code=st.sampled_from(["scale-collapse", "forward-overflow", "unknown"]) | texts,
+    severity=st.sampled_from(["error", "warning", "info"]),
+    step=counts,
+    phase=st.sampled_from(["data", "forward", "backward", "optimizer"]),
+    message=texts,
+    remedy=texts,
+    module=texts,
+    op=texts,
+    parameter=texts,
+    source=st.none() | sources,
+    evidence=st.dictionaries(texts, plain_data, max_size=2),
+    root=st.none() | st.integers(-1, 3),
+)
+environments = st.builds(
+    Environment,
+    **dict.fromkeys(("ampdbg", "python", "torch", "platform", "device", "device_name", "policy"), texts),
+    emulated=st.booleans(),
+    notes=tuples(texts),
+)
+
+
+def records() -> st.SearchStrategy[Record]:
+    """Records of every shape, sensible or not."""
+    return st.builds(
+        Record,
+        command=texts,
+        created=texts,
+        environment=environments,
+        config=st.dictionaries(texts, plain_data, max_size=3),
+        verdict=st.sampled_from(["healthy", "precision", "other", "inconclusive"]),
+        steps=tuples(steps, max_size=6),
+        sites=tuples(st.dictionaries(texts, plain_data, max_size=2)),
+        findings=tuples(findings),
+        pins=tuples(st.dictionaries(texts, plain_data, max_size=2)),
+        trials=tuples(st.dictionaries(texts, plain_data, max_size=2)),
+        verification=st.none() | st.dictionaries(texts, plain_data, max_size=2),
+        unseen=st.builds(Unseen, *[tuples(texts)] * 3),
+        autocast_error=st.none()
+        | st.builds(AutocastError, code=texts, step=counts, message=texts, source=st.none() | sources),
+        groups=tuples(texts, max_size=8),
+        planned_steps=counts,
+        interrupted=st.booleans(),
+        elapsed=st.floats(min_value=0, max_value=1e9),
+    )

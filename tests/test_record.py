@@ -1,0 +1,189 @@
+"""The record: JSON there and back, atomic writing, and a clear message for everything that is no record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ampdbg.errors import RecordError
+from ampdbg.findings import Finding
+from ampdbg.record import Record, from_json, read_record, to_json, write_atomically, write_record
+from tests.report.records import forward_nan, healthy
+from tests.strategies import records
+
+
+def refuse_constant(name: str) -> NoReturn:
+    raise AssertionError(f"{name} is not strict JSON")
+
+
+@given(records())
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_survives_json(record: Record) -> None:
+    text = to_json(record)
+    # By repr: NaN is not equal to itself, and 0 == 0.0 == False.
+    assert repr(from_json(text)) == repr(record)
+
+
+@given(records())
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_json_is_strict(record: Record) -> None:
+    json.loads(to_json(record), parse_constant=refuse_constant)
+
+
+def test_infinities_and_nan_are_the_strings_of_the_contract() -> None:
+    step = json.loads(to_json(forward_nan()))["steps"][3]
+    assert (step["loss"], step["grad_norm"]) == ("nan", "inf")
+
+
+def test_an_unknown_key_of_a_later_version_is_ignored() -> None:
+    data = json.loads(to_json(healthy()))
+    data["steps"][0]["new"] = 1
+    assert from_json(json.dumps(data)) == healthy()
+
+
+def changed(**keys: Any) -> str:
+    return json.dumps({**json.loads(to_json(healthy())), **keys})
+
+
+def without(key: str) -> str:
+    return json.dumps({name: value for name, value in json.loads(to_json(healthy())).items() if name != key})
+
+
+DAMAGED = {
+    "empty": ("", "line 1 is not JSON"),
+    "cut short": (to_json(healthy())[:-40], "is not JSON"),
+    "another thing": ("[1, 2]", 'it has no "format": "ampdbg.record"'),
+    "another format": ('{"format": "other"}', 'it has no "format": "ampdbg.record"'),
+    "a later version": (changed(version=2), "a record of version 2; this ampdbg reads version 1"),
+    "no verdict": (without("verdict"), "a damaged record: "),
+    "a number for the steps": (changed(steps=3), "a damaged record: "),
+    "a step that is no object": (changed(steps=[3]), "a damaged record: "),
+    "a loss in words": (changed(steps=[{"step": 0, "loss": "low"}]), "a damaged record: "),
+    "a step without a scale": (changed(steps=[{"step": 0, "loss": 1.0}]), "a damaged record: "),
+    "an environment that is a list": (changed(environment=[]), "a damaged record: "),
+    "a null for the steps": (changed(steps=None), "a damaged record: "),
+    "text for the losses": (changed(steps=[{"step": 0, "loss": 1, "losses": "x"}]), "a damaged record: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_no_record_is_refused_with_its_file_named(name: str, tmp_path: Path) -> None:
+    text, message = DAMAGED[name]
+    path = tmp_path / "record.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecordError) as caught:
+        read_record(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_bytes(b"PK\x03\x04\xff\xfe")
+    with pytest.raises(RecordError, match="not a record: the file is not text"):
+        read_record(path)
+
+
+def test_deep_nesting_is_refused_not_crashed_on() -> None:
+    with pytest.raises(RecordError):
+        from_json("[" * 100_000)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"absent\.json: cannot be read: No such file"):
+        read_record(tmp_path / "absent.json")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "record.json"
+    write_record(forward_nan(), path)
+    assert repr(read_record(path)) == repr(forward_nan())
+    assert os.listdir(path.parent) == ["record.json"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no file modes")
+def test_a_record_is_readable_as_any_file_is(tmp_path: Path) -> None:
+    path, ordinary = tmp_path / "record.json", tmp_path / "ordinary"
+    ordinary.touch()
+    write_record(healthy(), path)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
+
+
+def full_disk(*args: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "chmod"])
+def test_a_full_disk_leaves_the_old_file_whole_and_nothing_beside_it(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.json"
+    path.write_text("old", encoding="utf-8")
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(RecordError, match=r"record\.json: cannot be written: No space left on device"):
+        write_record(healthy(), path)
+    assert path.read_text(encoding="utf-8") == "old"
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+def test_a_disk_that_is_full_while_writing_leaves_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        """A stream on a full disk."""
+
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *details: object) -> None:
+            os.close(self.handle)
+
+        write = staticmethod(full_disk)
+
+    monkeypatch.setattr(os, "fdopen", lambda handle, *rest, **options: Full(handle))
+    with pytest.raises(RecordError, match="No space left on device"):
+        write_atomically(tmp_path / "record.json", "new")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="folders are always writable for root and on Windows")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RecordError, match=r"record\.json: cannot be written: Permission denied"):
+        write_record(healthy(), tmp_path / "record.json")
+    tmp_path.chmod(0o700)
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match=r"record\.json: cannot be written: "):
+        write_record(healthy(), tmp_path / "file" / "record.json")
+
+
+def interrupted(*args: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_writing_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_record(healthy(), tmp_path / "record.json")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_finding_is_complete_without_its_optional_parts() -> None:
+    finding = Finding("unknown", "warning", 3, "backward", "one replay of three failed")
+    assert (finding.source, finding.root, dict(finding.evidence)) == (None, None, {})
