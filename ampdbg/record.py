@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import RecordError
-from .findings import Finding
+from .findings import Finding, Source
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 1
@@ -52,6 +52,7 @@ class TensorCounts:
 
     ``name`` is a qualified name, or for a batch the path to the leaf (``[0]``, ``["input_ids"]``).
     ``first_index`` is the index of the first such element; for a batch leaf its first number is the sample.
+    ``when`` says whether it was so before the step's forward pass, or seen only after the step.
     """
 
     kind: Literal["batch", "parameter", "buffer"]
@@ -60,6 +61,7 @@ class TensorCounts:
     nan: int
     size: int
     first_index: tuple[int, ...] = ()
+    when: Literal["before", "after"] = "before"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,16 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class AutocastError:
+    """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
+
+    code: str
+    step: int
+    message: str
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
 class Unseen:
     """What could not be watched."""
 
@@ -127,6 +139,7 @@ class Record:
     trials: tuple[Mapping[str, Any], ...] = ()
     verification: Mapping[str, Any] | None = None
     unseen: Unseen = field(default_factory=Unseen)
+    autocast_error: AutocastError | None = None
     groups: tuple[str, ...] = ()
     planned_steps: int = 0
     interrupted: bool = False
@@ -150,6 +163,8 @@ def from_json(text: str) -> Record:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise RecordError(f"not a record: line {error.lineno} is not JSON ({error.msg})") from None
+    except RecursionError:
+        raise RecordError("not a record: its JSON is nested too deeply") from None
     if not isinstance(data, dict) or data.get("format") != RECORD_FORMAT:
         raise RecordError(f'not a record: it has no "format": "{RECORD_FORMAT}"')
     if data.get("version") != RECORD_VERSION:
@@ -159,7 +174,7 @@ def from_json(text: str) -> Record:
         )
     try:
         record = _decode(Record, data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"a damaged record: {error}") from None
     assert isinstance(record, Record)
     return record
@@ -204,9 +219,11 @@ def write_atomically(path: Path, text: str) -> None:
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except OSError as error:
+        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        # Still there only when something failed, an interrupt included.
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
-        raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _umask() -> int:

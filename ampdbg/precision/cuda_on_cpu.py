@@ -17,67 +17,49 @@ import torch
 from torch.amp import autocast_mode, grad_scaler
 from torch.utils import _device
 
+from ampdbg.replacing import replaced
+
 from . import autocast_policy
 
 
 @contextlib.contextmanager
 def cuda_names_on_cpu() -> Iterator[None]:
     """While this is entered, torch's names for CUDA mean the CPU; a no-op for code that never says them."""
+    # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
+    torch.optim.SGD([torch.zeros(1)])
     with ExitStack() as stack:
         for owner, name, replace in _replacements():
             stack.enter_context(replaced(owner, name, replace(getattr(owner, name))))
         yield
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute and puts back what was there; one that was inherited is deleted again."""
-    own = vars(owner).get(name, _MISSING)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
-
-
-_MISSING = object()
-
 Replacement = Callable[[Any], Any]
 
 
 def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     """Every (owner, attribute, replacement of its value)."""
-    yield autocast_mode.autocast, "__init__", _autocast_init
-    yield grad_scaler.GradScaler, "__init__", _scaler_init
+    yield autocast_mode.autocast, "__init__", _autocast_on_cpu
+    yield grad_scaler.GradScaler, "__init__", _scaler_on_cpu
     yield autocast_mode, "_cast", _device_named("device_type")
     yield torch, "clear_autocast_cache", _also_clearing_ours
-    for name in _AUTOCAST_STATE:
-        yield torch, name, _device_first
-    for name in _AUTOCAST_STATE_OF_CUDA:
-        if hasattr(torch, name):
-            yield torch, name, functools.partial(_named_for_cuda, _AUTOCAST_STATE_OF_CUDA[name])
-    for owner in (torch.Tensor, torch.nn.Module):
-        yield owner, "cuda", _stays
-    yield torch.Tensor, "to", _any_device
-    yield torch.nn.Module, "to", _any_device
-    for name in _TENSOR_FACTORIES:
-        yield torch.Tensor, name, _any_device
-    for function in sorted(_device._device_constructors(), key=lambda function: str(function.__name__)):
-        name = function.__name__
-        if getattr(torch, name, None) is function:
-            yield torch, name, _any_device
-    for name in _HARMLESS_ON_CPU:
-        yield torch.cuda, name, lambda original: _does_nothing
+    yield torch, "get_autocast_gpu_dtype", lambda original: functools.partial(torch.get_autocast_dtype, "cpu")
+    yield torch, "set_autocast_gpu_dtype", lambda original: functools.partial(torch.set_autocast_dtype, "cpu")
+    yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
+    yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
+    yield from ((owner, "to", _any_device) for owner in _MOVABLE)
+    yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
+    yield from ((torch, name, _any_device) for name in _factories_of_torch())
+    yield from ((torch.cuda, name, _does_nothing) for name in _HARMLESS_ON_CPU)
+
+
+def _factories_of_torch() -> list[str]:
+    """``torch.zeros`` and all other functions of torch that take a device."""
+    constructors = {function.__name__: function for function in _device._device_constructors()}
+    return sorted(name for name, function in constructors.items() if getattr(torch, name, None) is function)
 
 
 _AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
-_AUTOCAST_STATE_OF_CUDA = {
-    "get_autocast_gpu_dtype": "get_autocast_dtype",
-    "set_autocast_gpu_dtype": "set_autocast_dtype",
-}
+_MOVABLE = (torch.Tensor, torch.nn.Module)
 _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 _HARMLESS_ON_CPU = ("synchronize", "set_device", "reset_peak_memory_stats")
 
@@ -94,21 +76,21 @@ def _on_cpu(value: Any) -> Any:
     return "cpu" if isinstance(value, str) else torch.device("cpu")
 
 
-def _autocast_init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             # CUDA's default is float16, the CPU's bfloat16: the user means CUDA's.
             device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
         original(self, device_type, dtype, *args, **kwargs)
 
-    return __init__
+    return init
 
 
-def _scaler_init(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+def _scaler_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         original(self, _on_cpu(device), *args, **kwargs)
 
-    return __init__
+    return init
 
 
 def _device_named(parameter: str) -> Replacement:
@@ -118,7 +100,9 @@ def _device_named(parameter: str) -> Replacement:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             args = tuple(_on_cpu(value) if i == position else value for i, value in enumerate(args))
-            return original(*args, **{key: _on_cpu(value) if key == parameter else value for key, value in kwargs.items()})
+            return original(
+                *args, **{key: _on_cpu(value) if key == parameter else value for key, value in kwargs.items()}
+            )
 
         return call
 
@@ -135,10 +119,6 @@ def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(_on_cpu(args[0]), *args[1:])
 
     return call
-
-
-def _named_for_cuda(name: str, _original: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(getattr(torch, name), "cpu")
 
 
 def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
@@ -170,5 +150,9 @@ def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _does_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _does_nothing(original: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return call

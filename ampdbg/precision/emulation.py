@@ -10,7 +10,8 @@ from .autocast_policy import cuda_autocast_policy
 from .cuda_on_cpu import cuda_names_on_cpu
 from .half_kernels import half_kernels
 
-_depth = 0
+_entered: list[ExitStack] = []
+"""One entry for each context that is entered now; the first one holds the emulation."""
 
 
 @contextlib.contextmanager
@@ -20,21 +21,10 @@ def cuda_on_cpu() -> Iterator[None]:
 
     May be nested; the outermost exit undoes everything, also when the code inside raises.
     """
-    global _depth
     with ExitStack() as stack:
-        if _depth == 0:
+        if not _entered:
             for part in (half_kernels, cuda_autocast_policy, cuda_names_on_cpu):
                 stack.enter_context(part())
-        _depth += 1
-        stack.callback(_leave)
+        _entered.append(stack)
+        stack.callback(_entered.pop)
         yield
-
-
-def is_active() -> bool:
-    """Whether CUDA is being emulated now."""
-    return _depth > 0
-
-
-def _leave() -> None:
-    global _depth
-    _depth -= 1

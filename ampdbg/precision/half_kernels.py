@@ -20,13 +20,13 @@ import torch
 from torch._C import DispatchKey
 
 MATRIX_PRODUCTS = """
-    mm addmm bmm baddbmm addbmm addmv mv dot vdot _addmm_activation
-    mm.out addmm.out bmm.out baddbmm.out addbmm.out addmv.out mv.out dot.out
-    addmm_ baddbmm_ addbmm_ addmv_
+    mm addmm bmm baddbmm addmv mv dot vdot _addmm_activation
+    mm.out addmm.out bmm.out baddbmm.out addmv.out mv.out dot.out
+    addmm_ baddbmm_ addmv_
 """
-CONVOLUTIONS = """
-    convolution _convolution _convolution.deprecated convolution_backward conv_tbc conv_tbc_backward
-"""
+"""Not ``addbmm`` and ``conv_tbc``: on every device these are loops of ``addmm_``, rounding after each round."""
+
+CONVOLUTIONS = "convolution _convolution _convolution.deprecated convolution_backward"
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
 RECURRENT = "mkldnn_rnn_layer mkldnn_rnn_layer_backward"
 WITHOUT_CPU_KERNEL = """
@@ -36,7 +36,7 @@ WITHOUT_CPU_KERNEL = """
 """
 """Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'."""
 
-EMULATED = (MATRIX_PRODUCTS + CONVOLUTIONS + FUSED_ATTENTION + " " + RECURRENT + WITHOUT_CPU_KERNEL).split()
+EMULATED = " ".join((MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL)).split()
 
 KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
 """Positions of outputs that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
@@ -78,7 +78,7 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         below = keyset & _BELOW
-        low = _emulated_dtype(args, mixed)
+        low = _emulated_dtype((*args, *kwargs.values()) if writes else args, mixed)
         if low is None:
             return op.redispatch(below, *args, **kwargs)
         wide = [_widened(argument, low) for argument in args]

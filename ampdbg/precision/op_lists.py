@@ -56,9 +56,7 @@ BANNED: Mapping[str, str] = {
 }
 """Ops that raise under CUDA's autocast, and the message (``autocast_mode.cpp`` of PyTorch)."""
 
-RECURRENT_LAYERS = (
-    "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
-)
+RECURRENT_LAYERS = "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
 """Whole recurrent layers. On CUDA they run as ``_cudnn_rnn``, which ``autocast/RNN.cpp`` casts to half."""
 
 

@@ -1,0 +1,62 @@
+"""From a record to its findings and verdict, in the order of decision: the first family that speaks is the root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ampdbg.findings import Finding
+from ampdbg.record import Record, Verdict
+
+from .forward import autocast_errors, nonfinite_loss
+from .scale import skips
+from .tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
+
+Family = Callable[[Record], Iterator[Finding]]
+
+ORDER_OF_DECISION: tuple[Family, ...] = (
+    weights_nonfinite,
+    data_nonfinite,
+    autocast_errors,
+    nonfinite_loss,
+    buffer_poisoned,
+    skips,
+)
+
+NO_PIN_HELPS = ("data-", "weights-nonfinite", "misuse-", "mask-constant")
+"""Codes whose cause is known and is none of precision's: the verdict is ``other``."""
+
+
+def diagnose(record: Record) -> Record:
+    """The record with its findings, the root cause first, and its verdict; nothing is run."""
+    findings: list[Finding] = []
+    for family in ORDER_OF_DECISION:
+        for finding in family(record):
+            findings.append(_beside(finding, findings))
+    findings = [finding for finding in findings if finding.severity != "info" or not _errors(findings)]
+    return replace(record, findings=tuple(findings), verdict=_verdict(record, findings))
+
+
+def _beside(finding: Finding, found: list[Finding]) -> Finding:
+    """An error of a later family follows from the first one that was found."""
+    if finding.severity == "info" or not found:
+        return replace(finding, root=None)
+    return replace(finding, root=0)
+
+
+def _errors(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.severity == "error"]
+
+
+def _verdict(record: Record, findings: list[Finding]) -> Verdict:
+    errors = _errors(findings)
+    if not errors:
+        return "healthy"
+    if errors[0].code.startswith(NO_PIN_HELPS) or _ran_in_fp32(record):
+        return "other"
+    return "inconclusive"
+
+
+def _ran_in_fp32(record: Record) -> bool:
+    precision = record.config.get("precision", {})
+    return bool(precision.get("level") == "O0" or precision.get("dtype") == "float32")

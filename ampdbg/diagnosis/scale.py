@@ -1,0 +1,148 @@
+"""Findings about the loss scale: skips that are calibration, and a scale that keeps falling.
+
+Skips are normal while the scale settles at the start and right after it has grown (DIAGNOSES: fact 6). A
+skip at a scale that has worked before is another matter: each such one is a new low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ampdbg.findings import Finding
+from ampdbg.record import Record, Step
+
+SETTLING_STEPS = 20
+"""Within so many steps of the start (or a tenth of the run, if longer) a new low is settling."""
+
+LOWS_OF_A_COLLAPSE = 3
+"""So many new lows after settling are a scale that keeps falling."""
+
+LAST_SKIPS_OF_A_COLLAPSE = 5
+"""So many skips in a row at the end of the run, too: healthy models settle within four halvings of 65536."""
+
+
+@dataclass(frozen=True)
+class Skips:
+    """The skipped steps of a run, sorted by what explains them."""
+
+    settling: tuple[Step, ...]
+    after_growth: tuple[Step, ...]
+    new_lows: tuple[Step, ...]
+    last_in_a_row: int
+
+    @property
+    def all(self) -> tuple[Step, ...]:
+        """Every skipped step, in order."""
+        return tuple(sorted((*self.settling, *self.after_growth, *self.new_lows), key=lambda step: step.step))
+
+
+def sort_skips(steps: Sequence[Step]) -> Skips:
+    """Sorts the skipped steps into settling, after growth, and new lows."""
+    settled_at = max(SETTLING_STEPS, len(steps) // 10)
+    settling, after_growth, new_lows = [], [], []
+    worked = math.inf
+    for index, step in enumerate(steps):
+        if not step.skipped:
+            worked = min(worked, step.scale)
+        elif index > 0 and step.scale > steps[index - 1].scale:
+            after_growth.append(step)
+        elif step.step < settled_at:
+            settling.append(step)
+        else:
+            new_lows.append(step)
+    return Skips(tuple(settling), tuple(after_growth), tuple(new_lows), _skips_at_the_end(steps))
+
+
+def skips(record: Record) -> Iterator[Finding]:
+    """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``."""
+    sorted_skips = sort_skips(record.steps)
+    every = sorted_skips.all
+    if not every:
+        return
+    if _keeps_overflowing(sorted_skips, record.steps):
+        # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
+        if any(math.isfinite(step.loss) for step in every):
+            yield _overflowing_gradients(sorted_skips, record)
+        if record.steps[-1].scale < every[0].scale:
+            yield _collapse(sorted_skips, record)
+    else:
+        yield _calibration(every, record)
+
+
+def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
+    return (
+        len(found.new_lows) >= LOWS_OF_A_COLLAPSE
+        or found.last_in_a_row >= LAST_SKIPS_OF_A_COLLAPSE
+        or steps[-1].scale < 1.0
+        or len(found.all) > max(LAST_SKIPS_OF_A_COLLAPSE, len(steps) // 2)
+    )
+
+
+def _overflowing_gradients(found: Skips, record: Record) -> Finding:
+    """The groups of the step that hit the fewest: where few groups are hit, they name the place."""
+    telling = found.new_lows if len(found.new_lows) >= LOWS_OF_A_COLLAPSE else found.all
+    telling = tuple(step for step in telling if math.isfinite(step.loss)) or found.all
+    narrowest = min(telling, key=lambda step: (len(step.groups), step.step))
+    names = [group.name for group in narrowest.groups]
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Finding(
+        code="unknown",
+        severity="error",
+        step=telling[0].step,
+        phase="backward",
+        module=_common_module(names),
+        parameter=names[0] if len(names) == 1 else "",
+        message=f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
+        f"step {narrowest.step} narrows it down to {len(names)} of {len(record.groups)} groups: {shown}",
+        remedy="compare with a run in FP32: --set precision.level=O0",
+        evidence={"skipped": len(found.all), "narrowest_step": narrowest.step, "groups": names[:20]},
+    )
+
+
+def _collapse(found: Skips, record: Record) -> Finding:
+    first, last = record.steps[0].scale, record.steps[-1].scale
+    start = (found.new_lows or found.all)[0].step
+    return Finding(
+        code="scale-collapse",
+        severity="error",
+        step=start,
+        phase="backward",
+        message=f"the loss scale keeps falling, from {first:g} to {last:g}",
+        remedy="cure the root: a smaller initial scale only delays it",
+        evidence={"first_scale": first, "last_scale": last, "new_lows": len(found.new_lows)},
+        root=0,
+    )
+
+
+def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
+    count, last = len(every), record.steps[-1].scale
+    return Finding(
+        code="scale-calibration",
+        severity="info",
+        step=every[0].step,
+        phase="backward",
+        message=f"{count} skipped step{'s' if count > 1 else ''} while the loss scale settles (now {last:g}): normal",
+        evidence={"skipped": count, "scale": last},
+    )
+
+
+def _skips_at_the_end(steps: Sequence[Step]) -> int:
+    count = 0
+    for step in reversed(steps):
+        if not step.skipped:
+            break
+        count += 1
+    return count
+
+
+def _common_module(parameters: Sequence[str]) -> str:
+    """The innermost module path that holds all of the parameters."""
+    paths = [name.split(".")[:-1] for name in parameters]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

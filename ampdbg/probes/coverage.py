@@ -1,0 +1,60 @@
+"""What a step did not touch: modules never called, parameters without a gradient, modules that refuse hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+
+from ampdbg.record import Unseen
+
+
+class Coverage:
+    """The modules of a model that were called while :func:`coverage` was entered."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._called: set[int] = set()
+        self._scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+
+    def unseen(self) -> Unseen:
+        """What was not touched; to be asked after the backward pass, while the gradients are there."""
+        return Unseen(
+            modules_never_called=tuple(
+                name
+                for name, module in self._model.named_modules()
+                if id(module) not in self._called and name not in self._scripted and not _is_container(module)
+            ),
+            parameters_without_gradient=tuple(
+                name
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ),
+            notes=tuple(f"module {name!r} is scripted and cannot be watched inside" for name in self._outer_scripted()),
+        )
+
+    def _outer_scripted(self) -> Iterator[str]:
+        for name in self._scripted:
+            if not any(name.startswith(f"{other}.") for other in self._scripted if other) or "" not in self._scripted:
+                yield name
+
+
+@contextlib.contextmanager
+def coverage(model: torch.nn.Module) -> Iterator[Coverage]:
+    """Notes which modules are called inside; its hooks are gone afterwards."""
+    seen = Coverage(model)
+    with ExitStack() as stack:
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                hook = module.register_forward_pre_hook(lambda module, args: seen._called.add(id(module)))
+                stack.callback(hook.remove)
+        yield seen
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    """Containers are indexed, never called."""
+    return type(module).forward is torch.nn.Module.forward or isinstance(
+        module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+    )

@@ -1,0 +1,84 @@
+"""The gradients between ``scale(loss).backward()`` and ``step()``: their norm, and which groups are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from ampdbg.record import GroupOverflow, ParameterCounts
+
+from .nonfinite import count_nonfinite, float_values, is_finite
+
+SMALL = 4096
+"""Gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
+costs less than one each. Larger ones are read where they are, which costs less than copying them."""
+
+
+def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float = 1.0) -> torch.Tensor | None:
+    """The 2-norm of all gradients of the optimizer divided by ``divisor``: a float32 scalar tensor, not synced.
+
+    None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
+    when the squares overflow float32; on a CPU that is told apart by a second look in float64.
+    """
+    values = [float_values(gradient) for gradient in _gradients(optimizer)]
+    present = [value.detach() for value in values if value is not None and value.numel() > 0]
+    if not present:
+        return None
+    norm = _norm(present)
+    if norm.device.type == "cpu" and torch.isinf(norm):
+        norm = _norm([value.double() for value in present]).float()
+    return norm / divisor
+
+
+def nonfinite_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], first_index: int = 0
+) -> tuple[GroupOverflow, ...]:
+    """The parameter groups that hold inf or NaN in a gradient.
+
+    Args:
+        optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
+        names: qualified parameter names by ``id``.
+        first_index: the index of the optimizer's first group, when several optimizers are watched.
+    """
+    found = []
+    for index, group in enumerate(optimizer.param_groups, start=first_index):
+        parameters = tuple(_overflowed(group["params"], names))
+        if parameters:
+            found.append(GroupOverflow(index, group_name(group, index), parameters))
+    return tuple(found)
+
+
+def group_name(group: Mapping[str, object], index: int) -> str:
+    """What a parameter group is called: its ``"name"`` key, else its position."""
+    return str(group.get("name", f"group {index}"))
+
+
+def _overflowed(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> Iterator[ParameterCounts]:
+    for position, parameter in enumerate(parameters):
+        if parameter.grad is not None and not is_finite(parameter.grad):
+            inf, nan = count_nonfinite(parameter.grad)
+            name = names.get(id(parameter), f"parameter {position}")
+            yield ParameterCounts(name, inf, nan, parameter.numel())
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _norm(values: list[torch.Tensor]) -> torch.Tensor:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    parts = []
+    for value in values:
+        if value.numel() <= SMALL:
+            by_kind.setdefault((value.device, value.dtype), []).append(value)
+        else:
+            parts.append(value)
+    parts += [torch.cat([value.reshape(-1) for value in small]) for small in by_kind.values()]
+    norms = torch._foreach_norm([part.float() if part.dtype.itemsize < 4 else part for part in parts])
+    on_one_device = [norm.to(parts[0].device, norms[0].dtype) for norm in norms]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_one_device))
+    return total
