@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import ampdbg
 from ampdbg.errors import UserCodeError
 from ampdbg.findings import Source
 from ampdbg.record import AutocastError
@@ -21,7 +20,7 @@ CAUSED_BY_AUTOCAST = (
 )
 """What torch says, and the code of the finding that it is."""
 
-_NOT_THE_USERS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, ampdbg))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # torch, ampdbg
 
 
 def autocast_error(raised: UserCodeError, step: int) -> AutocastError | None:
