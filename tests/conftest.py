@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The first example of a test may wait for torch to load a kernel; a deadline would call that flaky.
+settings.register_profile("ampdbg", deadline=None)
+settings.load_profile("ampdbg")
 
 Golden = Callable[[Path, str], None]
 

@@ -1,0 +1,180 @@
+"""From a record to findings and a verdict: exact outcomes on records made by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.scale import sort_skips
+from ampdbg.findings import Source
+from ampdbg.record import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+
+ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
+GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
+
+
+def group(index: int) -> GroupOverflow:
+    return GroupOverflow(index, GROUPS[index], (ParameterCounts(GROUPS[index], inf=1, nan=0, size=4),))
+
+
+def steps_of(pattern: str, interval: int = 10_000, hit: Sequence[int] = (0,)) -> tuple[Step, ...]:
+    """Steps from a string: ``.`` healthy, ``x`` skipped with a finite loss, ``N`` skipped with a NaN loss,
+    ``I`` an infinite loss and no skip; the scale moves as GradScaler moves it."""
+    made, scale, healthy = [], 65536.0, 0
+    for index, mark in enumerate(pattern):
+        skipped = mark in "xN"
+        loss = {"N": math.nan, "I": math.inf}.get(mark, 1.0)
+        groups = tuple(group(i) for i in (hit if mark == "x" else range(len(GROUPS)))) if skipped else ()
+        made.append(Step(index, loss, scale, found_inf=skipped, skipped=skipped, grad_norm=1.0, groups=groups))
+        healthy = 0 if skipped else healthy + 1
+        if skipped:
+            scale *= 0.5
+        elif healthy == interval:
+            scale, healthy = scale * 2, 0
+    return tuple(made)
+
+
+def record_of(steps: Sequence[Step], **fields: object) -> Record:
+    record = Record("scan", "2026-01-01T00:00:00+00:00", ENVIRONMENT, {"precision": {"level": "O1"}}, "inconclusive")
+    return replace(record, steps=tuple(steps), groups=GROUPS, planned_steps=len(steps), **fields)  # type: ignore[arg-type]
+
+
+def codes(record: Record) -> list[tuple[str, str, int | None]]:
+    return [(finding.code, finding.phase, finding.root) for finding in record.findings]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "." * 50,
+        "xxxx" + "." * 46,
+        "x.x..x" + "." * 50,
+        "x" * 16 + "." * 40,
+        "." * 100 + "x" + "." * 100,
+        "." * 60 + "x" + "." * 60 + "x" + "." * 60,
+        "xxx",
+    ],
+)
+def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
+    record = diagnose(record_of(steps_of(pattern)))
+    assert record.verdict == "healthy"
+    assert codes(record) == ([("scale-calibration", "backward", None)] if "x" in pattern else [])
+
+
+def test_one_skip_after_every_growth_is_healthy() -> None:
+    pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
+    steps = steps_of(pattern, interval=10)
+    assert len(sort_skips(steps).after_growth) == 12
+    assert diagnose(record_of(steps)).verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "." * 100 + "x.....x....x...x..x.x",
+        "x" * 30,
+        "." * 40 + "xxxxx",
+        "x.x.x.x.x.x.x.x.x.x.x.xx",
+        "." * 25 + "x" * 17,
+    ],
+)
+def test_a_scale_that_keeps_falling_is_no_calibration(pattern: str) -> None:
+    record = diagnose(record_of(steps_of(pattern)))
+    assert record.verdict == "inconclusive"
+    assert codes(record) == [("unknown", "backward", None), ("scale-collapse", "backward", 0)]
+
+
+def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
+    steps = list(steps_of("." * 30 + "xxxxxx", hit=(0, 1, 2)))
+    steps[33] = replace(steps[33], groups=(group(0), group(1)))
+    root = diagnose(record_of(steps)).findings[0]
+    assert root.module == "block1.0.attn"
+    assert root.evidence["narrowest_step"] == 33
+    assert root.evidence["groups"] == list(GROUPS[:2])
+
+
+def test_a_static_scale_does_not_fall() -> None:
+    steps = [replace(step, scale=1024.0) for step in steps_of("x" * 10)]
+    assert codes(diagnose(record_of(steps))) == [("unknown", "backward", None)]
+
+
+def test_a_nonfinite_loss_is_the_root_of_the_falling_scale() -> None:
+    record = diagnose(record_of(steps_of("..." + "N" * 12)))
+    assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
+    assert record.findings[0].step == 3
+    assert record.verdict == "inconclusive"
+
+
+def test_an_infinite_loss_without_a_skipped_step_is_found() -> None:
+    record = diagnose(record_of(steps_of("I" * 10)))
+    assert codes(record) == [("unknown", "forward", None)]
+    assert record.findings[0].evidence["steps_not_skipped"] == 10
+
+
+def test_the_same_in_fp32_is_none_of_precisions() -> None:
+    record = record_of(steps_of("I" * 10), config={"precision": {"level": "O0", "dtype": "float16"}})
+    assert diagnose(record).verdict == "other"
+
+
+def test_bad_data_comes_before_what_follows_from_it() -> None:
+    steps = list(steps_of("....N...."))
+    steps[4] = replace(steps[4], nonfinite=(TensorCounts("batch", "[0]", 0, 2, 64, (5, 1)),))
+    record = diagnose(record_of(steps))
+    assert record.verdict == "other"
+    assert codes(record) == [("data-nonfinite", "data", None), ("unknown", "forward", 0)]
+    assert "sample 5" in record.findings[0].message
+
+
+def test_weights_that_were_bad_before_a_step_are_the_root() -> None:
+    steps = list(steps_of("N" * 6))
+    steps[0] = replace(steps[0], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,)),))
+    record = diagnose(record_of(steps))
+    assert record.verdict == "other"
+    assert [code for code, _, _ in codes(record)] == ["weights-nonfinite", "unknown", "scale-collapse"]
+    assert record.findings[0].parameter == "head.weight"
+
+
+def test_weights_that_an_unskipped_step_spoilt_are_not_called_bad_before_it() -> None:
+    steps = list(steps_of("..I"))
+    steps[2] = replace(steps[2], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,), "after"),))
+    assert codes(diagnose(record_of(steps))) == [("unknown", "forward", None)]
+
+
+def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
+    steps = list(steps_of("....."))
+    steps[4] = replace(steps[4], nonfinite=(TensorCounts("buffer", "bn.running_var", 1, 0, 4, (0,), "after"),))
+    record = diagnose(record_of(steps))
+    assert codes(record) == [("buffer-poisoned", "forward", None)]
+    assert record.findings[0].module == "bn"
+
+
+@pytest.mark.parametrize("code", ["mask-constant", "misuse-bce", "misuse-half-parameters"])
+def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
+    source = Source("model.py", 3, "forward", "x.masked_fill(mask, -1e9)")
+    record = diagnose(record_of((), autocast_error=AutocastError(code, 0, "value cannot\nbe converted", source)))
+    assert record.verdict == "other"
+    [finding] = record.findings
+    assert (finding.code, finding.source, finding.message) == (code, source, "value cannot")
+
+
+def test_no_steps_and_no_error_is_no_finding() -> None:
+    assert diagnose(record_of(())).findings == ()
+
+
+@given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
+def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -> None:
+    record = record_of(steps_of(pattern, interval))
+    found = diagnose(record)
+    assert diagnose(found) == found
+    assert sorted(sort_skips(record.steps).all, key=lambda s: s.step) == [s for s in record.steps if s.skipped]
+    assert (found.verdict == "healthy") == all(finding.severity == "info" for finding in found.findings)
+    assert all(finding.root is None or finding.root == 0 for finding in found.findings)
+    assert not found.findings or found.findings[0].root is None
+    if "N" in pattern or "I" in pattern:
+        assert found.verdict == "inconclusive"

@@ -1,0 +1,70 @@
+"""The gradients between backward and step: their norm, and the groups that are not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.probes.gradients import SMALL, gradient_norm, nonfinite_groups
+from ampdbg.record import GroupOverflow, ParameterCounts
+
+
+def optimizer_with(*gradients: torch.Tensor) -> torch.optim.SGD:
+    parameters = [torch.nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return torch.optim.SGD([{"params": [p], "name": f"p{i}"} for i, p in enumerate(parameters)], lr=0.1)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 3, 64, SMALL, SMALL + 1, 3 * SMALL]), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.float64]),
+)
+def test_the_norm_is_that_of_all_gradients_together(sizes: list[int], seed: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(seed)
+    gradients = [torch.randn(size, dtype=torch.float32).to(dtype) for size in sizes]
+    expected = torch.cat([gradient.double() for gradient in gradients]).norm()
+    norm = gradient_norm(optimizer_with(*gradients), divisor=2.0)
+    assert norm is not None
+    assert norm.item() == pytest.approx(expected.item() / 2, rel=1e-5)
+
+
+def test_a_norm_whose_squares_overflow_float32_is_finite() -> None:
+    norm = gradient_norm(optimizer_with(torch.full((4,), 1e30)))
+    assert norm is not None
+    assert norm.item() == pytest.approx(2e30)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_nonfinite_gradient_shows_in_the_norm(bad: float) -> None:
+    norm = gradient_norm(optimizer_with(torch.ones(3), torch.tensor([1.0, bad])))
+    assert norm is not None
+    assert not math.isfinite(norm.item())
+
+
+def test_without_gradients_there_is_no_norm() -> None:
+    assert gradient_norm(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
+
+
+def test_groups_are_named_with_counts_by_parameter() -> None:
+    inf, nan = math.inf, math.nan
+    optimizer = optimizer_with(torch.ones(2), torch.tensor([inf, -inf, nan, 0.0]), torch.tensor([nan]).half())
+    names = {id(group["params"][0]): f"layer.{i}" for i, group in enumerate(optimizer.param_groups)}
+    assert nonfinite_groups(optimizer, names, first_index=5) == (
+        GroupOverflow(6, "p1", (ParameterCounts("layer.1", inf=2, nan=1, size=4),)),
+        GroupOverflow(7, "p2", (ParameterCounts("layer.2", inf=0, nan=1, size=1),)),
+    )
+
+
+def test_a_sparse_gradient_is_coalesced_before_it_is_looked_at() -> None:
+    # Two halves of 40000 are finite, their sum is not.
+    values = torch.full((2, 1), 40000.0, dtype=torch.float16)
+    gradient = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (4, 1))
+    [found] = nonfinite_groups(optimizer_with(gradient), {})
+    assert found.parameters[0].inf == 1
+    assert nonfinite_groups(optimizer_with(torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (4, 1))), {}) == ()

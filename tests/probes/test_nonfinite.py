@@ -1,0 +1,71 @@
+"""Counting inf and NaN in batches, parameters and buffers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.probes.nonfinite import count_nonfinite, is_finite, nonfinite_in_batch, nonfinite_in_model
+from ampdbg.record import TensorCounts
+
+ANY_FLOAT = st.floats(width=16, allow_nan=True, allow_infinity=True)
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@given(values=st.lists(ANY_FLOAT, max_size=40), dtype=st.sampled_from(DTYPES))
+def test_counts_agree_with_python(values: list[float], dtype: torch.dtype) -> None:
+    tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+    inf, nan = sum(map(math.isinf, values)), sum(map(math.isnan, values))
+    assert count_nonfinite(tensor) == (inf, nan)
+    assert is_finite(tensor) == (inf + nan == 0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3),
+        torch.tensor([True]),
+        torch.empty(0),
+        torch.tensor([1.0]).to(torch.float8_e4m3fn),
+        torch.zeros(2, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.tensor([1 + 2j]),
+    ],
+)
+def test_every_kind_of_tensor_can_be_asked(tensor: torch.Tensor) -> None:
+    assert is_finite(tensor)
+    assert count_nonfinite(tensor) == (0, 0)
+
+
+def test_complex_and_sparse_values_are_seen() -> None:
+    assert count_nonfinite(torch.tensor([complex(math.inf, math.nan)])) == (1, 1)
+    assert not is_finite(torch.tensor([[0.0, math.nan]]).to_sparse_csr())
+
+
+def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
+    images = torch.zeros(4, 2, 2)
+    images[3, 1, 0] = math.nan
+    images[3, 1, 1] = math.inf
+    batch = {"pixels": images, "labels": torch.arange(4), "name": "x"}
+    assert nonfinite_in_batch(batch) == (TensorCounts("batch", "['pixels']", 1, 1, 16, (3, 1, 0)),)
+    assert nonfinite_in_batch((torch.zeros(2), [torch.tensor([math.inf])])) == (
+        TensorCounts("batch", "[1][0]", 1, 0, 1, (0,)),
+    )
+    assert nonfinite_in_batch(torch.ones(3)) == ()
+
+
+def test_bad_parameters_and_buffers_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    assert nonfinite_in_model(model) == ()
+    with torch.no_grad():
+        model[0].bias[1] = math.nan
+        model[1].running_var[0] = math.inf
+    assert [(found.kind, found.name) for found in nonfinite_in_model(model, "after")] == [
+        ("parameter", "0.bias"),
+        ("buffer", "1.running_var"),
+    ]

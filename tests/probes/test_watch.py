@@ -1,0 +1,209 @@
+"""Watching a training loop through its scaler: what is seen, and that nothing is changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from ampdbg.probes.watch import Watch, watch
+from ampdbg.record import Step, TensorCounts
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+]
+
+
+def small_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+
+
+def one_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler,
+    factor: float = 1.0,
+    clip: bool = False,
+) -> None:
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 3)).square().mean() * factor
+    scaler.scale(loss).backward()
+    if clip:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_healthy_and_skipped_steps_are_told_apart(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> None:
+    model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
+    optimizer = make(model.parameters())
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler, clip=clip)
+        one_step(model, optimizer, scaler, factor=1e38, clip=clip)
+        one_step(model, optimizer, scaler, clip=clip)
+    healthy, skipped, after = watcher.steps
+    assert (healthy.skipped, healthy.found_inf, healthy.groups, healthy.scale) == (False, False, (), 4.0)
+    assert (skipped.skipped, skipped.found_inf, skipped.scale) == (True, True, 4.0)
+    assert [group.name for group in skipped.groups] == ["group 0"]
+    assert {p.name for p in skipped.groups[0].parameters} <= {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert (after.skipped, after.scale) == (False, 2.0)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_the_norm_is_unscaled_and_unclipped(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model = small_model()
+    model(torch.ones(2, 3)).square().mean().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for scaler in (GradScaler("cpu", init_scale=256.0), GradScaler("cpu", enabled=False)):
+        for clip in (False, True):
+            model = small_model()
+            optimizer = make(model.parameters())
+            with watch(model, optimizer) as watcher:
+                one_step(model, optimizer, scaler, clip=clip)
+            assert watcher.steps[0].grad_norm == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_without_an_enabled_scaler_the_gradients_are_looked_at_all_the_same() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD([{"params": [p], "name": n} for n, p in model.named_parameters()], lr=0.1)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, GradScaler("cpu", enabled=False), factor=math.inf)
+    [step] = watcher.steps
+    assert (step.skipped, step.found_inf, step.scale, step.loss) == (False, True, 1.0, math.inf)
+    assert [group.name for group in step.groups] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    # The optimizer wrote the non-finite gradients into the weights: seen after the step.
+    assert {(found.kind, found.when) for found in step.nonfinite} == {("parameter", "after")}
+
+
+def test_several_optimizers_and_losses_share_a_scaler() -> None:
+    first, second = small_model(), small_model()
+    both = torch.nn.ModuleDict({"first": first, "second": second})
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    expected = 2 * first(torch.ones(1, 3)).square().mean().item()
+    with watch(both, optimizers) as watcher:
+        for factor in (1.0, 1e38):
+            losses = [first(torch.ones(1, 3)).square().mean(), second(torch.ones(1, 3)).square().mean() * factor]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for loss in losses:
+                scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    healthy, skipped = watcher.steps
+    assert watcher.groups == ("group 0", "group 1")
+    assert healthy.loss == pytest.approx(expected)
+    assert [group.index for group in skipped.groups] == [1]
+    assert all(p.name.startswith("second.") for p in skipped.groups[0].parameters)
+
+
+def test_an_optimizer_that_is_not_watched_makes_no_step() -> None:
+    model, other = small_model(), small_model()
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watcher:
+        one_step(other, torch.optim.SGD(other.parameters(), lr=0.1), GradScaler("cpu"))
+    assert watcher.steps == ()
+
+
+def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_after_the_last() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=1.0)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+        model[1].running_mean[0] = math.inf
+        one_step(model, optimizer, scaler)
+    assert watcher.steps[0].nonfinite == ()
+    assert watcher.steps[1].nonfinite == (TensorCounts("buffer", "1.running_mean", 1, 0, 2, (0,), "after"),)
+
+    with torch.no_grad():
+        model[2].bias.fill_(math.nan)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+    assert [(found.name, found.when) for found in watcher.steps[0].nonfinite] == [
+        ("2.bias", "before"),
+        ("1.running_mean", "before"),
+    ]
+
+
+def test_each_step_is_reported_as_it_ends() -> None:
+    model, scaler, seen = small_model(), GradScaler("cpu"), list[Step]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, on_step=seen.append) as watcher:
+        one_step(model, optimizer, scaler)
+        assert [step.step for step in seen] == [0]
+    assert tuple(seen) == watcher.steps
+
+
+def test_a_subclass_of_the_scaler_is_watched_too() -> None:
+    class Sharded(GradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            return super().step(optimizer, *args, **kwargs)
+
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, Sharded("cpu"), factor=1e38)
+    assert [step.skipped for step in watcher.steps] == [True]
+
+
+def trace_of_watching(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    return (
+        *(vars(GradScaler)[name] for name in ("scale", "unscale_", "step", "update")),
+        dict(optimizer._optimizer_step_pre_hooks),
+    )
+
+
+def test_no_trace_is_left_also_when_the_loop_raises() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = trace_of_watching(optimizer)
+    with pytest.raises(ZeroDivisionError), watch(model, optimizer):
+        assert trace_of_watching(optimizer) != before
+        raise ZeroDivisionError
+    assert trace_of_watching(optimizer) == before
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_weights_are_bit_identical_with_and_without_watching(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def trained(watched: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(3, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 1)]
+        model = torch.nn.Sequential(*layers)
+        optimizer, scaler = make(model.parameters()), GradScaler("cpu", growth_interval=3)
+        inputs = torch.randn(20, 8, 3)
+        with watch(model, optimizer) if watched else torch.enable_grad():
+            for number, batch in enumerate(inputs):
+                optimizer.zero_grad()
+                loss = model(batch).square().mean() * (math.inf if number % 7 == 3 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return model.state_dict()
+
+    bare, watched = trained(False), trained(True)
+    assert all(torch.equal(bare[name], watched[name]) for name in bare)
+
+
+def test_watching_keeps_no_tensor_of_a_step_alive() -> None:
+    model, scaler = small_model(), GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+        one_step(model, optimizer, scaler, factor=1e38)
+        kept = [value for value in vars(watcher).values() if isinstance(value, (list, dict)) and value]
+        assert not any(isinstance(item, torch.Tensor) for value in kept for item in value)
+        assert isinstance(watcher, Watch)
+        assert watcher._open == {}
+        assert watcher._unread == []

@@ -1,0 +1,242 @@
+"""The training loop on small real workloads: what is seen, and that nothing is changed."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ampdbg.config import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.record import Record, Step
+from ampdbg.training.loop import train
+
+WORKLOAD = """
+import math
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(width, 1)
+    def forward(self, x):
+        return self.head(F.dropout(self.norm(self.body(x)).relu(), 0.3, self.training)).squeeze(-1)
+
+def data(bad=-1, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(16, 4, generator=generator) * scale, torch.randn(16, generator=generator)) for _ in range(5)]
+    if bad >= 0:
+        batches[bad][0][7, 2] = math.nan
+    return batches
+
+def two_losses(model, batch):
+    x, y = batch
+    out = model(x)
+    return {"first": F.mse_loss(out, y), "second": out.square().mean()}
+
+def overflowing(model, batch):
+    return (model.body(batch[0]) * 60000 * 2).float().mean()
+
+def masked(model, batch):
+    return model.body(batch[0]).masked_fill(batch[0][:, :1] > 0, -1e9).float().mean()
+
+def says_cuda(model, batch):
+    model.cuda()
+    x, y = batch[0].cuda(), batch[1].to("cuda")
+    with torch.cuda.amp.autocast(enabled=False):
+        return F.mse_loss(model(x.float()), y)
+
+def bce(model, batch):
+    return F.binary_cross_entropy(model(batch[0]).sigmoid(), (batch[1] > 0).float())
+
+def fails(model, batch):
+    return model(batch[0][:, :3]).mean()
+
+def sparse():
+    return nn.Embedding(10, 3, sparse=True)
+
+def tokens():
+    return [torch.arange(6).view(2, 3)] * 3
+
+def embed_loss(model, batch):
+    return model(batch).square().sum()
+
+def penalised(model, batch):
+    x = batch[0].requires_grad_()
+    out = F.mse_loss(model(x), batch[1])
+    [g] = torch.autograd.grad(out, x, create_graph=True)
+    return out + g.square().sum()
+"""
+
+LOSS = {"target": "torch.nn.functional:mse_loss"}
+
+
+def run(folder: Path, on_step: list[Step] | None = None, **keys: object) -> Record:
+    (folder / "work.py").write_text(WORKLOAD)
+    spec = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS, **keys}
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
+    return diagnose(train(load_config(path), on_step=(on_step if on_step is not None else []).append))
+
+
+def step_function(name: str) -> dict[str, object]:
+    return {"loss": None, "step": {"target": f"work.py:{name}"}}
+
+
+def test_a_healthy_run(tmp_path: Path) -> None:
+    seen: list[Step] = []
+    record = run(tmp_path, seen, train={"steps": 12})
+    assert record.verdict == "healthy"
+    assert tuple(seen) == record.steps
+    assert [step.step for step in record.steps] == list(range(12))
+    assert record.environment.emulated
+    assert record.groups[:2] == ("body.weight", "body.bias")
+    assert record.unseen.modules_never_called == ("unused",)
+    assert record.unseen.parameters_without_gradient == ("unused.weight", "unused.bias")
+    assert all(
+        step.grad_norm is not None and math.isfinite(step.grad_norm) for step in record.steps if not step.skipped
+    )
+
+
+def test_the_same_seed_gives_the_same_record(tmp_path: Path) -> None:
+    first, again = run(tmp_path, train={"steps": 6}), run(tmp_path, train={"steps": 6})
+    other = run(tmp_path, train={"steps": 6, "seed": 1})
+    assert first.steps == again.steps
+    assert first.steps != other.steps
+
+
+def test_the_random_state_of_the_process_is_left_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = (torch.rand(1), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    run(tmp_path, train={"steps": 2})
+    assert (torch.rand(1), random.random()) == expected
+
+
+def test_fp32_has_no_scale_and_no_skips(tmp_path: Path) -> None:
+    for precision in ({"level": "O0"}, {"dtype": "float32"}):
+        record = run(tmp_path, precision=precision, train={"steps": 3})
+        assert [(step.scale, step.skipped) for step in record.steps] == [(1.0, False)] * 3
+        assert not record.environment.emulated
+
+
+def test_bfloat16_needs_no_scaler(tmp_path: Path) -> None:
+    record = run(tmp_path, precision={"dtype": "bfloat16"}, train={"steps": 3})
+    assert [step.scale for step in record.steps] == [1.0] * 3
+    assert record.verdict == "healthy"
+
+
+def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
+    static = run(tmp_path, precision={"loss_scale": 128}, train={"steps": 5})
+    assert [step.scale for step in static.steps] == [128.0] * 5
+    dynamic = {"init": 64, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    growing = run(tmp_path, precision={"loss_scale": dynamic}, train={"steps": 5})
+    assert [step.scale for step in growing.steps] == [64.0, 64.0, 256.0, 256.0, 1024.0]
+
+
+def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
+    # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
+    sparse = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    one, three = (
+        run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
+        for accumulate in (1, 3)
+    )
+    for alone, together in zip(one.steps, three.steps, strict=True):
+        assert together.loss == pytest.approx(alone.loss)
+        assert together.grad_norm == pytest.approx(alone.grad_norm)
+
+
+def test_clipping_is_done_on_unscaled_gradients(tmp_path: Path) -> None:
+    free = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1})
+    clipped = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1, "clip_grad_norm": 1e-6})
+    assert free.steps[0].grad_norm == clipped.steps[0].grad_norm
+
+
+def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
+    record = run(tmp_path, **step_function("two_losses"), train={"steps": 3})
+    first = record.steps[0]
+    assert set(first.losses) == {"first", "second"}
+    assert first.loss == pytest.approx(sum(first.losses.values()))
+
+
+def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
+    sparse = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    assert run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
+    assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
+
+
+def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
+    record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
+    assert record.findings[0].phase == "forward"
+    assert record.verdict == "inconclusive"
+
+
+def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
+    pinned = {"precision": {"pins": ["bo*"]}, "train": {"steps": 8}}
+    assert run(tmp_path, **step_function("overflowing"), **pinned).verdict == "healthy"
+    with pytest.raises(WorkloadError, match="no module is named 'boddy'.*'body'"):
+        run(tmp_path, precision={"pins": ["boddy"]})
+
+
+def test_a_bad_batch_is_named_with_its_sample(tmp_path: Path) -> None:
+    record = run(tmp_path, data={"target": "work.py:data", "args": {"bad": 3}}, train={"steps": 6})
+    assert record.findings[0].code == "data-nonfinite"
+    assert record.findings[0].step == 3
+    assert record.findings[0].evidence["first_index"] == [7, 2]
+    assert record.verdict == "other"
+    # BatchNorm has taken the NaN in: one skipped step, and evaluation is NaN for good.
+    assert "buffer-poisoned" in [finding.code for finding in record.findings]
+
+
+@pytest.mark.parametrize(("name", "code"), [("masked", "mask-constant"), ("bce", "misuse-bce")])
+def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str, code: str) -> None:
+    record = run(tmp_path, **step_function(name), train={"steps": 3})
+    [finding] = record.findings
+    assert finding.code == code
+    assert finding.source is not None
+    assert (Path(finding.source.file).name, finding.source.function) == ("work.py", name)
+    assert finding.source.text.startswith("return ")
+
+
+def test_an_error_of_the_users_is_not_a_finding(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="raised RuntimeError"):
+        run(tmp_path, **step_function("fails"))
+
+
+def test_user_code_that_says_cuda_runs_on_a_cpu(tmp_path: Path) -> None:
+    assert run(tmp_path, **step_function("says_cuda"), train={"steps": 3}).verdict == "healthy"
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    with pytest.raises(WorkloadError, match=rf"cuda:{count} was asked for"):
+        run(tmp_path, train={"device": f"cuda:{count}"})
+
+
+def test_an_interrupt_keeps_what_was_seen(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORKLOAD)
+    path = tmp_path / "config.yaml"
+    keys = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS}
+    path.write_text(yaml.safe_dump(keys))
+
+    def interrupt(step: Step) -> None:
+        if step.step == 4:
+            raise KeyboardInterrupt
+
+    record = train(load_config(path), on_step=interrupt)
+    assert record.interrupted
+    assert [step.step for step in record.steps] == [0, 1, 2, 3, 4]
