@@ -165,13 +165,21 @@ def trace_of_watching(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     )
 
 
+def fail_while_watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with watch(model, optimizer):
+        one_step(model, optimizer, GradScaler("cpu"))
+        raise ZeroDivisionError
+
+
 def test_no_trace_is_left_also_when_the_loop_raises() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = trace_of_watching(optimizer)
-    with pytest.raises(ZeroDivisionError), watch(model, optimizer):
+    with watch(model, optimizer):
         assert trace_of_watching(optimizer) != before
-        raise ZeroDivisionError
+    assert trace_of_watching(optimizer) == before
+    with pytest.raises(ZeroDivisionError):
+        fail_while_watching(model, optimizer)
     assert trace_of_watching(optimizer) == before
 
 
