@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ampdbg.config.mistakes import Mistake, Place, dotted, explain, in_one_message, shown
 from ampdbg.config.schema import Config, ConfigFile
-from ampdbg.config.target_names import did_you_mean, listed
+from ampdbg.config.target_names import which_instead
 from ampdbg.config.yaml_lines import KeyPath, YamlDocument, YamlError, read_yaml
 from ampdbg.errors import ConfigError
 
@@ -54,7 +54,9 @@ def _read(path: Path) -> YamlDocument:
     try:
         raw = path.read_bytes()
     except IsADirectoryError:
-        raise ConfigError(f"{path}: a folder; give a config file.{_configs_in(path)}") from None
+        raise ConfigError(
+            f"{path}: a folder; give a config file.{which_instead(path.name, _yaml_files(path))}"
+        ) from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.{_configs_near(path)}") from None
     except OSError as error:
@@ -77,12 +79,7 @@ def _read(path: Path) -> YamlDocument:
 def _configs_near(path: Path) -> str:
     if not path.parent.is_dir():
         return f" There is no folder {path.parent}."
-    return did_you_mean(path.name, _yaml_files(path.parent)) or _configs_in(path.parent)
-
-
-def _configs_in(folder: Path) -> str:
-    found = _yaml_files(folder)
-    return f" There are {listed(found)}." if found else ""
+    return which_instead(path.name, _yaml_files(path.parent))
 
 
 def _yaml_files(folder: Path) -> list[str]:

@@ -127,10 +127,7 @@ def _missing(spot: _Spot) -> str:
 def _unknown_key(spot: _Spot) -> str:
     key = str(spot.path[-1])
     elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
-    if elsewhere:
-        hint = f" Did you mean {elsewhere!r}?"
-    else:
-        hint = did_you_mean(key, spot.owner.model_fields)
+    hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, spot.owner.model_fields)
     if not hint and issubclass(spot.owner, TargetSpec):
         hint = f" Arguments of the target go under args: {dotted(spot.path[:-1])}.args.{key}"
     return f"unknown key; allowed: {_keys(spot.owner)}.{hint}"

@@ -45,9 +45,10 @@ def _target(value: str, info: ValidationInfo) -> str:
 
 
 def _checkpoint(value: Path, info: ValidationInfo) -> Path:
-    absent = why_no_file(info.context["folder"] / value, str(value), f"*{value.suffix}") if info.context else None
-    if absent:
-        raise ValueError(absent)
+    if info.context:
+        absent = why_no_file((info.context["folder"] / value).absolute(), str(value), f"*{value.suffix}")
+        if absent:
+            raise ValueError(absent)
     return value
 
 

@@ -6,7 +6,7 @@ import ast
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,9 +49,11 @@ def parse_target(text: str) -> Target:
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """``" Did you mean 'steps'?"``, or nothing when no allowed word is close."""
-    by_folded = {word.casefold(): word for word in allowed}
-    close = get_close_matches(given.casefold(), by_folded, n=1, cutoff=0.6)
-    return f" Did you mean {by_folded[close[0]]!r}?" if close else ""
+    words = list(allowed)
+    by_folded = {word.casefold(): word for word in words}
+    folded = get_close_matches(given.casefold(), by_folded, n=1)
+    close = get_close_matches(given, words, n=1) or [by_folded[word] for word in folded]
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
@@ -83,8 +85,16 @@ def why_no_file(path: Path, written: str, pattern: str) -> str | None:
     if not path.parent.is_dir():
         return f"got {written!r}, but there is no folder {path.parent}"
     beside = sorted(item.name for item in path.parent.glob(pattern) if item.is_file())
-    hint = did_you_mean(path.name, beside) or (f" There are {listed(beside)}." if beside else "")
-    return f"got {written!r}, but there is no such file in {path.parent}.{hint}"
+    return f"got {written!r}, but there is no such file in {path.parent}.{which_instead(path.name, beside)}"
+
+
+def which_instead(missing: str, beside: Sequence[str]) -> str:
+    """The file that was probably meant, by its stem (all end alike), or all that there are."""
+    by_stem = {Path(name).stem: name for name in beside}
+    close = get_close_matches(Path(missing).stem, by_stem, n=1)
+    if close:
+        return f" Did you mean {by_stem[close[0]]!r}?"
+    return f" There {'is' if len(beside) == 1 else 'are'} {listed(beside)}." if beside else ""
 
 
 def _without_colon(text: str) -> str:

@@ -57,6 +57,15 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader that also knows YAML 1.2's floats."""
 
 
+def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    r"""A string; JSON's ``"\ud83d\ude00"`` is one character, of which half is none that could be written again."""
+    try:
+        return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise yaml.constructor.ConstructorError(None, None, "half a surrogate pair", node.start_mark) from None
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
 _Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
 
 

@@ -81,7 +81,7 @@ class Found:
         try:
             signature.bind(*names, **args)
         except TypeError as error:
-            where = self.config.where(f"{self.key}.args")
+            where = self.config.where(f"{self.key}.args" if args else f"{self.key}.target")
             raise WorkloadError(f"{where}: {self.spec.target} {_misfit(signature, names, args, str(error))}") from None
 
 

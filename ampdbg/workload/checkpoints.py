@@ -49,7 +49,9 @@ def _read(path: Path, where: str) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - unpickling a file that is no pickle raises anything
         reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")
-        raise WorkloadError(f"{where}: {path.name} cannot be read as a checkpoint: {reason}") from None
+        raise WorkloadError(
+            f"{where}: {path.name} cannot be read; allowed: what torch.save wrote, or a .safetensors file ({reason})"
+        ) from None
 
 
 def _read_safetensors(path: Path, where: str) -> Any:

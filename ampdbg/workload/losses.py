@@ -21,12 +21,14 @@ class StepFunction:
     """How a batch becomes losses.
 
     ``call`` takes the batch and its index and returns what the user's code returned; ``source`` is how messages
-    name that code; ``all_named`` says that every item of a returned dict is a loss, not only its ``"loss"``.
+    name that code; ``all_named`` says that every item of a returned dict is a loss, not only its ``"loss"``;
+    ``hint`` is what to type when no loss comes out.
     """
 
     source: str
     call: Callable[[Any, int], Any]
     all_named: bool = False
+    hint: str = ""
 
 
 def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device: torch.device) -> StepFunction:
@@ -38,7 +40,11 @@ def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device
         return _by_loss(model, loss, device)
     if callable(getattr(model, "training_step", None)):
         return _by_training_step(model)
-    return StepFunction(f"the model {type(model).__name__}", lambda batch, index: call_model(model, batch))
+    return StepFunction(
+        f"the model {type(model).__name__}",
+        lambda batch, index: call_model(model, batch),
+        hint=". Give a `loss`, loss(output, target), or a `step`, step(model, batch), in the config",
+    )
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -94,7 +100,8 @@ def losses_in(output: Any, step: StepFunction) -> dict[str, torch.Tensor]:
     for name, value in named.items():
         problem = _why_no_loss(value)
         if problem:
-            raise WorkloadError(f"{step.source}: the loss {'' if name == 'loss' else repr(name) + ' '}{problem}")
+            which = "the loss" if name == "loss" else f"the loss {name!r}"
+            raise WorkloadError(f"{step.source}: {which} {problem}{step.hint}")
     return {name: value.reshape(()) for name, value in named.items()}
 
 
@@ -108,7 +115,7 @@ def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
     if isinstance(output, Mapping) and "loss" in output:
         return {"loss": output["loss"]}
     keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-    raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}. Give a `loss` or a `step` in the config")
+    raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}{step.hint}")
 
 
 def _why_no_loss(value: Any) -> str | None:
@@ -117,10 +124,7 @@ def _why_no_loss(value: Any) -> str | None:
     if not isinstance(value, torch.Tensor):
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
     if value.numel() != 1:
-        shape = list(value.shape)
-        return (
-            f"has the shape {shape}; needed: a scalar; reduce it with .mean(), or give a `loss` that takes this output"
-        )
+        return f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()"
     if not value.is_floating_point():
         return f"has the dtype {str(value.dtype)[6:]}; needed: a floating-point scalar"
     if torch.is_grad_enabled() and not value.requires_grad:

@@ -335,7 +335,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         | {"config.yaml": MODEL + "data: {target: workload.py:batches}\n"},
         blames_user_code=True,
     ),
-    Broken("no loss", MODEL + DATA, ("the model Net: the loss has the shape [8, 2]", "give a `loss`")),
+    Broken("no loss", MODEL + DATA, ("the model Net: the loss has the shape [8, 2]", "Give a `loss`")),
     Broken(
         "output without a loss",
         "model: {target: workload.py:Dict}\n" + DATA,
