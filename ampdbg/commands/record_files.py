@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
+from datetime import datetime, timezone
 from pathlib import Path
 
 from ampdbg.errors import RecordError
@@ -22,7 +22,7 @@ def save_record(record: Record, path: Path | None) -> Path:
     if path is not None:
         write_record(record, path)
         return path
-    path = _unused(FOLDER / f"{re.sub('[^0-9TZ]', '', record.created)}-{record.command}.json")
+    path = _unused(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
     write_record(record, path)
     write_record(record, LATEST)
     _keep_out_of_git()
@@ -38,6 +38,12 @@ def load_record(path: Path | None) -> Record:
     if path is None and not LATEST.exists():
         raise RecordError(f"no record given, and none here ({LATEST}); make one with: ampdbg scan CONFIG")
     return read_record(path or LATEST)
+
+
+def _utc_time(created: str) -> str:
+    """ISO 8601 without what file systems dislike: ``20250102T030405Z``."""
+    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    return moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
 def _unused(path: Path) -> Path:

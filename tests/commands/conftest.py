@@ -1,0 +1,16 @@
+"""The program in this process, for tests that replace a part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands.program import Here
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """Calls the program in an empty folder: ``here("scan", "c.yaml")``."""
+    monkeypatch.chdir(tmp_path)
+    return Here(tmp_path, monkeypatch, capfd)

@@ -1,0 +1,99 @@
+"""The program as a whole: quick answers, exit codes, and messages for what was typed wrong."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ampdbg import __version__
+from ampdbg.commands.app import COMMANDS
+from ampdbg.record import write_record
+from tests.commands.program import Here, imported_by, start
+from tests.report.records import healthy
+
+HEAVY = {"torch", "pydantic", "numpy", "yaml", "rich"}
+
+
+def test_help_answers_in_under_0_3_seconds(tmp_path: Path) -> None:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert start(tmp_path, "--help").code == 0
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.3
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    result = start(tmp_path, "--help", flags=("-X", "importtime"))
+    assert "ampdbg.commands.app" in imported_by(result)
+    assert not imported_by(result) & HEAVY
+
+
+def test_help_lists_every_command_with_its_whole_sentence(here: Here) -> None:
+    out = here("--help").stdout
+    assert all(f"  {name}" in out for name in COMMANDS)
+    assert "..." not in out.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str, here: Here) -> None:
+    result = here(name, "-h")
+    assert (result.code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"Usage: ampdbg {name} [OPTIONS]")
+
+
+def test_the_version_is_that_of_the_package(here: Here) -> None:
+    assert here("--version").stdout == f"ampdbg {__version__}\n"
+
+
+WRONG = {
+    "no config": (("scan",), "Missing argument 'CONFIG'"),
+    "two configs": (("scan", "a.yaml", "b.yaml"), "b.yaml"),
+    "an unknown option": (("scan", "a.yaml", "--stepz", "5"), "--steps"),
+    "words for steps": (("scan", "a.yaml", "--steps", "five"), "--steps"),
+    "no steps": (("scan", "a.yaml", "--steps", "0"), "--steps"),
+    "an unknown device": (("scan", "a.yaml", "--device", "gpu"), "'gpu' is not a device; allowed: auto, cpu, cuda"),
+    "an unknown policy": (("scan", "a.yaml", "--policy", "cpu"), "'cuda', 'native'"),
+    "a setting without a value": (("scan", "a.yaml", "--set", "train.steps"), "write it as dotted.key=value"),
+    "a setting without a key": (("scan", "a.yaml", "--set", "=5"), "write it as dotted.key=value"),
+    "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
+    "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
+    "an unknown format": (("report", "--format", "pdf"), "'text', 'json'"),
+    "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'?"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -> None:
+    arguments, message = WRONG[name]
+    result = here(*arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("scan",), ("scan", "a.yaml", "--steps", "0"), ("report", "absent.json"), ("scam",)]
+)
+def test_a_usage_error_answers_without_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = start(tmp_path, *arguments, flags=("-X", "importtime"))
+    assert result.code == 2
+    assert "torch" not in imported_by(result)
+
+
+def test_a_broken_config_is_told_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {target: 3}\n", encoding="utf-8")
+    result = start(tmp_path, "scan", "c.yaml", "--quiet", flags=("-X", "importtime"))
+    assert (result.code, result.stdout) == (2, "")
+    assert "\nerror: " in result.stderr
+    assert "torch" not in imported_by(result)
+
+
+def test_report_answers_without_torch(tmp_path: Path) -> None:
+    write_record(healthy(), tmp_path / "r.json")
+    result = start(tmp_path, "report", "r.json", flags=("-X", "importtime"))
+    assert result.code == 0
+    assert result.stdout.startswith("✓ Healthy")
+    assert "torch" not in imported_by(result)

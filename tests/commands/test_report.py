@@ -1,0 +1,72 @@
+"""``ampdbg report``: the latest or any record, as text or JSON, to stdout or a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record import from_json, to_json, write_record
+from tests.commands.program import Here
+from tests.report.records import collapse, healthy
+
+
+def test_without_a_record_it_shows_the_latest(here: Here) -> None:
+    write_record(healthy(), Path(".ampdbg/latest.json"))
+    result = here("report")
+    assert (result.code, result.stderr) == (0, "")
+    assert result.stdout.startswith("✓ Healthy: none of 50 steps skipped.")
+    assert "Record: .ampdbg/latest.json" in result.stdout
+
+
+def test_without_any_record_it_says_how_to_make_one(here: Here) -> None:
+    result = here("report")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg scan CONFIG\n"
+    )
+
+
+def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
+    write_record(collapse(), Path("r.json"))
+    assert here("report", "r.json").code == 0
+
+
+def test_json_is_the_record(here: Here) -> None:
+    write_record(collapse(), Path("r.json"))
+    assert from_json(here("report", "r.json", "--format", "json").stdout) == collapse()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_output_writes_a_file_and_nothing_else(form: str, here: Here) -> None:
+    write_record(collapse(), Path("r.json"))
+    printed = here("report", "r.json", "--format", form).stdout
+    result = here("report", "r.json", "--format", form, "--output", "out/report")
+    assert result.stdout == result.stderr == ""
+    assert Path("out/report").read_text(encoding="utf-8") == printed
+
+
+def test_a_damaged_record_is_named(here: Here) -> None:
+    Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
+    result = here("report", "r.json")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: r.json: not a record: line ")
+
+
+def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:
+    write_record(healthy(), Path("r.json"))
+    Path("file").touch()
+    result = here("report", "r.json", "--output", "file/report")
+    assert result.code == 2
+    assert result.stderr.startswith("error: file/report: cannot be written: ")
+
+
+def test_a_path_with_a_space_is_quoted_in_what_to_type_next(here: Here) -> None:
+    write_record(collapse(), Path("my run.json"))
+    assert "Record: 'my run.json'" in here("report", "my run.json").stdout
+
+
+def test_debug_shows_where(here: Here) -> None:
+    result = here("report", "absent.json", "--debug")
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.endswith("error: absent.json: cannot be read: No such file or directory\n")

@@ -1,0 +1,250 @@
+"""``ampdbg scan`` around the training: exit codes, where things are written, and what failure looks like."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ampdbg.commands import scan as scan_file
+from ampdbg.errors import ConfigError, UserCodeError
+from ampdbg.findings import Finding
+from ampdbg.record import Record, from_json, read_record
+from tests.commands.program import Here
+from tests.report.records import calibration, collapse, healthy, interrupted, overflow, skipped_step
+
+
+@pytest.fixture
+def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any]]:
+    """``returns(record)`` makes the training return it at once; the result holds the options it was called with."""
+
+    def put(record: Record) -> dict[str, Any]:
+        called: dict[str, Any] = {}
+
+        def scan(config: Path, **options: Any) -> Record:
+            called.update(options, config=config)
+            options["on_start"](len(record.steps))
+            sys.stdout.write("printed by the user's code\n")
+            for step in record.steps:
+                options["on_step"](step)
+            return record
+
+        monkeypatch.setattr(scan_file, "scan", scan)
+        return called
+
+    return put
+
+
+Returns = Callable[[Record], dict[str, Any]]
+
+
+@pytest.fixture
+def raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """``raises(error)`` makes the training raise it."""
+
+    def put(error: BaseException) -> None:
+        def scan(config: Path, **options: Any) -> NoReturn:
+            raise error
+
+        monkeypatch.setattr(scan_file, "scan", scan)
+
+    return put
+
+
+Raises = Callable[[BaseException], None]
+
+
+def with_severity(severity: Any) -> Record:
+    finding = Finding("unknown", severity, 0, "backward", "something")
+    return replace(healthy(), findings=(finding,), verdict="inconclusive")
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "code"),
+    [
+        (healthy(), (), 0),
+        (calibration(), (), 0),
+        (collapse(), (), 1),
+        (collapse(), ("--fail-on", "error"), 1),
+        (collapse(), ("--fail-on", "never"), 0),
+        (with_severity("warning"), (), 1),
+        (with_severity("warning"), ("--fail-on", "error"), 0),
+        (with_severity("info"), (), 0),
+        (interrupted(), (), 130),
+        (replace(collapse(), interrupted=True), ("--fail-on", "never"), 130),
+    ],
+)
+def test_the_exit_code_tells_the_result(
+    record: Record, options: tuple[str, ...], code: int, here: Here, returns: Returns
+) -> None:
+    returns(record)
+    assert here("scan", "c.yaml", *options).code == code
+
+
+def test_the_report_is_all_there_is_on_stdout(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    result = here("scan", "c.yaml")
+    assert result.stdout.startswith("✓ Healthy")
+    assert result.stdout.endswith("ampdbg scan c.yaml --steps 500\n")
+    assert "printed by the user's code\n" in result.stderr
+
+
+def test_without_a_terminal_progress_is_a_line_each_tenth_of_the_run(here: Here, returns: Returns) -> None:
+    returns(collapse())
+    lines = here("scan", "c.yaml").stderr.splitlines()
+    assert lines[0] == "loading model and data"
+    told = [line for line in lines if line.startswith("step ")]
+    assert len(told) == 11
+    assert told[-1].startswith("step 50/50  loss ")
+    assert told[-1].endswith("scale 2^-4  skipped 20")
+
+
+def test_quiet_leaves_only_the_report_and_what_users_print(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    result = here("scan", "c.yaml", "--quiet")
+    assert result.stdout.startswith("✓ Healthy")
+    assert result.stderr == "printed by the user's code\n"
+
+
+def test_json_puts_the_record_on_stdout(here: Here, returns: Returns) -> None:
+    returns(collapse())
+    result = here("scan", "c.yaml", "--json")
+    assert from_json(result.stdout) == collapse()
+    assert result.code == 1
+
+
+def test_the_record_is_written_under_its_time_and_as_the_latest(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    result = here("scan", "c.yaml")
+    name = ".ampdbg/20250102T030405Z-scan.json"
+    assert f"Record: {name}\n" in result.stdout
+    assert read_record(Path(name)) == read_record(Path(".ampdbg/latest.json")) == healthy()
+
+
+def test_two_runs_of_the_same_second_keep_both_records(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    here("scan", "c.yaml")
+    returns(collapse())
+    here("scan", "c.yaml")
+    assert read_record(Path(".ampdbg/20250102T030405Z-scan.json")) == healthy()
+    assert read_record(Path(".ampdbg/20250102T030405Z-scan-2.json")) == collapse()
+    assert read_record(Path(".ampdbg/latest.json")) == collapse()
+
+
+def test_the_folder_of_records_keeps_itself_out_of_git(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    here("scan", "c.yaml")
+    assert Path(".ampdbg/.gitignore").read_text(encoding="utf-8").splitlines()[-1] == "*"
+
+
+def test_record_writes_there_and_nowhere_else(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    result = here("scan", "c.yaml", "--record", "runs/a.json")
+    assert "Record: runs/a.json\n" in result.stdout
+    assert read_record(Path("runs/a.json")) == healthy()
+    assert not Path(".ampdbg").exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_one_message_and_not_the_report(here: Here, returns: Returns) -> None:
+    returns(collapse())
+    Path(".ampdbg").touch()
+    result = here("scan", "c.yaml", "--quiet")
+    assert result.code == 1
+    assert result.stdout.startswith("✗ The loss scale keeps falling")
+    assert "Record:" not in result.stdout
+    (message,) = (line for line in result.stderr.splitlines() if "printed by" not in line)
+    assert message.startswith("warning: no record was written: .ampdbg")
+    assert message.endswith("choose another place with --record FILE")
+
+
+def test_a_record_file_that_was_asked_for_and_cannot_be_written_is_an_error_after_the_report(
+    here: Here, returns: Returns
+) -> None:
+    returns(healthy())
+    Path("file").touch()
+    result = here("scan", "c.yaml", "--record", "file/r.json")
+    assert result.code == 2
+    assert result.stdout.startswith("✓ Healthy")
+    assert "error: file/r.json: cannot be written: " in result.stderr
+
+
+def test_an_interrupted_run_is_written_and_shown(here: Here, returns: Returns) -> None:
+    returns(interrupted())
+    result = here("scan", "c.yaml")
+    assert result.code == 130
+    assert result.stdout.startswith("! Interrupted after 12 of 50 steps.")
+    assert read_record(Path(".ampdbg/latest.json")).interrupted
+
+
+def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
+    called = returns(healthy())
+    here(
+        *("scan", "c.yaml", "--steps", "5", "--device", "cuda:1", "--policy", "native", "--seed", "3"),
+        *("--set", "a.b=1", "--set", "c=[x, y=z]"),
+    )
+    assert called["config"] == Path("c.yaml")
+    assert (called["steps"], called["device"], called["policy"], called["seed"]) == (5, "cuda:1", "native", 3)
+    assert called["overrides"] == ["a.b=1", "c=[x, y=z]"]
+
+
+def test_a_config_error_is_one_message(here: Here, raises: Raises) -> None:
+    raises(ConfigError("c.yaml:3: train.steps: given -1, allowed are whole numbers from 1"))
+    result = here("scan", "c.yaml")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == "error: c.yaml:3: train.steps: given -1, allowed are whole numbers from 1\n"
+
+
+def test_a_users_error_shows_the_users_traceback_then_one_line(here: Here, raises: Raises) -> None:
+    trace = 'Traceback (most recent call last):\n  File "m.py"\nKeyError: 1\n'
+    raises(UserCodeError("the model's forward raised", trace))
+    result = here("scan", "c.yaml")
+    assert result.code == 2
+    assert result.stderr.splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "m.py"',
+        "KeyError: 1",
+        "error: the model's forward raised",
+    ]
+
+
+def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(here: Here, raises: Raises) -> None:
+    raises(ZeroDivisionError("division by zero"))
+    result = here("scan", "c.yaml")
+    assert result.code == 2
+    assert result.stderr == (
+        "error: ampdbg itself failed with ZeroDivisionError: division by zero; "
+        "run it again with --debug to see where, and please report it\n"
+    )
+
+
+def test_debug_shows_our_traceback(here: Here, raises: Raises) -> None:
+    raises(ZeroDivisionError("division by zero"))
+    lines = here("scan", "c.yaml", "--debug").stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "error: ampdbg itself failed with ZeroDivisionError: division by zero"
+
+
+def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Here, raises: Raises) -> None:
+    raises(KeyboardInterrupt())
+    result = here("scan", "c.yaml")
+    assert (result.code, result.stdout) == (130, "")
+    assert result.stderr == "interrupted: nothing was recorded\n"
+    assert os.listdir() == []
+
+
+def test_stdout_is_restored_after_a_failure(here: Here, raises: Raises) -> None:
+    raises(ZeroDivisionError())
+    here("scan", "c.yaml")
+    sys.stdout.write("after\n")
+    assert here.capture.readouterr().out == "after\n"
+
+
+def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:
+    returns(replace(healthy(), steps=(skipped_step(0, 65536.0, overflow(0)),)))
+    assert json.loads(here("scan", "c.yaml", "--json").stdout)["steps"][0]["grad_norm"] == "inf"

@@ -1,0 +1,91 @@
+"""What a stream can show, and that only results reach stdout."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from ampdbg.commands.terminal import is_rich_terminal, look_of, results_only, say, write_result
+
+
+class Terminal(io.TextIOWrapper):
+    """A stream that calls itself a terminal."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        super().__init__(io.BytesIO(), encoding=encoding)
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Gone(io.StringIO):
+    """A pipe whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def test_a_terminal_gets_colours_and_its_width() -> None:
+    look = look_of(Terminal())
+    assert (look.width, look.color, look.unicode) == (100, True, True)
+
+
+def test_lines_longer_than_120_are_hard_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert look_of(Terminal()).width == 120
+
+
+def test_a_pipe_gets_80_plain_columns() -> None:
+    look = look_of(io.StringIO())
+    assert (look.width, look.color) == (80, False)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "unknown")])
+def test_colour_and_animation_can_be_refused(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    assert not is_rich_terminal(Terminal())
+
+
+def test_an_empty_no_color_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    assert is_rich_terminal(Terminal())
+
+
+@pytest.mark.parametrize(("encoding", "carries"), [("utf-8", True), ("ascii", False), ("cp1252", False)])
+def test_an_encoding_without_the_charts_characters_gets_ascii(encoding: str, carries: bool) -> None:
+    assert look_of(Terminal(encoding)).unicode is carries
+
+
+def test_a_reader_that_left_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_result("report", Gone())
+    monkeypatch.setattr(sys, "stderr", Gone())
+    say("hint")
+
+
+def test_what_is_printed_inside_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with results_only() as result:
+        sys.stdout.write("noise\n")
+        result.write("result")
+    sys.stdout.write("after\n")
+    assert capsys.readouterr() == ("resultafter\n", "noise\n")
+
+
+def test_stdout_comes_back_when_the_block_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with pytest.raises(ValueError, match="inside"), results_only():
+        raise ValueError("inside")
+    assert sys.stdout is before
+    sys.stdout.write("after\n")
+    assert capsys.readouterr().out == "after\n"
