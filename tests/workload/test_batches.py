@@ -1,0 +1,217 @@
+"""What counts as data, how it goes on for ever, and how batches get to the device."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from ampdbg.errors import WorkloadError
+from ampdbg.workload import Workload, tensor_leaves, to_device
+from tests.workload.folders import CPU, build
+
+META = torch.device("meta")
+
+
+def taken(workload: Workload, count: int) -> list[Any]:
+    """The first numbers of the data ``1, 2, 3, 1, 2 ...``."""
+    stream = workload.batches()
+    return [next(stream) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "data = [1, 2, 3]",
+        "def data(): return [1, 2, 3]",
+        "def data(): yield from [1, 2, 3]",
+        "def data(): return iter([1, 2, 3])",
+        "data = lambda: [1, 2, 3]",
+        "import functools\ndata = functools.partial(list, [1, 2, 3])",
+        "data = torch.utils.data.DataLoader([1, 2, 3], batch_size=None)",
+        "class data:\n    def __iter__(self): return iter([1, 2, 3])",
+        "class data:\n    def __getitem__(self, i): return [1, 2, 3][i]",
+        "class data(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter([1, 2, 3])",
+        "class data:\n    def train_dataloader(self): return [1, 2, 3]",
+        "class Module:\n    def train_dataloader(self): return [1, 2, 3]\ndata = Module()",
+        "class Module:\n    def train_dataloader(self): return [1, 2, 3]\ndef data(): return Module()",
+    ],
+)
+def test_data_is_started_again_at_its_end(tmp_path: Path, source: str) -> None:
+    assert taken(build(tmp_path, "data.target=data.py:data", data=f"import torch\n{source}\n"), 7) == [
+        1,
+        2,
+        3,
+        1,
+        2,
+        3,
+        1,
+    ]
+
+
+def test_data_starts_from_the_beginning_in_every_call(tmp_path: Path) -> None:
+    workload = build(tmp_path, "data.target=data.py:data", data="def data(): yield from [1, 2, 3]\n")
+    assert [taken(workload, 2), taken(workload, 4)] == [[1, 2], [1, 2, 3, 1]]
+
+
+def test_a_one_shot_iterator_lasts_as_long_as_it_lasts(tmp_path: Path) -> None:
+    workload = build(tmp_path, "data.target=data.py:data", data="data = iter([1, 2, 3])\n")
+    stream = workload.batches()
+    assert [next(stream) for _ in range(3)] == [1, 2, 3]
+    with pytest.raises(WorkloadError, match="ended after 3 batches and cannot be started again"):
+        next(stream)
+
+
+def test_a_data_module_is_prepared_as_lightning_does(tmp_path: Path) -> None:
+    source = """
+        class Module:
+            def __init__(self, size):
+                self.calls = [size]
+            def prepare_data(self):
+                self.calls.append("prepare_data")
+            def setup(self, stage):
+                self.calls.append(f"setup {stage}")
+            def train_dataloader(self):
+                return [tuple(self.calls)]
+    """
+    workload = build(tmp_path, "data={target: data.py:Module, args: {size: 4}}", data=source)
+    assert taken(workload, 1) == [(4, "prepare_data", "setup fit")]
+
+
+def test_a_setup_without_a_stage_is_called_without_one(tmp_path: Path) -> None:
+    source = """
+        class Module:
+            def setup(self):
+                self.loader = [7]
+            def train_dataloader(self):
+                return self.loader
+    """
+    assert taken(build(tmp_path, "data.target=data.py:Module", data=source), 1) == [7]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("data = 'text'", "is a str; needed: an iterable of batches"),
+        ("data = {'x': 1}", "is a dict, which looks like one batch"),
+        ("import torch\ndata = torch.ones(3)", "is a Tensor, which looks like one batch"),
+        ("def data(): return None", "returned None; needed: an iterable of batches"),
+        ("class data: pass", "returned a data; needed: an iterable of batches"),
+        ("class data:\n    def train_dataloader(self): return None", "returned None; needed"),
+    ],
+)
+def test_what_is_no_iterable_of_batches_is_refused(tmp_path: Path, source: str, problem: str) -> None:
+    with pytest.raises(WorkloadError, match=problem):
+        build(tmp_path, "data.target=data.py:data", data=source + "\n")
+
+
+def test_no_batch_is_kept_alive_past_its_step(tmp_path: Path) -> None:
+    workload = build(
+        tmp_path, "data.target=data.py:data", data="import torch\ndef data():\n    while True: yield torch.ones(1)\n"
+    )
+    stream = workload.batches()
+    batch = next(stream)
+    first = weakref.ref(batch)
+    batch = next(stream)
+    assert first() is None
+
+
+# --- to the device ---
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+    made: int = dataclasses.field(init=False, default=3)
+
+
+class Encoding(collections.UserDict[str, torch.Tensor]):
+    """As transformers' BatchEncoding: moves itself, in place."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class InPlace:
+    def __init__(self) -> None:
+        self.device = CPU
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+
+class Items(list[torch.Tensor]):
+    pass
+
+
+T = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        T,
+        (T, [T, {"x": T}]),
+        Pair(T, T),
+        Frozen(T, "a"),
+        {"x": {"y": (T,)}},
+        collections.OrderedDict(b=T, a=T),
+        collections.defaultdict(lambda: T, x=T),
+        collections.UserDict({"x": T}),
+        Encoding({"x": T}),
+        Items([T]),
+    ],
+)
+def test_every_tensor_is_moved_and_every_container_kept(batch: Any) -> None:
+    moved = to_device(batch, META)
+    assert type(moved) is type(batch)
+    before, after = list(tensor_leaves(batch)), list(tensor_leaves(moved))
+    assert [path for path, _ in after] == [path for path, _ in before] != []
+    assert {leaf.device for _, leaf in after} == {META}
+
+
+def test_the_users_own_containers_stay_as_they_are() -> None:
+    inner, items = {"x": T}, [T]
+    to_device([inner, items], META)
+    assert inner["x"] is T
+    assert items[0] is T
+
+
+def test_a_packed_sequence_moves_itself() -> None:
+    moved = to_device(pack_sequence([T]), CPU)
+    assert isinstance(moved, PackedSequence)
+
+
+def test_an_object_that_moves_in_place_is_passed_on() -> None:
+    item = InPlace()
+    assert to_device([item], META) == [item]
+    assert item.device == META
+
+
+def test_what_is_no_tensor_is_passed_on() -> None:
+    batch = ["text", 3, None, Frozen, {4}]
+    assert to_device(batch, META) == batch
+
+
+def test_a_frozen_dataclass_keeps_its_other_fields() -> None:
+    moved = to_device(Frozen(T, "a"), META)
+    assert (moved.name, moved.made, moved.x.device) == ("a", 3, META)
+
+
+def test_leaves_are_named_by_their_path() -> None:
+    batch = ({"ids": T, 3: [T]}, Frozen(T, "a"), "text")
+    assert [path for path, _ in tensor_leaves(batch)] == ['[0]["ids"]', "[0][3][0]", "[1].x"]
+    assert [path for path, _ in tensor_leaves(T)] == [""]

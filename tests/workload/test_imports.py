@@ -1,0 +1,137 @@
+"""Where targets come from: files, siblings, packages; and what an import leaves behind."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdbg.errors import UserCodeError, WorkloadError
+from tests.workload.folders import NET, build, first_losses
+
+
+def test_an_import_leaves_the_search_path_as_it_was(tmp_path: Path) -> None:
+    before = list(sys.path)
+    build(tmp_path)
+    with pytest.raises(UserCodeError):
+        build(tmp_path, net="raise OSError\n")
+    assert sys.path == before
+
+
+def test_a_file_may_import_its_siblings_also_later_on(tmp_path: Path) -> None:
+    workload = build(
+        tmp_path,
+        "model.target=net.py:Late",
+        net="""
+            class Late(Net):
+                def forward(self, x):
+                    from sizes import SCALE
+                    return super().forward(x) * SCALE
+        """,
+        sizes="SCALE = 0.0\n",
+    )
+    assert first_losses(workload)["loss"].item() == pytest.approx(0.6931, abs=1e-4)  # log 2: all logits are 0
+
+
+def test_a_file_that_is_a_target_and_a_sibling_is_one_module(tmp_path: Path) -> None:
+    workload = build(
+        tmp_path,
+        "step={target: train.py:step}",
+        train="""
+            from net import Net
+
+            def step(model, batch):
+                assert isinstance(model, Net)
+                return model(batch[0]).sum()
+        """,
+    )
+    assert first_losses(workload)["loss"].ndim == 0
+
+
+def test_files_with_the_same_name_in_different_folders_do_not_clash(tmp_path: Path) -> None:
+    for name, width in (("a", 4), ("b", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
+        (tmp_path / name / "net.py").write_text(f"{NET}\n\nfrom layers import WIDTH\n\nwide = Net(WIDTH)\n")
+    data = "data={target: net.py:batches}"
+    workloads = [build(tmp_path, f"model.target={name}/net.py:wide", data) for name in ("a", "b")]
+    assert [workload.model.get_parameter("head.weight").shape[1] for workload in workloads] == [4, 5]
+    both = build(tmp_path, "model.target=a/net.py:wide", "data={target: b/net.py:batches, args: {count: 1}}")
+    data_factory = both.source.found.value
+    assert type(both.model).__module__ != data_factory.__module__
+    assert (sys.modules[type(both.model).__module__].WIDTH, sys.modules[data_factory.__module__].WIDTH) == (4, 5)
+
+
+def test_siblings_of_two_folders_in_one_build_do_not_clash(tmp_path: Path) -> None:
+    for name, width in (("a", 4), ("b", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "layers.py").write_text(f"WIDTH = {width}\n")
+        (tmp_path / name / f"{name}.py").write_text(f"{NET}\n\nfrom layers import WIDTH\n\ndata = [WIDTH]\n")
+    workload = build(tmp_path, "model.target=a/a.py:Net", "data.target=b/b.py:data")
+    assert next(workload.batches()) == 5
+
+
+def test_a_name_of_the_standard_library_is_not_taken_from_it(tmp_path: Path) -> None:
+    import tokenize
+
+    build(tmp_path, "data.target=tokenize.py:batches", tokenize=NET)
+    assert sys.modules["tokenize"] is tokenize
+
+
+def test_every_build_imports_the_files_as_they_are_now(tmp_path: Path) -> None:
+    values = [
+        next(
+            build(
+                tmp_path, "data.target=data.py:stream", data="from deep import stream\n", deep=f"stream = [{value}]\n"
+            ).batches()
+        )
+        for value in (1, 22)
+    ]
+    assert values == [1, 22]
+
+
+def test_a_package_beside_the_config_is_found(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").touch()
+    (tmp_path / "shop" / "nets.py").write_text(NET)
+    assert type(build(tmp_path, "model.target=shop.nets:Net").model).__module__ == "shop.nets"
+
+
+def test_a_dotted_name_reaches_into_a_class(tmp_path: Path) -> None:
+    workload = build(
+        tmp_path,
+        "model={target: net.py:Wide.of, args: {width: 4}}",
+        net="""
+            class Wide(Net):
+                @classmethod
+                def of(cls, width):
+                    return cls(width)
+        """,
+    )
+    assert type(workload.model).__name__ == "Wide"
+
+
+def test_what_a_file_defines_can_be_pickled(tmp_path: Path) -> None:
+    model = build(tmp_path).model
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+def test_a_stem_that_is_no_name_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "my-net.py").write_text(NET)
+    assert type(build(tmp_path, "model.target=my-net.py:Net").model).__name__ == "Net"
+
+
+def test_names_that_only_the_import_can_find_are_found_or_reported(tmp_path: Path) -> None:
+    dynamic = {"dynamic": "from net import *\n"}
+    assert type(build(tmp_path, "model.target=dynamic.py:Net", **dynamic).model).__name__ == "Net"
+    with pytest.raises(WorkloadError, match=r"model\.target: got 'dynamic\.py:Nett', but dynamic has no 'Nett'\. Did"):
+        build(tmp_path, "model.target=dynamic.py:Nett", **dynamic)
+
+
+def test_a_module_that_lacks_one_of_its_own_imports_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "__init__.py").write_text("import not_installed\n")
+    with pytest.raises(UserCodeError, match="No module named 'not_installed'"):
+        build(tmp_path, "model.target=shop:Net")

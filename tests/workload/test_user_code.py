@@ -1,0 +1,126 @@
+"""What a user sees of an exception in their own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.workload.user_code import UserCode
+from tests.workload.folders import build, first_losses
+
+USER = UserCode(())
+
+
+def shown(folder: Path, *overrides: str, net: str) -> str:
+    with pytest.raises(UserCodeError) as raised:
+        first_losses(build(folder, *overrides, net=net))
+    return raised.value.user_traceback.replace(str(folder), "FOLDER")
+
+
+def frames(text: str) -> list[str]:
+    """File and function of every frame, innermost last."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
+    return [f"{Path(line.split(chr(34))[1]).name}:{line.rpartition(' in ')[2]}" for line in lines]
+
+
+def test_only_the_users_frames_are_shown(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "model.target=net.py:Broken",
+        net="""
+            class Inner(nn.Module):
+                @torch.no_grad()
+                def forward(self, x):
+                    raise KeyError("mask")
+
+            class Broken(Net):
+                def __init__(self):
+                    super().__init__()
+                    self.inner = nn.Sequential(Inner())
+
+                def forward(self, x):
+                    return self.inner(x)
+        """,
+    )
+    assert frames(text) == ["net.py:forward", "net.py:forward"]
+    assert text.endswith("KeyError: 'mask'\n")
+
+
+def test_the_library_frame_that_raised_is_kept(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "model.target=net.py:Broken",
+        net="""
+            class Broken(Net):
+                def forward(self, x):
+                    return self.head(x[:, :3])
+        """,
+    )
+    assert frames(text) == ["net.py:forward", "linear.py:forward"]
+
+
+def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "data.target=net.py:named",
+        net="named = [({'a': 1}, 0)]\n",
+    )
+    assert "TypeError" in text
+    assert "ampdbg" not in text
+
+
+def test_causes_are_shown_without_plumbing_too(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "model.target=net.py:broken",
+        net="""
+            def broken():
+                try:
+                    Net(width="four")
+                except TypeError as error:
+                    raise ValueError("a width is a number") from error
+        """,
+    )
+    assert "The above exception was the direct cause" in text
+    assert frames(text)[-1] == "net.py:broken"
+
+
+def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError) as raised:
+        build(tmp_path, net="raise ArithmeticError('x')\n")
+    assert type(raised.value.__cause__) is ArithmeticError
+
+
+def test_an_interrupt_passes_through() -> None:
+    with pytest.raises(KeyboardInterrupt), USER.running("training"):
+        raise KeyboardInterrupt
+
+
+def test_an_error_of_ampdbg_passes_through() -> None:
+    with pytest.raises(WorkloadError, match=r"^as it was$"), USER.running("training"):
+        raise WorkloadError("as it was")
+
+
+def test_an_end_of_iteration_in_user_code_is_an_error_like_any_other() -> None:
+    with pytest.raises(UserCodeError, match=r"^reading raised StopIteration$"), USER.running("reading"):
+        raise StopIteration
+
+
+def test_only_the_first_line_of_a_long_error_is_in_the_message() -> None:
+    with pytest.raises(UserCodeError) as raised, USER.running("running", details=lambda: "more"):
+        raise RuntimeError("first\nsecond")
+    assert str(raised.value) == "running raised RuntimeError: first\nmore"
+    assert "second" in raised.value.user_traceback
+
+
+def test_a_later_batch_is_named_by_its_number(tmp_path: Path) -> None:
+    workload = build(tmp_path, "data.target=net.py:uneven", net="uneven = batches(2) + [(torch.ones(8, 3), None)]\n")
+    stream = workload.batches()
+    batches = [next(stream) for _ in range(3)]
+    with pytest.raises(UserCodeError, match=r"\nbatch 2 holds \[0\]: float32 \[8, 3\]$"):
+        workload.losses(batches[2])
+    with pytest.raises(UserCodeError, match=r"\nbatch holds \[0\]: float32 \[8, 3\]$"):
+        workload.losses((torch.ones(8, 3), None))
