@@ -23,6 +23,7 @@ _PLUMBING_FILES = (
     str(Path(importlib.__file__).parent) + os.sep,
     _TORCH + os.path.join("amp", ""),
     _TORCH + os.path.join("utils", "_contextlib.py"),
+    _TORCH + "_ops.py",  # the dispatcher, which the emulated kernels are called through
 )
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 

@@ -62,6 +62,20 @@ def test_the_library_frame_that_raised_is_kept(tmp_path: Path) -> None:
     assert frames(text) == ["net.py:forward", "linear.py:forward"]
 
 
+def test_the_dispatcher_is_no_frame_of_interest(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "model.target=net.py:Broken",
+        net="""
+            class Broken(Net):
+                def forward(self, x):
+                    return torch.ops.aten.mm.default(x, x)
+        """,
+    )
+    assert frames(text) == ["net.py:forward"]
+    assert "mat1 and mat2 shapes cannot be multiplied" in text
+
+
 def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
     text = shown(
         tmp_path,
