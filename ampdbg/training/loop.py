@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -13,18 +12,14 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
-from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.levels import autocast_region, loss_scaler
-from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step, Unseen
-from ampdbg.workload import Workload, build_workload
-
-from .autocast_error import autocast_error
-from .environment import choose_device, describe_environment, is_emulated
-from .random_state import seeded
+from ampdbg.training.autocast_error import autocast_error
+from ampdbg.training.environment import describe_environment
+from ampdbg.training.run import Run, prepared
 
 
 def train(config: Config, *, on_step: Callable[[Step], None] = lambda step: None, command: str = "scan") -> Record:
@@ -43,36 +38,21 @@ def train(config: Config, *, on_step: Callable[[Step], None] = lambda step: None
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
-    device = choose_device(config.train.device)
-    record = Record(
-        command=command,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        environment=describe_environment(config, device),
-        config=config.resolved(),
-        verdict="inconclusive",
-        planned_steps=config.train.steps,
-    )
     started = time.monotonic()
-    with ExitStack() as stack:
-        stack.enter_context(seeded(config.train.seed))
-        if is_emulated(config, device):
-            stack.enter_context(cuda_on_cpu())
-        workload = build_workload(config, device)
-        stack.enter_context(pin_fp32(workload.model, config.precision.pins))
-        record = _watched(_Run(config, workload, device), record, on_step)
+    with prepared(config) as run:
+        record = Record(
+            command=command,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            environment=describe_environment(config, run.device),
+            config=config.resolved(),
+            verdict="inconclusive",
+            planned_steps=config.train.steps,
+        )
+        record = _watched(run, record, on_step)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A workload on its device, and the config it is trained by."""
-
-    config: Config
-    workload: Workload
-    device: torch.device
-
-
-def _watched(run: _Run, record: Record, on_step: Callable[[Step], None]) -> Record:
+def _watched(run: Run, record: Record, on_step: Callable[[Step], None]) -> Record:
     error, interrupted, unseen = None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
         try:
@@ -94,7 +74,7 @@ def _watched(run: _Run, record: Record, on_step: Callable[[Step], None]) -> Reco
     )
 
 
-def _steps(run: _Run, watcher: Watch) -> Iterator[Unseen]:
+def _steps(run: Run, watcher: Watch) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
     scaler = loss_scaler(run.config.precision, run.device)
     batches = run.workload.batches()
@@ -109,7 +89,7 @@ def _steps(run: _Run, watcher: Watch) -> Iterator[Unseen]:
         yield unseen
 
 
-def _accumulate(run: _Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: Iterator[Any]) -> None:
+def _accumulate(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: Iterator[Any]) -> None:
     """Adds up the gradients of one step's micro-batches; several losses go backward one after another."""
     for optimizer in run.workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
@@ -126,7 +106,7 @@ def _accumulate(run: _Run, watcher: Watch, scaler: torch.amp.GradScaler, batches
                 scaler.scale(loss * share if share != 1.0 else loss).backward(retain_graph=more_to_come)
 
 
-def _apply(run: _Run, scaler: torch.amp.GradScaler) -> None:
+def _apply(run: Run, scaler: torch.amp.GradScaler) -> None:
     """Unscales and clips where asked, then lets the scaler step or skip."""
     limit = run.config.train.clip_grad_norm
     with run.workload.user.running("the optimizer's step"):
