@@ -1,0 +1,224 @@
+"""The real program on a real, tiny training run: clean stdout, signals, closed pipes, the user's own errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ampdbg
+from ampdbg.record import Step, from_json, read_record
+from tests.commands.program import command, environment, start
+
+posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
+
+WORKLOAD = '''
+import ctypes, os, subprocess, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+print("printed at import")
+
+
+class Net(nn.Module):
+    """Overflows in float16 when gain is large: finite in float32."""
+
+    def __init__(self, gain=1.0):
+        super().__init__()
+        self.first, self.second, self.gain = nn.Linear(8, 32), nn.Linear(32, 4), gain
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)) * self.gain)
+
+
+def batches(delay=0.0, loud=False, fail=False):
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        time.sleep(delay)
+        if fail:
+            raise KeyError("no such column")
+        if loud:
+            print("from print")
+            os.write(1, b"from a descriptor\\n")
+            subprocess.run([sys.executable, "-c", "print('from a child')"])
+            if os.name != "nt":
+                ctypes.CDLL(None).puts(b"from C")
+        yield torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+
+
+class Loud(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        print("from a worker")
+        return torch.ones(8) * index, torch.tensor(index % 4)
+
+
+def loader():
+    return DataLoader(Loud(), batch_size=4, num_workers=1)
+'''
+
+CONFIG = """
+model: {target: "workload.py:Net"}
+data: {target: "workload.py:batches", args: {}}
+loss: {target: "torch.nn.functional:cross_entropy"}
+train: {steps: 3, device: cpu}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with ``c.yaml`` and the workload it names."""
+    (tmp_path / "workload.py").write_text(WORKLOAD, encoding="utf-8")
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_healthy_run_exits_0_and_its_record_is_shown_again(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml")
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith("✓ Healthy")
+    report = start(folder, "report")
+    assert report.stdout.splitlines()[:4] == result.stdout.splitlines()[:4]
+
+
+def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml", "--json", "--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
+    assert result.code == 1, result.stderr
+    record = from_json(result.stdout)
+    assert (len(record.steps), record.findings[0].phase) == (3, "forward")
+    for source in ("print", "a descriptor", "a child"):
+        assert result.stderr.count(f"from {source}\n") == 3
+    assert result.stderr.count("from C\n") == (0 if os.name == "nt" else 3)
+    assert "printed at import\n" in result.stderr
+
+
+def test_what_a_dataloaders_workers_print_goes_to_stderr(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml", "--json", "--set", "data.target=workload.py:loader")
+    assert result.code == 0, result.stderr
+    assert json.loads(result.stdout)["verdict"] == "healthy"
+    assert "from a worker\n" in result.stderr
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell that runs the tests in the background has SIGINT ignored, and children would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@posix
+@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.Signals, folder: Path) -> None:
+    process = subprocess.Popen(
+        command("scan", "c.yaml", "--steps", "1000", "--set", "data.args.delay=0.01"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    record = read_record(folder / ".ampdbg" / "latest.json")
+    assert record.interrupted
+    assert 1 <= len(record.steps) < 1000
+    assert stdout.startswith(f"! Interrupted after {len(record.steps)} of 1000 steps.")
+
+
+@posix
+def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        command("scan", "c.yaml"),
+        cwd=folder,
+        env=environment(),
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert process.returncode == 0
+    assert "Broken" not in process.stderr
+    assert "Traceback" not in process.stderr
+    assert (folder / ".ampdbg" / "latest.json").exists()
+
+
+@posix
+def test_closed_stderr_stops_no_run(folder: Path) -> None:
+    quiet = WORKLOAD.replace('print("printed at import")', "")
+    (folder / "workload.py").write_text(quiet, encoding="utf-8")
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        command("scan", "c.yaml"),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=writing,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert process.stdout.startswith("✓ Healthy")
+
+
+def test_a_terminal_that_cannot_show_the_chart_gets_ascii(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml", "--set", "model.args.gain=1e5", PYTHONIOENCODING="ascii")
+    assert result.code == 1
+    assert result.stdout.startswith("x The forward pass goes non-finite")
+    assert result.stdout.isascii()
+
+
+def test_a_users_error_shows_the_users_frames_alone(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail=true")
+    assert (result.code, result.stdout) == (2, "")
+    assert 'raise KeyError("no such column")' in result.stderr
+    assert os.path.join("ampdbg", "") not in result.stderr.replace(str(folder), "")
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert not (folder / ".ampdbg").exists()
+
+
+@posix
+def test_a_full_disk_costs_the_record_and_not_the_report(folder: Path) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.run(
+            command("scan", "c.yaml"), cwd=folder, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[Step] = []
+    record = ampdbg.scan(folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], on_step=seen.append)
+    assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("inconclusive", 2, 5)
+    assert tuple(seen) == record.steps
+    assert not (folder / ".ampdbg").exists()
+    assert "printed at import" in capfd.readouterr().out
