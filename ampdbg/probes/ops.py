@@ -19,6 +19,8 @@ from ampdbg.probes.magnitudes import NOTHING, Magnitude, magnitude_of, together
 from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, Where, module_paths
 from ampdbg.probes.source_lines import Line, innermost_line
 
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+
 OpPhase = Literal["forward", "backward"]
 
 
@@ -78,17 +80,17 @@ class OpTrace(TorchDispatchMode):
 
     def _place(self) -> tuple[Place, str]:
         line, in_backward = innermost_line(depth=2)
-        node = torch._C._current_autograd_node()
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         if node is None or (line is not None and self._paths.current != OUTSIDE):
             place = self._make("forward", self._paths.current, line)
-            self._places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+            self._places.setdefault(_next_sequence_number() - 1, place)
             return place, ""
         made_by = self._places.get(node._sequence_nr())
         where = (made_by.module, made_by.call) if made_by else OUTSIDE
         own_line = line if in_backward and line is not None else made_by.line if made_by else None
         place = self._make("backward", where, own_line)
         # A node made now belongs to a backward pass of the backward pass.
-        self._places.setdefault(torch.autograd._get_sequence_nr() - 1, place)
+        self._places.setdefault(_next_sequence_number() - 1, place)
         variable = getattr(node, "variable", None)
         return place, "" if variable is None else self._parameters.get(id(variable), "")
 

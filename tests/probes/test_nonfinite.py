@@ -60,11 +60,13 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
 
 
 def test_bad_parameters_and_buffers_are_named() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    linear, norm = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    assert norm.running_var is not None
+    model = torch.nn.Sequential(linear, norm)
     assert nonfinite_in_model(model) == ()
     with torch.no_grad():
-        model[0].bias[1] = math.nan
-        model[1].running_var[0] = math.inf
+        linear.bias[1] = math.nan
+        norm.running_var[0] = math.inf
     assert [(found.kind, found.name) for found in nonfinite_in_model(model, "after")] == [
         ("parameter", "0.bias"),
         ("buffer", "1.running_var"),

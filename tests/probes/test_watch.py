@@ -118,17 +118,19 @@ def test_an_optimizer_that_is_not_watched_makes_no_step() -> None:
 
 
 def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_after_the_last() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1))
+    norm, last = torch.nn.BatchNorm1d(2, affine=False), torch.nn.Linear(2, 1)
+    assert norm.running_mean is not None
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), norm, last)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=1.0)
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
-        model[1].running_mean[0] = math.inf
+        norm.running_mean[0] = math.inf
         one_step(model, optimizer, scaler)
     assert watcher.steps[0].nonfinite == ()
     assert watcher.steps[1].nonfinite == (TensorCounts("buffer", "1.running_mean", 1, 0, 2, (0,), "after"),)
 
     with torch.no_grad():
-        model[2].bias.fill_(math.nan)
+        last.bias.fill_(math.nan)
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
     assert [(found.name, found.when) for found in watcher.steps[0].nonfinite] == [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,21 +83,21 @@ def penalised(model, batch):
 LOSS = {"target": "torch.nn.functional:mse_loss"}
 
 
-def run(folder: Path, on_step: list[Step] | None = None, **keys: object) -> Record:
+def run(folder: Path, *, on_step: Callable[[Step], None] = lambda step: None, **keys: Any) -> Record:
     (folder / "work.py").write_text(WORKLOAD)
     spec = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS, **keys}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-    return diagnose(train(load_config(path), on_step=(on_step if on_step is not None else []).append))
+    return diagnose(train(load_config(path), on_step=on_step))
 
 
-def step_function(name: str) -> dict[str, object]:
+def step_function(name: str) -> dict[str, Any]:
     return {"loss": None, "step": {"target": f"work.py:{name}"}}
 
 
 def test_a_healthy_run(tmp_path: Path) -> None:
     seen: list[Step] = []
-    record = run(tmp_path, seen, train={"steps": 12})
+    record = run(tmp_path, on_step=seen.append, train={"steps": 12})
     assert record.verdict == "healthy"
     assert tuple(seen) == record.steps
     assert [step.step for step in record.steps] == list(range(12))
@@ -149,7 +151,7 @@ def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
 def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
     # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    sparse: dict[str, Any] = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
     one, three = (
         run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
         for accumulate in (1, 3)
@@ -174,7 +176,7 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    sparse: dict[str, Any] = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
     assert run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
     assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
 
@@ -186,7 +188,7 @@ def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
 
 
 def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
-    pinned = {"precision": {"pins": ["bo*"]}, "train": {"steps": 8}}
+    pinned: dict[str, Any] = {"precision": {"pins": ["bo*"]}, "train": {"steps": 8}}
     assert run(tmp_path, **step_function("overflowing"), **pinned).verdict == "healthy"
     with pytest.raises(WorkloadError, match=r"no module is named 'boddy'.*'body'"):
         run(tmp_path, precision={"pins": ["boddy"]})
