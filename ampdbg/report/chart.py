@@ -14,6 +14,7 @@ from . import quantities
 MAX_ROWS = 8
 MAX_STRETCH = 3
 MARGIN = 2
+STEP_AXIS = "step"
 
 # Float32, in which the scaler keeps its scale, ends here; a scale of 0 is drawn at the bottom.
 LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
@@ -60,7 +61,7 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[Line]:
     rows = _rows(steps)
     labels = [quantities.scale(math.ldexp(1.0, top)) for top, _ in rows]
     marks = [mark for mark in MARKS if any(mark.applies(step) for step in steps)]
-    gutter = MARGIN + max(len(text) for text in [*labels, *(mark.name for mark in marks)])
+    gutter = MARGIN + max(len(text) for text in [*labels, *(mark.name for mark in marks), STEP_AXIS])
     room = max(8, width - gutter - 2)
     columns = _columns(steps, room)
     stretch = max(1, min(MAX_STRETCH, room // len(columns)))
@@ -73,7 +74,7 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[Line]:
         ),
         Line("axis", " " * gutter + " └" + "─" * (len(columns) * stretch)),
         *(Line(mark.kind, f"{mark.name:>{gutter}}  " + _mark_row(columns, mark, stretch)) for mark in marks),
-        Line("axis", f"{'step':>{gutter}}  " + _ticks(steps, len(columns) * stretch)),
+        Line("axis", f"{STEP_AXIS:>{gutter}}  " + _ticks(steps, len(columns) * stretch)),
     ]
 
 

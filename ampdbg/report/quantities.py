@@ -25,10 +25,12 @@ def scale(value: float) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A percentage that never rounds something to nothing, nor a part to the whole."""
-    if part == whole:
+    """A percentage that never rounds something to nothing, nor a part to the whole; ``-`` of nothing."""
+    if whole == 0:
+        return "-"
+    if part >= whole:
         return "100%"
-    percent = 100.0 * part / whole if whole else 0.0
+    percent = 100.0 * part / whole
     if percent < 0.1:
         return "<0.1%"
     return f"{min(percent, 99.9):.1f}%"

@@ -104,7 +104,7 @@ def test_a_follow_up_is_one_line_below_its_root() -> None:
     root = collapse().findings[0]
     follow = replace(root, code="data-range", message="short", root=0)
     text = plain(run([healthy_step(0)], verdict="inconclusive", findings=(root, follow)))
-    assert "\n  └ data-range follows from it at step 10: short\n" in text
+    assert "\n  └ then data-range at step 10: short\n" in text
 
 
 def test_a_root_that_points_nowhere_hides_no_finding() -> None:

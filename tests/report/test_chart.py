@@ -1,0 +1,89 @@
+"""The loss-scale chart: where each step is drawn, what is marked, and that it fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.record import Step
+from ampdbg.report.chart import MAX_ROWS, scale_chart
+from tests.report.records import healthy_step
+
+scales = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-149, 127).map(lambda power: 2.0**power)
+
+
+def at(*values: float) -> list[Step]:
+    return [healthy_step(number, scale) for number, scale in enumerate(values)]
+
+
+def drawn(steps: Sequence[Step], width: int = 80) -> list[str]:
+    return [line.text for line in scale_chart(steps, width)]
+
+
+def test_a_falling_scale_is_a_staircase() -> None:
+    assert drawn(at(8, 8, 4, 2)) == [
+        "     8 ┤━━━━━━",
+        "     4 ┤      ━━━",
+        "     2 ┤         ━━━",
+        "       └────────────",
+        "  step  0          3",
+    ]
+
+
+def test_skipped_steps_and_bad_losses_are_marked_below() -> None:
+    steps = at(8, 8, 4, 4)
+    steps[1] = replace(steps[1], skipped=True)
+    steps[2] = replace(steps[2], loss=math.nan)
+    steps[3] = replace(steps[3], loss=-math.inf)
+    marks = [line.text for line in scale_chart(steps, 80) if line.kind in ("skipped", "nonfinite")]
+    assert marks == ["       skipped     ×", "  loss inf/NaN        !  !"]
+
+
+def test_levels_between_are_left_blank() -> None:
+    assert drawn(at(8, 2))[:3] == ["     8 ┤━━━", "     4 ┤", "     2 ┤   ━━━"]
+
+
+def test_a_wide_range_shares_rows() -> None:
+    lines = drawn(at(*(2.0**power for power in range(16, -16, -1))))
+    assert [line.split("┤")[0].strip() for line in lines[:MAX_ROWS]] == [
+        *("65536", "4096", "256", "16", "1", "2^-4", "2^-8", "2^-12")
+    ]
+
+
+def test_steps_that_share_a_column_show_their_range_and_keep_their_marks() -> None:
+    steps = at(*[8.0] * 100, *[4.0] * 100)
+    steps[150] = replace(steps[150], skipped=True)
+    lines = drawn(steps, width=30)
+    assert max(map(len, lines)) <= 30
+    assert sum(line.count("×") for line in lines) == 1
+
+
+def test_a_column_with_a_change_inside_is_drawn_through_its_rows() -> None:
+    top, bottom = drawn(at(*[8.0] * 14, *[4.0] * 16), width=18)[:2]
+    assert top.count("┃") == bottom.count("┃") == 1
+
+
+def test_a_scale_of_zero_is_at_the_bottom() -> None:
+    lines = scale_chart(at(1.0, 0.0), 80)
+    plot = [line.text for line in lines if line.kind == "scale"]
+    assert plot[0].endswith("┤━━━")
+    assert plot[-1].endswith("┤   ━━━")
+
+
+@given(st.lists(st.tuples(scales, st.booleans(), st.floats()), min_size=1, max_size=300), st.integers(40, 160))
+def test_it_fits_and_every_column_is_drawn_once_at_least(values: list[tuple[float, bool, float]], width: int) -> None:
+    steps = [
+        replace(healthy_step(number, scale), skipped=skipped, loss=loss)
+        for number, (scale, skipped, loss) in enumerate(values)
+    ]
+    lines = scale_chart(steps, width)
+    plot = [line.text.partition("┤")[2] for line in lines if line.kind == "scale"]
+    columns = max(map(len, plot))
+    assert max(len(line.text) for line in lines) <= width
+    assert len(plot) <= MAX_ROWS
+    assert all(any(len(row) > column and row[column] != " " for row in plot) for column in range(columns))
+    assert any("×" in line.text for line in lines) == any(step.skipped for step in steps)

@@ -1,0 +1,77 @@
+"""How numbers are written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.report import quantities
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf"), (0.123456, "0.1235"), (3e-9, "3e-09")],
+)
+def test_numbers_have_four_digits_and_names_for_what_is_none(value: float | None, text: str) -> None:
+    assert quantities.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((65536.0, "65536"), (1000.0, "1000"), (1.0, "1"), (0.5, "0.5"), (0.125, "0.125"), (2.0**-4, "2^-4")),
+        *((2.0**24, "2^24"), (0.3, "0.3"), (0.0, "0"), (-1.0, "-1"), (math.inf, "inf"), (math.nan, "NaN")),
+    ],
+)
+def test_scales_are_whole_numbers_or_powers_of_two(value: float, text: str) -> None:
+    assert quantities.scale(value) == text
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(1, 2, "50.0%"), (1, 10**6, "<0.1%"), (10**6 - 1, 10**6, "99.9%"), (3, 3, "100%"), (0, 0, "-")],
+)
+def test_a_share_is_never_rounded_to_nothing_or_all(part: int, whole: int, text: str) -> None:
+    assert quantities.share(part, whole) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (12.3, "12 s"),
+        (59.7, "1 min 0 s"),
+        (200.0, "3 min 20 s"),
+        (7500.0, "2 h 5 min"),
+    ],
+)
+def test_durations_are_as_exact_as_matters(seconds: float, text: str) -> None:
+    assert quantities.duration(seconds) == text
+
+
+@given(st.floats(min_value=0, max_value=1e8))
+def test_no_duration_has_sixty_seconds_or_minutes(seconds: float) -> None:
+    words = quantities.duration(seconds).split()
+    assert all(float(value) < 60 for value, unit in zip(words[::2], words[1::2], strict=True) if unit != "h")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ((), ""),
+        (("a",), "a"),
+        (("a", "b"), "a and b"),
+        (tuple("abcd"), "a, b, c and d"),
+        (tuple("abcdef"), "a, b, c, d and 2 more"),
+    ],
+)
+def test_names_beyond_four_are_counted(names: tuple[str, ...], text: str) -> None:
+    assert quantities.listed(names) == text
+
+
+def test_one_step_is_no_plural() -> None:
+    assert (quantities.counted(1, "step"), quantities.counted(0, "step")) == ("1 step", "0 steps")
