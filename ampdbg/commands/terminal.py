@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from ampdbg.errors import AmpdbgError
+
 PLAIN_WIDTH = 80
 MAX_WIDTH = 120
 
@@ -54,10 +56,18 @@ def say(message: str) -> None:
 
 
 def write_result(text: str, stream: TextIO) -> None:
-    """Writes the result; a reader that has gone away, such as ``head``, ends it quietly."""
-    with contextlib.suppress(BrokenPipeError):
+    """Writes the result; a reader that has gone away, such as ``head``, ends it quietly.
+
+    Raises:
+        AmpdbgError: stdout cannot be written, as when it is a file on a full disk.
+    """
+    try:
         stream.write(text)
         stream.flush()
+    except BrokenPipeError:
+        pass
+    except OSError as error:
+        raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
@@ -94,7 +104,7 @@ def _descriptor_to_stderr(stdout: TextIO) -> Iterator[TextIO]:
         _flush_c_streams()
         os.dup2(saved, descriptor)
         os.close(saved)
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):  # what could not be written has been told
             result.close()
 
 

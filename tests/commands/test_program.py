@@ -202,7 +202,7 @@ def test_a_users_error_shows_the_users_frames_alone(folder: Path) -> None:
 
 
 @posix
-def test_a_full_disk_costs_the_record_and_not_the_report(folder: Path) -> None:
+def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: Path) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("needs /dev/full")
     with open("/dev/full", "w", encoding="utf-8") as full:
@@ -212,7 +212,8 @@ def test_a_full_disk_costs_the_record_and_not_the_report(folder: Path) -> None:
         )  # fmt: skip
     assert process.returncode == 2
     assert "Traceback" not in process.stderr
-    assert process.stderr.splitlines()[-1].startswith("error: ")
+    assert process.stderr.splitlines()[-1] == "error: stdout: cannot be written: No space left on device"
+    assert (folder / ".ampdbg" / "latest.json").exists()
 
 
 def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
