@@ -41,6 +41,7 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield autocast_mode.autocast, "__init__", _autocast_on_cpu
     yield grad_scaler.GradScaler, "__init__", _scaler_on_cpu
     yield autocast_mode, "_cast", _device_named("device_type")
+    yield torch, "load", _device_named("map_location")
     yield torch, "clear_autocast_cache", _also_clearing_ours
     yield torch, "get_autocast_gpu_dtype", lambda original: functools.partial(torch.get_autocast_dtype, "cpu")
     yield torch, "set_autocast_gpu_dtype", lambda original: functools.partial(torch.set_autocast_dtype, "cpu")
@@ -48,7 +49,10 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
     yield from ((owner, "to", _any_device) for owner in _MOVABLE)
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
-    yield from ((torch, name, _any_device) for name in _factories_of_torch())
+    yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
+    # torch.set_default_device("cuda") and `with torch.device("cuda")`
+    yield _device.DeviceContext, "__init__", _any_device
+    yield torch.nn.Module, "to_empty", _any_device
     yield from ((torch.cuda, name, _does_nothing) for name in _HARMLESS_ON_CPU)
 
 
@@ -61,6 +65,15 @@ def _factories_of_torch() -> list[str]:
 _AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 _MOVABLE = (torch.Tensor, torch.nn.Module)
 _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
+_FACTORIES_BY_EXAMPLE = (
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+)
 _HARMLESS_ON_CPU = ("synchronize", "set_device", "reset_peak_memory_stats")
 
 

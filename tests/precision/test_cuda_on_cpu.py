@@ -1,0 +1,388 @@
+"""User code that says ``cuda`` runs on a CPU, and with all that PyTorch lets it do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from ampdbg.precision.emulation import cuda_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def _emulation() -> Iterator[None]:
+    torch.manual_seed(0)
+    with cuda_on_cpu():
+        yield
+
+
+AUTOCASTS: dict[str, Callable[[], Any]] = {
+    'torch.autocast("cuda")': lambda: torch.autocast("cuda"),
+    "device_type=": lambda: torch.autocast(device_type="cuda", dtype=torch.float16),
+    'torch.amp.autocast("cuda")': lambda: torch.amp.autocast("cuda"),
+    "torch.cuda.amp.autocast()": torch.cuda.amp.autocast,
+    "torch.cuda.amp.autocast(True)": lambda: torch.cuda.amp.autocast(True),
+    "dtype given by position": lambda: torch.autocast("cuda", torch.float16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("autocast", AUTOCASTS.values(), ids=AUTOCASTS.keys())
+def test_every_way_to_say_autocast_casts(autocast: Callable[[], Any]) -> None:
+    x = torch.randn(4, 4)
+    with autocast():
+        product = x @ x
+        assert (product.dtype, product.exp().dtype) == (torch.float16, torch.float32)
+    assert (x @ x).dtype is torch.float32
+
+    @autocast()  # type: ignore[untyped-decorator]
+    def decorated() -> Tensor:
+        return x @ x
+
+    assert decorated().dtype is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_a_disabled_autocast_stays_disabled() -> None:
+    x = torch.randn(4, 4)
+    for autocast in (torch.autocast("cuda", enabled=False), torch.cuda.amp.autocast(enabled=False)):
+        with torch.autocast("cuda"), autocast:
+            assert (x @ x).dtype is torch.float32
+
+
+def test_bfloat16_can_be_asked_for() -> None:
+    x = torch.randn(4, 4)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+
+
+def test_what_autocast_says_of_itself_is_what_it_says_on_cuda() -> None:
+    assert not torch.is_autocast_enabled()
+    with torch.autocast("cuda"):
+        assert torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") is torch.float16
+
+
+DEVICES: dict[str, Callable[[], Tensor | nn.Module]] = {
+    "Tensor.cuda()": lambda: torch.ones(2).cuda(),
+    "Tensor.cuda(0)": lambda: torch.ones(2).cuda(0, non_blocking=True),
+    'Tensor.to("cuda")': lambda: torch.ones(2).to("cuda"),
+    'Tensor.to("cuda:0")': lambda: torch.ones(2).to("cuda:0", non_blocking=True),
+    "Tensor.to(device=)": lambda: torch.ones(2).to(device="cuda"),
+    "Tensor.to(torch.device)": lambda: torch.ones(2).to(torch.device("cuda")),
+    "Module.cuda()": lambda: nn.Linear(2, 2).cuda(),
+    'Module.to("cuda")': lambda: nn.Linear(2, 2).to("cuda"),
+    "Module.to(device=)": lambda: nn.Linear(2, 2).to(device=torch.device("cuda", 0)),
+    "torch.zeros(device=)": lambda: torch.zeros(2, device="cuda"),
+    "torch.randn(device=)": lambda: torch.randn(2, 2, device=torch.device("cuda")),
+    "torch.arange(device=)": lambda: torch.arange(2, device="cuda:0"),
+    "torch.tensor(device=)": lambda: torch.tensor([1.0], device="cuda"),
+    "torch.full(device=)": lambda: torch.full((2,), 1.0, device="cuda"),
+    "torch.ones_like(device=)": lambda: torch.ones_like(torch.ones(2), device="cuda"),
+    "torch.randn_like(device=)": lambda: torch.randn_like(torch.ones(2), device="cuda"),
+    "Tensor.new_zeros(device=)": lambda: torch.ones(2).new_zeros(2, device="cuda"),
+    "nn.Linear(device=)": lambda: nn.Linear(2, 2, device="cuda"),
+    "nn.Conv2d(device=)": lambda: nn.Conv2d(2, 2, 1, device="cuda"),
+    "nn.Embedding(device=)": lambda: nn.Embedding(2, 2, device="cuda"),
+    "nn.LayerNorm(device=)": lambda: nn.LayerNorm(2, device="cuda"),
+    "nn.BatchNorm1d(device=)": lambda: nn.BatchNorm1d(2, device="cuda"),
+    "nn.LSTM(device=)": lambda: nn.LSTM(2, 2, device="cuda"),
+    "Module.to_empty(device=)": lambda: nn.Linear(2, 2, device="meta").to_empty(device="cuda"),
+}
+
+
+@pytest.mark.parametrize("make", DEVICES.values(), ids=DEVICES.keys())
+def test_what_is_put_on_cuda_is_on_the_cpu(make: Callable[[], Tensor | nn.Module]) -> None:
+    made = make()
+    tensors = [made] if isinstance(made, Tensor) else list(made.parameters())
+    assert tensors
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+def test_a_dtype_beside_the_device_is_kept() -> None:
+    assert torch.ones(2).to("cuda", torch.float16).dtype is torch.float16
+    assert nn.Linear(2, 2).to("cuda", torch.float16).weight.dtype is torch.float16
+
+
+SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "torch.amp.GradScaler()": torch.amp.GradScaler,
+    'torch.amp.GradScaler("cuda")': lambda: torch.amp.GradScaler("cuda", init_scale=1024.0),
+    "torch.GradScaler(device=)": lambda: torch.GradScaler(device="cuda"),
+    "torch.cuda.amp.GradScaler()": torch.cuda.amp.GradScaler,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", SCALERS.values(), ids=SCALERS.keys())
+def test_every_scaler_is_enabled_scales_and_skips(make: Callable[[], torch.amp.GradScaler]) -> None:
+    scaler = make()
+    assert scaler.is_enabled()
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler.scale((weight * torch.tensor([1.0, torch.inf])).sum()).backward()
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight, torch.ones(2))
+    assert scaler.get_scale() == scale / 2
+
+
+def test_a_scaler_that_the_user_disables_stays_disabled() -> None:
+    assert not torch.amp.GradScaler(enabled=False).is_enabled()
+
+
+class Square(torch.autograd.Function):
+    """A user's own function that wants FP32, by the decorators' documented pair."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert not torch.is_autocast_enabled("cuda")
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert not torch.is_autocast_enabled("cuda")
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def test_custom_fwd_and_custom_bwd_cast_and_switch_autocast_off() -> None:
+    x = torch.full((2,), 300.0).half().requires_grad_()
+    with torch.autocast("cuda"):
+        y = Square.apply(x)
+    assert y.dtype is torch.float32
+    assert y.isfinite().all()
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), 600.0).half())
+
+
+class MatMul(torch.autograd.Function):
+    """A user's own function that keeps the autocast state of its forward in its backward."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        assert torch.is_autocast_enabled("cuda")
+        # Outside autocast half @ float32 raises.
+        return gradient @ w.mT, x.mT @ gradient
+
+
+def test_custom_bwd_runs_in_the_autocast_state_of_the_forward() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+    with torch.autocast("cuda"):
+        y = MatMul.apply(x, w)
+    y.sum().backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, (x.detach().half().mT @ torch.ones_like(y)).float())
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_autocast_changes_nothing(reentrant: bool) -> None:
+    model, x = mlp(), torch.randn(4, 8, requires_grad=True)
+    plain, checkpointed = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.autocast("cuda"):
+        plain(x).sum().backward()
+    with torch.autocast("cuda"):
+        loss = checkpoint(checkpointed, x, use_reentrant=reentrant).sum()
+    loss.backward()
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_gradient_penalty_differentiates_twice() -> None:
+    model, x = mlp(), torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cuda"):
+        (inner,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
+        penalty = inner.pow(2).sum()
+    with_emulation = gradients(model, penalty)
+    (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    for half, full in zip(with_emulation, gradients(model, inner.pow(2).sum()), strict=True):
+        torch.testing.assert_close(half, full, rtol=2e-2, atol=2e-2)
+
+
+def test_a_convolution_differentiates_twice() -> None:
+    conv, x = nn.Conv2d(2, 3, 3), torch.randn(1, 2, 6, 6, requires_grad=True)
+    with torch.autocast("cuda"):
+        (inner,) = torch.autograd.grad(conv(x).pow(2).sum(), x, create_graph=True)
+    inner.pow(2).sum().backward()
+    assert conv.weight.grad is not None
+    assert conv.weight.grad.isfinite().all()
+
+
+def test_sparse_embedding_gradients_stay_sparse() -> None:
+    embedding, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
+    with torch.autocast("cuda"):
+        loss = head(embedding(torch.tensor([1, 3, 1]))).sum()
+    loss.backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    assert embedding.weight.grad.coalesce().indices().tolist() == [[1, 3]]
+
+
+def test_a_model_of_half_parameters_trains_without_autocast() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)).cuda().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(16, 2, 10, device="cuda").half()
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert all(p.grad is not None and p.grad.dtype is torch.float16 for p in model.parameters())
+
+
+def test_modules_made_inside_can_be_copied_and_pickled_and_used_outside() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.LSTM(4, 2)).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler()
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    pickle.loads(pickle.dumps((optimizer, scaler)))
+    for duplicate in copies:
+        x = torch.randn(3, 4)
+        assert torch.equal(duplicate(x)[0], model(x)[0])
+
+
+def test_worker_processes_of_a_data_loader_run() -> None:
+    dataset = TensorDataset(torch.arange(8.0).reshape(8, 1))
+    batches = [batch.cuda() for (batch,) in DataLoader(dataset, batch_size=2, num_workers=2)]
+    assert torch.equal(torch.cat(batches).flatten(), torch.arange(8.0))
+
+
+def test_func_grad_of_an_emulated_product_is_that_of_autograd() -> None:
+    w, x = torch.randn(4, 5), torch.randn(3, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            return (x @ weight).float().pow(2).sum()
+
+    leaf = w.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(w), expected)
+
+
+def test_vmap_over_an_emulated_product_is_the_loop() -> None:
+    xs, w = torch.randn(6, 3, 4).half(), torch.randn(4, 5).half()
+    mapped = torch.func.vmap(lambda x: x @ w)(xs)
+    assert mapped.dtype is torch.float16
+    torch.testing.assert_close(mapped, torch.stack([x @ w for x in xs]), rtol=1e-3, atol=1e-3)
+
+
+def test_per_sample_gradients_by_vmap_of_grad() -> None:
+    w, xs = torch.randn(4, 5), torch.randn(6, 4)
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            return (x @ weight).float().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, xs)
+    assert torch.equal(per_sample, xs.half().float()[:, :, None].expand(6, 4, 5))
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    """Runs ``work`` in another thread and raises here what it raised there."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_backward_may_run_in_another_thread() -> None:
+    here, there = mlp(), mlp()
+    there.load_state_dict(here.state_dict())
+    x = torch.randn(4, 8)
+    losses = []
+    for model in (here, there):
+        with torch.autocast("cuda"):
+            losses.append(model(x).float().sum())
+    losses[0].backward()
+    in_a_thread(losses[1].backward)
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_autocast_in_another_thread_casts_there_only() -> None:
+    x = torch.randn(4, 4)
+
+    def work() -> None:
+        with torch.autocast("cuda"):
+            assert (x @ x).dtype is torch.float16
+
+    in_a_thread(work)
+    assert (x @ x).dtype is torch.float32
+
+
+def test_dtypes_that_do_not_fit_raise_as_on_cuda() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.randn(2, 3).half() @ torch.randn(3, 2)
+    with torch.autocast("cuda"):
+        assert (torch.randn(2, 3).half() @ torch.randn(3, 2)).dtype is torch.float16
+
+
+def test_the_default_device_may_be_cuda() -> None:
+    torch.set_default_device("cuda")
+    try:
+        assert torch.ones(2).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    with torch.device("cuda"):
+        assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_a_checkpoint_is_loaded_onto_cuda(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    for place in ("cuda", "cuda:0", torch.device("cuda"), None):
+        assert torch.equal(torch.load(tmp_path / "w.pt", map_location=place)["w"], torch.ones(2))
+
+
+def test_what_manages_the_device_does_nothing() -> None:
+    torch.cuda.set_device(0)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,216 @@
+"""CUDA on a CPU leaves no trace: what torch is after the context is what it was before."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampdbg.precision.autocast_policy import _weight_cache
+from ampdbg.precision.emulation import cuda_on_cpu
+
+OWNERS = (
+    torch,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.cuda,
+    torch.amp.autocast_mode,
+    torch.amp.autocast,
+    torch.amp.grad_scaler,
+    torch.amp.GradScaler,
+    torch.cuda.amp,
+    torch.cuda.amp.autocast,
+    torch.cuda.amp.GradScaler,
+    torch.utils.checkpoint,
+    torch.utils._device.DeviceContext,
+)
+KEYS = ("BackendSelect", "AutocastCPU", "AutocastCUDA", "CPU", "AutogradCPU")
+
+
+def attributes() -> dict[str, int]:
+    """The identity of every attribute of torch that the emulation could touch."""
+    return {f"{owner.__name__}.{name}": id(value) for owner in OWNERS for name, value in vars(owner).items()}
+
+
+def registrations() -> dict[str, list[str]]:
+    return {key: sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in KEYS}
+
+
+def kernels() -> dict[str, bool]:
+    """Whether each op that some key of KEYS serves has a kernel there: the dispatcher's own view."""
+    names = {name for listed in registrations().values() for name in listed if name.startswith("aten::")}
+    return {
+        f"{name} {key}": torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for name in names for key in KEYS
+    }
+
+
+def autocast_state() -> tuple[object, ...]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(),
+    )
+
+
+def everything() -> tuple[object, ...]:
+    return attributes(), registrations(), kernels(), autocast_state()
+
+
+class PlannedError(Exception):
+    """Raised by a test inside the context."""
+
+
+def train_a_little() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv1d(2, 4, 3), torch.nn.Flatten(), torch.nn.Linear(32, 3)).cuda()
+    scaler = torch.amp.GradScaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cuda"):
+        loss = model(torch.randn(4, 2, 10, device="cuda")).pow(2).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def leave_normally() -> None:
+    with cuda_on_cpu():
+        train_a_little()
+
+
+def leave_by_an_exception() -> None:
+    with contextlib.suppress(PlannedError), cuda_on_cpu():
+        train_a_little()
+        raise PlannedError
+
+
+def leave_inside_autocast() -> None:
+    with contextlib.suppress(PlannedError), cuda_on_cpu(), torch.autocast("cuda"):
+        torch.randn(4, 4) @ torch.randn(4, 4)
+        raise PlannedError
+
+
+def leave_nested() -> None:
+    with cuda_on_cpu():
+        with contextlib.suppress(PlannedError), cuda_on_cpu():
+            train_a_little()
+            raise PlannedError
+        train_a_little()
+
+
+def leave_after_an_error_of_torch() -> None:
+    with contextlib.suppress(RuntimeError), cuda_on_cpu(), torch.autocast("cuda"):
+        torch.randn(2, 3) @ torch.randn(2, 3)
+
+
+def leave_while_only_some_parts_were_entered() -> None:
+    """The last part fails to start: what the first ones did has to be undone as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ampdbg.precision.emulation.cuda_names_on_cpu", fail)
+        with contextlib.suppress(PlannedError), cuda_on_cpu():
+            pytest.fail("the body must not be reached")
+
+
+def fail() -> contextlib.AbstractContextManager[None]:
+    raise PlannedError
+
+
+WAYS_OUT: tuple[Callable[[], None], ...] = (
+    leave_normally,
+    leave_by_an_exception,
+    leave_inside_autocast,
+    leave_nested,
+    leave_after_an_error_of_torch,
+    leave_while_only_some_parts_were_entered,
+)
+
+
+@pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
+def test_torch_is_what_it_was(leave: Callable[[], None]) -> None:
+    train_on_cpu_once()
+    before = everything()
+    leave()
+    for now, then in zip(everything(), before, strict=True):
+        assert now == then
+    assert not _weight_cache
+
+
+def train_on_cpu_once() -> None:
+    """Lets torch do what it puts off to its first use: lazy imports, schema caches."""
+    with cuda_on_cpu():
+        train_a_little()
+
+
+@pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
+def test_the_native_kernels_answer_again(leave: Callable[[], None]) -> None:
+    expected = native_answers()
+    leave()
+    for now, then in zip(native_answers(), expected, strict=True):
+        assert now.dtype is then.dtype
+        assert torch.equal(now, then)
+
+
+def native_answers() -> list[Tensor]:
+    """What tells the CPU's own policy and kernels from CUDA's."""
+    random = torch.Generator().manual_seed(0)
+    image, kernel = torch.randn(1, 3, 8, 8, generator=random), torch.randn(4, 3, 3, 3, generator=random)
+    with torch.autocast("cpu", dtype=torch.float16):
+        half = torch.nn.functional.conv2d(image, kernel)
+        # In half on a CPU, in float32 on CUDA.
+        return [half, half.exp(), half.sum(), half.pow(2), torch.nn.functional.conv_transpose2d(half, kernel)]
+
+
+def test_inside_the_context_the_policy_is_cudas_and_outside_it_is_not() -> None:
+    outside = [answer.dtype for answer in native_answers()]
+    with cuda_on_cpu():
+        inside = [answer.dtype for answer in native_answers()]
+    assert inside == [torch.float16, torch.float32, torch.float32, torch.float32, torch.float16]
+    assert outside != inside
+
+
+def test_the_inner_of_two_contexts_does_not_end_the_outer() -> None:
+    with cuda_on_cpu():
+        with cuda_on_cpu():
+            pass
+        with torch.autocast("cuda"):
+            assert torch.ones(2).half().exp().dtype is torch.float32
+
+
+def test_entering_many_times_does_not_wear_torch_out() -> None:
+    before = registrations()
+    for _ in range(20):
+        with cuda_on_cpu():
+            pass
+    assert registrations() == before
+
+
+def test_nothing_is_printed_or_warned() -> None:
+    """A fresh process: torch warns of an overridden kernel only once in each."""
+    program = """
+import warnings
+warnings.simplefilter("error")
+import torch
+from ampdbg.precision.emulation import cuda_on_cpu
+for _ in range(2):
+    with cuda_on_cpu(), torch.autocast("cuda"):
+        (torch.randn(4, 4, device="cuda") @ torch.randn(4, 4)).exp().sum()
+        torch.amp.GradScaler()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_users_warning_filters_are_left_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", category=ResourceWarning)
+        before = list(warnings.filters)
+        with cuda_on_cpu():
+            assert list(warnings.filters) == before
+        assert list(warnings.filters) == before

@@ -1,0 +1,106 @@
+"""The op lists are those of the installed torch's ``autocast_mode.h``, and of 2.13 where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.precision.half_kernels import find_op
+from ampdbg.precision.op_lists import (
+    BANNED,
+    BUILT_IN,
+    FP32_APPEND_DTYPE,
+    OpLists,
+    installed_lists,
+    lists_of_header,
+)
+
+TORCH = Path(torch.__file__).parent
+HEADER = TORCH / "include" / "ATen" / "autocast_mode.h"
+TABLE_MADE_FROM = (2, 13)
+NAMES = ("lower_precision", "fp32", "fp32_set_opt_dtype", "promote")
+
+has_header = pytest.mark.skipif(not HEADER.exists(), reason="this build of torch ships no headers")
+
+
+def entries(lists: OpLists) -> dict[str, frozenset[str]]:
+    return {name: getattr(lists, name) for name in NAMES}
+
+
+@has_header
+def test_the_installed_header_is_read() -> None:
+    lists = installed_lists(TORCH)
+    assert lists.from_header
+    assert {"linear", "mm", "conv2d", "einsum"} <= lists.lower_precision
+    assert {"exp", "layer_norm", "pow.Tensor_Scalar"} <= lists.fp32
+    assert {"softmax.int", "sum.dim_IntList"} <= lists.fp32_set_opt_dtype
+    assert {"addcmul", "index_put"} <= lists.promote
+
+
+@has_header
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) != TABLE_MADE_FROM,
+    reason="the built-in table is that of torch 2.13",
+)
+def test_the_built_in_table_is_the_header_of_its_torch() -> None:
+    assert entries(installed_lists(TORCH)) == entries(BUILT_IN)
+
+
+@has_header
+def test_no_op_stands_in_two_lists() -> None:
+    lists = list(entries(installed_lists(TORCH)).values())
+    assert sum(map(len, lists)) == len(frozenset().union(*lists))
+
+
+def test_the_ops_that_torch_registers_by_hand_exist() -> None:
+    by_hand = [*FP32_APPEND_DTYPE, *FP32_APPEND_DTYPE.values(), *BANNED]
+    assert [name for name in by_hand if find_op(name) is None] == []
+
+
+def test_every_listed_op_exists_in_the_torch_that_the_table_was_made_from() -> None:
+    listed = frozenset().union(*entries(installed_lists(TORCH)).values())
+    assert [name for name in sorted(listed) if find_op(name) is None] == []
+
+
+MINIATURE = r"""
+#define AT_FORALL_LOWER_PRECISION_FP(_) \
+  _(mm)                                 \
+  _(conv_transpose2d, input)
+
+#define AT_FORALL_FP32(_) \
+  _(exp)                  \
+  _(pow, Tensor_Scalar)
+
+#define AT_FORALL_FP32_SET_OPT_DTYPE(_) \
+  _(sum)
+
+#define AT_FORALL_PROMOTE(_) _(dot)
+"""
+
+
+def test_an_entry_with_an_overload_is_named_with_a_dot() -> None:
+    lists = lists_of_header(MINIATURE)
+    assert lists is not None
+    assert entries(lists) == {
+        "lower_precision": {"mm", "conv_transpose2d.input"},
+        "fp32": {"exp", "pow.Tensor_Scalar"},
+        "fp32_set_opt_dtype": {"sum"},
+        "promote": {"dot"},
+    }
+
+
+def test_a_header_without_one_of_the_lists_is_not_believed() -> None:
+    assert lists_of_header(MINIATURE.replace("AT_FORALL_PROMOTE", "AT_FORALL_WIDEST")) is None
+
+
+def test_without_a_header_the_built_in_table_serves(tmp_path: Path) -> None:
+    assert installed_lists(tmp_path) is BUILT_IN
+
+
+def test_a_header_of_another_form_is_not_believed(tmp_path: Path) -> None:
+    header = tmp_path / "include" / "ATen" / "autocast_mode.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\n", encoding="utf-8")
+    assert installed_lists(tmp_path) is BUILT_IN
