@@ -194,11 +194,14 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     The conditions are those of ``cached_cast`` in PyTorch's ``autocast_mode.cpp``.
     """
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    if not (is_weight and dtype is not torch.float32 and torch.is_autocast_cache_enabled()):
+    cacheable = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+    if not (is_weight and dtype is not torch.float32 and cacheable):
         return tensor.to(dtype)
     # The tensor is kept beside its copy, so that its id cannot be given to another one.
     _, cast = _weight_cache.get(id(tensor), (None, None))
     if cast is None or cast.dtype is not dtype:
-        cast = tensor.to(dtype)
+        # A copy made under no_grad would cut off the gradients of the uses that follow it.
+        with torch.enable_grad():
+            cast = tensor.to(dtype)
         _weight_cache[id(tensor)] = (tensor, cast)
     return cast

@@ -1,0 +1,154 @@
+"""A weight that is used many times in one autocast region collects its gradient in half, as on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ampdbg.precision.autocast_policy import _weight_cache
+from ampdbg.precision.emulation import cuda_on_cpu
+
+
+@pytest.fixture(autouse=True)
+def _emulation() -> Iterator[None]:
+    with cuda_on_cpu():
+        yield
+
+
+@dataclass(frozen=True)
+class Use:
+    """One op that multiplies ``x`` of shape (1, 1) by a weight; ``shape`` is the weight's own."""
+
+    name: str
+    call: Callable[[Tensor, Tensor], Tensor]
+    shape: tuple[int, ...] = (1, 1)
+
+
+USES = (
+    Use("linear", F.linear),
+    Use("matmul", torch.matmul),
+    Use("conv1d", lambda x, w: F.conv1d(x[..., None], w), (1, 1, 1)),
+    Use("einsum", lambda x, w: torch.einsum("bi,oi->bo", x, w)),
+    Use("prelu", lambda x, w: F.prelu(-x, w), (1,)),
+    Use("addmv", lambda x, w: torch.addmv(torch.zeros(1), x, w), (1,)),
+    Use("multi_dot", lambda x, w: torch.linalg.multi_dot((x, w))),
+)
+"""The first three are cast by the CPU's own C++ kernels with torch's cache, the others by ours with our own."""
+
+
+def gradient(use: Use, values: Sequence[float], cached: bool = True) -> float:
+    """The magnitude of the gradient of a weight that multiplies each value, all products added up in float32."""
+    weight = torch.ones(use.shape, requires_grad=True)
+    with torch.autocast("cuda", cache_enabled=cached):
+        products = [use.call(torch.full((1, 1), value), weight).float().sum() for value in values]
+    torch.stack(products).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is torch.float32
+    return abs(weight.grad.item())
+
+
+by_use = pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
+
+
+@by_use
+def test_gradients_of_many_uses_overflow_in_half(use: Use) -> None:
+    assert gradient(use, [40000.0]) == 40000.0
+    assert gradient(use, [40000.0, 40000.0]) == torch.inf
+
+
+@by_use
+def test_gradients_of_many_uses_round_in_half(use: Use) -> None:
+    # Half counts by whole numbers only up to 2048: a further one is lost, in whichever order they come.
+    assert gradient(use, [1.0, 2048.0]) == 2048.0
+
+
+@by_use
+def test_without_the_cache_they_add_up_in_float32(use: Use) -> None:
+    assert gradient(use, [40000.0, 40000.0], cached=False) == 80000.0
+    assert gradient(use, [1.0, 2048.0], cached=False) == 2049.0
+
+
+@by_use
+def test_uses_in_separate_regions_add_up_in_float32(use: Use) -> None:
+    weight = torch.ones(use.shape, requires_grad=True)
+    for value in (1.0, 2048.0):
+        with torch.autocast("cuda"):
+            product = use.call(torch.full((1, 1), value), weight).float().sum()
+        product.backward()
+    assert weight.grad is not None
+    assert abs(weight.grad.item()) == 2049.0
+
+
+def test_two_ops_share_one_copy() -> None:
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cuda"):
+        torch.einsum("bi,oi->bo", torch.ones(1, 1), weight)
+        (_, first) = _weight_cache[id(weight)]
+        torch.linalg.multi_dot((torch.ones(1, 1), weight))
+        assert _weight_cache[id(weight)][1] is first
+
+
+def test_the_copies_are_forgotten_when_the_outermost_region_ends() -> None:
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cuda"):
+        with torch.autocast("cuda"):
+            torch.einsum("bi,oi->bo", torch.ones(1, 1), weight)
+        assert _weight_cache
+    assert not _weight_cache
+
+
+def test_a_weight_changed_between_two_regions_is_cast_anew() -> None:
+    weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    for expected in (1.0, 3.0):
+        with torch.autocast("cuda"):
+            assert torch.einsum("bi,oi->bo", x, weight).item() == expected
+        with torch.no_grad():
+            weight.fill_(3.0)
+
+
+def test_a_weight_changed_inside_a_region_is_stale_until_the_cache_is_cleared() -> None:
+    weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    with torch.autocast("cuda"):
+        torch.einsum("bi,oi->bo", x, weight)
+        with torch.no_grad():
+            weight.fill_(3.0)
+        assert torch.einsum("bi,oi->bo", x, weight).item() == 1.0
+        torch.clear_autocast_cache()
+        assert torch.einsum("bi,oi->bo", x, weight).item() == 3.0
+
+
+def test_only_leaves_that_require_a_gradient_are_cached() -> None:
+    frozen, leaf = torch.ones(1, 1), torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cuda"):
+        for weight in (frozen, leaf * 1, leaf.view(1, 1), leaf.double()):
+            torch.einsum("bi,oi->bo", torch.ones(1, 1).to(weight.dtype), weight)
+        assert not _weight_cache
+
+
+@by_use
+def test_a_first_use_without_gradients_does_not_cut_off_those_of_the_next(use: Use) -> None:
+    if not torch_keeps_gradients() and use.name in ("linear", "matmul", "conv1d"):
+        pytest.skip("this torch's own cache has that defect (PyTorch issue 112583)")
+    weight, x = torch.ones(use.shape, requires_grad=True), torch.ones(1, 1)
+    with torch.autocast("cuda"):
+        with torch.no_grad():
+            use.call(x, weight)
+        assert use.call(x, weight).requires_grad
+
+
+def torch_keeps_gradients() -> bool:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def test_in_inference_mode_nothing_is_cached() -> None:
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cuda"):
+        with torch.inference_mode():
+            torch.einsum("bi,oi->bo", torch.ones(1, 1), weight)
+        torch.einsum("bi,oi->bo", torch.ones(1, 1), weight).sum().backward()
+    assert weight.grad is not None
