@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import RecordError
-from .findings import Finding, Source
+from .findings import Finding, Phase, Source
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 1
@@ -101,6 +101,67 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Producer:
+    """An op where inf or NaN starts: its inputs are finite and its output is not.
+
+    ``input_largest`` and ``output_largest`` are the largest finite magnitudes, ``fp32_largest`` is what the
+    same op on the same line has in the FP32 replay (None when it was not met there), ``call`` says which
+    call of the module it was.
+    """
+
+    phase: Phase
+    module: str
+    call: int
+    op: str
+    source: Source | None
+    dtype: str
+    input_largest: float
+    output_largest: float
+    inf: int
+    nan: int
+    size: int
+    parameter: str = ""
+    fp32_largest: float | None = None
+    finite_in_fp32: bool | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step run again: forward and backward, without the optimizer.
+
+    ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none), ``scale`` the loss scale.
+    ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` names
+    the parameters whose gradient is not finite; ``error`` is what the user's code raised, if it did.
+    ``producers`` are in the order of execution, and only there when the replay was traced. ``lost_energy``
+    is the share of the FP32 gradient's sum of squares that this replay flushed to zero.
+    """
+
+    dtype: str
+    scale: float
+    loss: float
+    grad_norm: float
+    gradients: tuple[str, ...] = ()
+    producers: tuple[Producer, ...] = ()
+    error: str = ""
+    lost_energy: float | None = None
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
+
+    ``continuation`` has the losses of FP32 steps on the same batch from the same state; ``batch_largest``
+    is the largest finite magnitude in the batch's floating-point leaves, by leaf.
+    """
+
+    step: int
+    why: Literal["loss", "gradients", "end"]
+    replays: tuple[Replay, ...]
+    continuation: tuple[float, ...] = ()
+    batch_largest: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class AutocastError:
     """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
 
@@ -140,6 +201,7 @@ class Record:
     verification: Mapping[str, Any] | None = None
     unseen: Unseen = field(default_factory=Unseen)
     autocast_error: AutocastError | None = None
+    investigations: tuple[Investigation, ...] = ()
     groups: tuple[str, ...] = ()
     planned_steps: int = 0
     interrupted: bool = False

@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("findings",),
     ("record",),
+    ("calibration",),
     ("config",),
     ("workload",),
     ("precision",),

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from ampdbg.diagnosis.cause import silent_faults
+from ampdbg.diagnosis.forward import autocast_errors, nonfinite_loss
+from ampdbg.diagnosis.scale import skips
+from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
 from ampdbg.findings import Finding
 from ampdbg.record import Record, Verdict
 
-from .forward import autocast_errors, nonfinite_loss
-from .scale import skips
-from .tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
-
 Family = Callable[[Record], Iterator[Finding]]
+
+
+def hidden_faults(record: Record) -> Iterator[Finding]:
+    """What the last step of a run that looks healthy hides."""
+    for made in record.investigations:
+        if made.why == "end":
+            yield from silent_faults(made)
+
 
 ORDER_OF_DECISION: tuple[Family, ...] = (
     weights_nonfinite,
@@ -21,9 +29,15 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     nonfinite_loss,
     buffer_poisoned,
     skips,
+    hidden_faults,
 )
 
-NO_PIN_HELPS = ("data-", "weights-nonfinite", "misuse-", "mask-constant")
+PRECISION = frozenset(
+    {"forward-overflow", "gradient-overflow", "silent-overflow", "eps-underflow", "gradient-underflow"}
+)
+"""Codes that mean FP16 is the cause."""
+
+NO_PIN_HELPS = ("data-", "weights-nonfinite", "misuse-", "mask-constant", "true-nan", "infinite-loss", "divergence")
 """Codes whose cause is known and is none of precision's: the verdict is ``other``."""
 
 
@@ -52,6 +66,8 @@ def _verdict(record: Record, findings: list[Finding]) -> Verdict:
     errors = _errors(findings)
     if not errors:
         return "healthy"
+    if errors[0].code in PRECISION:
+        return "precision"
     if errors[0].code.startswith(NO_PIN_HELPS) or _ran_in_fp32(record):
         return "other"
     return "inconclusive"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ampdbg.diagnosis.cause import cause_of
 from ampdbg.findings import Finding
 from ampdbg.record import Record
 
@@ -33,10 +34,14 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """A loss of inf or NaN. The loss scale plays no part in it, so no calibration explains it.
 
-    Whether precision is the cause is not decided here: the code is ``unknown``.
+    Replays decide the cause; without them the code is ``unknown``.
     """
     bad = [step for step in record.steps if not math.isfinite(step.loss)]
     if not bad:
+        return
+    investigated = next((made for made in record.investigations if made.why == "loss"), None)
+    if investigated is not None:
+        yield cause_of(investigated, record)
         return
     unskipped = sum(1 for step in bad if not step.skipped)
     silent = " although no step was skipped" if unskipped == len(bad) else ""

@@ -10,17 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ampdbg.calibration import SKIPS_IN_A_ROW, settling_steps
+from ampdbg.diagnosis.cause import cause_of
 from ampdbg.findings import Finding
 from ampdbg.record import Record, Step
 
-SETTLING_STEPS = 20
-"""Within so many steps of the start (or a tenth of the run, if longer) a new low is settling."""
-
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
-
-LAST_SKIPS_OF_A_COLLAPSE = 5
-"""So many skips in a row at the end of the run, too: healthy models settle within four halvings of 65536."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Skips:
 
 def sort_skips(steps: Sequence[Step]) -> Skips:
     """Sorts the skipped steps into settling, after growth, and new lows."""
-    settled_at = max(SETTLING_STEPS, len(steps) // 10)
+    settled_at = settling_steps(len(steps))
     settling, after_growth, new_lows = [], [], []
     worked = math.inf
     for index, step in enumerate(steps):
@@ -64,7 +60,8 @@ def skips(record: Record) -> Iterator[Finding]:
     if _keeps_overflowing(sorted_skips, record.steps):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if any(math.isfinite(step.loss) for step in every):
-            yield _overflowing_gradients(sorted_skips, record)
+            investigated = next((made for made in record.investigations if made.why == "gradients"), None)
+            yield cause_of(investigated, record) if investigated else _overflowing_gradients(sorted_skips, record)
         if record.steps[-1].scale < every[0].scale:
             yield _collapse(sorted_skips, record)
     else:
@@ -74,9 +71,9 @@ def skips(record: Record) -> Iterator[Finding]:
 def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
     return (
         len(found.new_lows) >= LOWS_OF_A_COLLAPSE
-        or found.last_in_a_row >= LAST_SKIPS_OF_A_COLLAPSE
+        or found.last_in_a_row >= SKIPS_IN_A_ROW
         or steps[-1].scale < 1.0
-        or len(found.all) > max(LAST_SKIPS_OF_A_COLLAPSE, len(steps) // 2)
+        or len(found.all) > max(SKIPS_IN_A_ROW, len(steps) // 2)
     )
 
 

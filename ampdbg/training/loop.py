@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -14,21 +15,25 @@ from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.precision.levels import autocast_region, loss_scaler
 from ampdbg.probes.coverage import coverage
-from ampdbg.probes.nonfinite import nonfinite_in_batch
+from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.environment import describe_environment
+from ampdbg.training.investigator import Investigator
 from ampdbg.training.run import Run, prepared
 
 
-def train(config: Config, *, on_step: Callable[[Step], None] = lambda step: None, command: str = "scan") -> Record:
+def train(
+    config: Config, *, on_step: Callable[[Step], None] = lambda step: None, command: str = "scan", replays: int = 2
+) -> Record:
     """Trains the workload of ``config`` under its precision policy and watches every step.
 
     Args:
         config: a checked config.
         on_step: called after each optimizer step.
         command: the name that the record carries.
+        replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
 
     Returns:
         What was seen, not yet diagnosed. An interrupt ends the run early (``interrupted``), and so does an
@@ -48,15 +53,16 @@ def train(config: Config, *, on_step: Callable[[Step], None] = lambda step: None
             verdict="inconclusive",
             planned_steps=config.train.steps,
         )
-        record = _watched(run, record, on_step)
+        record = _watched(run, record, replays, on_step)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 
-def _watched(run: Run, record: Record, on_step: Callable[[Step], None]) -> Record:
+def _watched(run: Run, record: Record, replays: int, on_step: Callable[[Step], None]) -> Record:
     error, interrupted, unseen = None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
+        investigator = Investigator(run, watcher, replays)
         try:
-            for unseen in _steps(run, watcher):  # noqa: B007 - the last one stays when the loop is interrupted
+            for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last one stays after an interrupt
                 pass
         except KeyboardInterrupt:
             interrupted = True
@@ -71,39 +77,47 @@ def _watched(run: Run, record: Record, on_step: Callable[[Step], None]) -> Recor
         unseen=unseen,
         interrupted=interrupted,
         autocast_error=error,
+        investigations=tuple(investigator.found),
     )
 
 
-def _steps(run: Run, watcher: Watch) -> Iterator[Unseen]:
+def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
     scaler = loss_scaler(run.config.precision, run.device)
     batches = run.workload.batches()
-    with coverage(run.workload.model) as covered:
-        _accumulate(run, watcher, scaler, batches)
-        unseen = covered.unseen()
-    _apply(run, scaler)
-    yield unseen
-    for _ in range(1, run.config.train.steps):
-        _accumulate(run, watcher, scaler, batches)
+    unseen = Unseen()
+    for number in range(run.config.train.steps):
+        step_batches = tuple(next(batches) for _ in range(run.config.train.accumulate))
+        snapshot = investigator.snapshot(step_batches)
+        with coverage(run.workload.model) if number == 0 else nullcontext() as covered:
+            loss_is_finite = _accumulate(run, watcher, scaler, step_batches)
+            unseen = covered.unseen() if covered else unseen
+        investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
         _apply(run, scaler)
+        investigator.after_update(snapshot, watcher.steps[-1])
         yield unseen
 
 
-def _accumulate(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: Iterator[Any]) -> None:
-    """Adds up the gradients of one step's micro-batches; several losses go backward one after another."""
+def _accumulate(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
+    """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
+
+    Returns whether every loss was finite: the one sync a step.
+    """
     for optimizer in run.workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    share = 1.0 / run.config.train.accumulate
-    for _ in range(run.config.train.accumulate):
-        batch = next(batches)
+    share = 1.0 / len(batches)
+    seen: list[torch.Tensor] = []
+    for batch in batches:
         watcher.see_batch(nonfinite_in_batch(batch))
         with autocast_region(run.config.precision, run.device):
             losses = run.workload.losses(batch)
         watcher.see_losses(losses, share)
+        seen += [loss.detach() for loss in losses.values()]
         for position, loss in enumerate(losses.values(), start=1):
             more_to_come = position < len(losses)
             with run.workload.user.running("the backward pass"):
                 scaler.scale(loss * share if share != 1.0 else loss).backward(retain_graph=more_to_come)
+    return is_finite(torch.stack(seen))
 
 
 def _apply(run: Run, scaler: torch.amp.GradScaler) -> None:

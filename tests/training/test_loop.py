@@ -183,8 +183,11 @@ def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
 
 def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
     record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
-    assert record.findings[0].phase == "forward"
-    assert record.verdict == "inconclusive"
+    finding = record.findings[0]
+    assert (finding.code, finding.op, finding.step) == ("forward-overflow", "aten.mul.Tensor", 0)
+    assert finding.source is not None
+    assert finding.source.text == "return (model.body(batch[0]) * 60000 * 2).float().mean()"
+    assert record.verdict == "precision"
 
 
 def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
