@@ -1,0 +1,65 @@
+"""The emulation against a real GPU, op by op: the same dtypes, overflows and values to the last bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ampdbg.precision.emulation import cuda_on_cpu
+from tests.precision.closeness import same_overflow, share_close
+from tests.precision.half_cases import CASES, HalfCase, all_results
+
+pytestmark = pytest.mark.gpu
+
+SHARE = 0.98
+LOUD = [case for case in CASES if case.loud]
+
+
+def under_autocast(call: Callable[..., Any], device: str) -> Callable[..., Any]:
+    def run(*operands: Tensor) -> Any:
+        with torch.autocast(device, dtype=torch.float16, cache_enabled=False):
+            return call(*operands)
+
+    return run
+
+
+def operands_on(device: str, case: HalfCase, scale: float) -> list[Sequence[Tensor]]:
+    """The case's operands in float32, as weights and inputs are in a user's model."""
+    return [[tensor.float().to(device) for tensor in one] for one in case.operands(scale)]
+
+
+def on_gpu(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
+    allowed = torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        results = all_results(under_autocast(case.call, "cuda"), iter(operands_on("cuda", case, scale)))
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+    return [tensor.cpu() for tensor in results]
+
+
+def on_cpu(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
+    with cuda_on_cpu():
+        return all_results(under_autocast(case.call, "cpu"), iter(operands_on("cpu", case, scale)))
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """To half, where units are counted: gradients of float32 operands come from half ones and lose nothing."""
+    return tensor.half()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_outputs_and_gradients_are_those_of_a_gpu(case: HalfCase) -> None:
+    for ours, theirs in zip(on_cpu(case), on_gpu(case), strict=True):
+        assert ours.dtype is theirs.dtype
+        assert share_close(rounded(ours), rounded(theirs)) >= SHARE
+
+
+@pytest.mark.parametrize("case", LOUD, ids=lambda case: case.name)
+def test_the_same_elements_overflow_as_on_a_gpu(case: HalfCase) -> None:
+    for ours, theirs in zip(on_cpu(case, case.loud), on_gpu(case, case.loud), strict=True):
+        assert same_overflow(rounded(ours), rounded(theirs))
