@@ -51,7 +51,12 @@ def _as_text(record: Record, look: Look, path: Path) -> str:
     from ampdbg.report.text import render_text
 
     return render_text(
-        record, width=look.width, color=look.color, unicode=look.unicode, record_path=shlex.quote(str(path))
+        record,
+        width=look.width,
+        color=look.color,
+        unicode=look.unicode,
+        record_path=shlex.quote(str(path)),
+        folder=str(Path.cwd()),
     )
 
 

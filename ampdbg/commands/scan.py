@@ -116,4 +116,5 @@ def _report(seen: Record, look: Look, config: Path, written: Path | None) -> str
         unicode=look.unicode,
         config=shlex.quote(str(config)),
         record_path=shlex.quote(str(written)) if written else "",
+        folder=str(Path.cwd()),
     )

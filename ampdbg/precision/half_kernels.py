@@ -47,6 +47,9 @@ TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 EMULATED_DTYPES = (torch.float16,)
 """bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
 
+ran: set[str] = set()
+"""The names of the ops that were computed here since :func:`half_kernels` was entered."""
+
 _BELOW = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 
 
@@ -55,6 +58,7 @@ def half_kernels() -> Iterator[None]:
     """While this is entered, half matrix products, convolutions, fused attention and recurrent layers
     on CPU tensors are computed in FP32 and rounded. Float32 and other devices are left as they are."""
     library = torch.library.Library("aten", "IMPL")
+    ran.clear()
     try:
         for name in EMULATED:
             overload = find_op(name)
@@ -81,6 +85,7 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         low = _emulated_dtype((*args, *kwargs.values()) if writes else args, mixed)
         if low is None:
             return op.redispatch(below, *args, **kwargs)
+        ran.add(name)
         wide = [_widened(argument, low) for argument in args]
         if not writes:
             result = op.redispatch(below, *wide, **{key: _widened(value, low) for key, value in kwargs.items()})

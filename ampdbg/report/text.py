@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ampdbg.findings import Finding
 from ampdbg.record import Record
 
 from . import quantities
@@ -38,12 +40,14 @@ def render_text(
     unicode: bool = True,
     config: str = "CONFIG",
     record_path: str = "",
+    folder: str = "",
 ) -> str:
     """Renders a record for a terminal of ``width`` columns, with ANSI colours if ``color``.
 
     ``unicode=False`` draws with ASCII alone. ``config`` and ``record_path`` stand in the commands that the
-    report suggests; a record does not know them.
+    report suggests; a record does not know them. Source files below ``folder`` are named relative to it.
     """
+    record = _named_from(folder, record)
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -65,6 +69,19 @@ def render_text(
     lines = (line.rstrip() for line in capture.get().splitlines())
     text = "\n".join(lines) + "\n"
     return text if unicode else text.translate(ASCII)
+
+
+def _named_from(folder: str, record: Record) -> Record:
+    """The record with the source files below ``folder`` named as they are typed there."""
+    return replace(record, findings=tuple(_shortened(folder, finding) for finding in record.findings))
+
+
+def _shortened(folder: str, finding: Finding) -> Finding:
+    start = folder.rstrip("/\\")
+    source = finding.source
+    if not start or source is None or not source.file.startswith((start + "/", start + "\\")):
+        return finding
+    return replace(finding, source=replace(source, file=source.file[len(start) + 1 :]))
 
 
 def _sections(record: Record, width: int, config: str, record_path: str) -> Iterator[RenderableType]:

@@ -9,6 +9,7 @@ import torch
 from ampdbg import __version__
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
+from ampdbg.precision import half_kernels
 from ampdbg.precision.levels import low_dtype
 from ampdbg.record import Environment
 
@@ -42,8 +43,9 @@ def is_emulated(config: Config, device: torch.device) -> bool:
 
 
 def describe_environment(config: Config, device: torch.device) -> Environment:
-    """The versions and the device of this run, as the record keeps them."""
+    """The versions and the device of a run that has ended, as the record keeps them."""
     emulated = is_emulated(config, device) and low_dtype(config.precision) is not torch.float32
+    attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
     return Environment(
         ampdbg=__version__,
         python=platform.python_version(),
@@ -53,5 +55,5 @@ def describe_environment(config: Config, device: torch.device) -> Environment:
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         policy=config.precision.policy,
         emulated=emulated,
-        notes=(FUSED_ATTENTION_NOTE,) if emulated else (),
+        notes=(FUSED_ATTENTION_NOTE,) if attention else (),
     )

@@ -54,6 +54,7 @@ def train(
             planned_steps=config.train.steps,
         )
         record = _watched(run, record, replays, on_step)
+        record = replace(record, environment=describe_environment(config, run.device))
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 

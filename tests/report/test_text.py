@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ampdbg.findings import Finding
+from ampdbg.findings import Finding, Source
 from ampdbg.record import Record
 from ampdbg.report.text import render_text
 from tests.report.records import (
@@ -133,3 +133,11 @@ def test_calibration_is_healthy() -> None:
 def test_every_record_has_a_report(record: Record) -> None:
     text = plain(record, unicode=False)
     assert text.strip()
+
+
+def test_a_source_file_below_the_folder_is_named_relative_to_it() -> None:
+    source = Source("/home/me/project/model.py", 7, "forward", "x = q @ k")
+    finding = Finding("forward-overflow", "error", 0, "forward", "too large", source=source)
+    record = replace(healthy(), findings=(finding,))
+    assert "  model.py:7 in forward" in render_text(record, width=80, color=False, folder="/home/me/project")
+    assert "/home/me/project/model.py:7" in render_text(record, width=80, color=False, folder="/home/me/proj")
