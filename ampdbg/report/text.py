@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ampdbg.findings import Finding
@@ -15,6 +14,7 @@ from ampdbg.record import Record
 
 from . import quantities
 from .chart import Kind, scale_chart
+from .drawing import draw
 from .finding_text import findings_text
 from .group_text import groups_text
 from .groups import overflows
@@ -25,11 +25,6 @@ from .timeline import timeline
 from .verdict import headline, next_step
 
 CHART_STYLE: dict[Kind, str] = {"scale": "cyan", "axis": "dim", "skipped": "yellow", "nonfinite": "bold red"}
-
-# Every character beyond ASCII that a report's own text uses, for terminals that cannot show them.
-ASCII = str.maketrans(
-    {"━": "=", "┃": "|", "─": "-", "┤": "|", "└": "+", "×": "x", "·": "-", "…": "...", "✓": "+", "✗": "x"}
-)
 
 
 def render_text(
@@ -48,27 +43,7 @@ def render_text(
     report suggests; a record does not know them. Source files below ``folder`` are named relative to it.
     """
     record = _named_from(folder, record)
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        force_terminal=color,
-        color_system="standard" if color else None,
-        no_color=not color,
-        force_jupyter=False,
-        legacy_windows=False,
-        emoji=False,
-        markup=False,
-        highlight=False,
-        _environ={},
-    )
-    with console.capture() as capture:
-        for number, section in enumerate(_sections(record, width, config, record_path)):
-            if number:
-                console.print()
-            console.print(section)
-    lines = (line.rstrip() for line in capture.get().splitlines())
-    text = "\n".join(lines) + "\n"
-    return text if unicode else text.translate(ASCII)
+    return draw(_sections(record, width, config, record_path), width=width, color=color, unicode=unicode)
 
 
 def _named_from(folder: str, record: Record) -> Record:
