@@ -17,9 +17,9 @@ def units_apart(left: Tensor, right: Tensor) -> Tensor:
     return distance.masked_fill(left.isnan() & right.isnan(), 0)
 
 
-def share_close(left: Tensor, right: Tensor) -> float:
-    """The share of elements that are equal to within one unit in the last place."""
-    return float((units_apart(left, right) <= 1).float().mean())
+def share_close(left: Tensor, right: Tensor, units: int = 1) -> float:
+    """The share of elements that are equal to within so many units in the last place."""
+    return float((units_apart(left, right) <= units).float().mean())
 
 
 def same_overflow(left: Tensor, right: Tensor) -> bool:

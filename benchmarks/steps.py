@@ -1,0 +1,286 @@
+"""What a training step costs: emulated FP16 against FP32 and against the CPU's own FP16, watched against bare.
+
+Each comparison times two kinds of step in turn, A B A B, in one process, so that a slow moment of the
+machine hits both; what counts is the median of the ratios A/B of neighbours. Nothing is asserted: the
+targets are printed beside the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.watch import watch
+
+
+class Block(nn.Module):
+    """A block of a GPT: causal attention and a feed-forward part, each behind its norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A GPT with a head of its own; ``forward`` takes token ids (batch, length) and gives logits."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+class Scales(nn.Module):
+    """Many small parameters, as in a model of a thousand adapters: vectors that scale, one after another."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its batch and its loss."""
+
+    name: str
+    model: nn.Module
+    inputs: Tensor
+    loss: Callable[[Tensor], Tensor]
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def gpt(tiny: bool) -> Task:
+    """Six layers and 5.8 M parameters, on 8 sequences of 128 random tokens."""
+    vocabulary, length, width, depth, heads, batch = (50, 8, 16, 1, 2, 2) if tiny else (2048, 128, 256, 6, 8, 8)
+    ids = torch.randint(vocabulary, (batch, length))
+    targets = ids.roll(-1, 1).flatten()
+    model = Gpt(vocabulary, length, width, depth, heads)
+    return Task("gpt", model, ids, lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))
+
+
+def convnet(tiny: bool) -> Task:
+    """Four convolutions of 32 to 256 channels with batch norm, on 16 random images of 32 by 32."""
+    side, batch, widths = (8, 2, (4, 8)) if tiny else (32, 16, (32, 64, 128, 256))
+    layers: list[nn.Module] = []
+    for before, after in zip((3, *widths), widths, strict=False):
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+    targets = torch.randint(10, (batch,))
+    return Task("convnet", model, torch.randn(batch, 3, side, side), lambda logits: F.cross_entropy(logits, targets))
+
+
+def small_parameters(tiny: bool) -> Task:
+    """2,000 parameters of 64 elements each."""
+    count = 20 if tiny else 2000
+    return Task("small parameters", Scales(count, 64), torch.randn(32, 64), lambda output: output.pow(2).mean())
+
+
+class Trainer:
+    """One way to train a task: ``timed_step`` makes a step inside its contexts and gives its seconds."""
+
+    def __init__(
+        self, task: Task, policy: Callable[[], AbstractContextManager[None]], half: bool, watched: bool
+    ) -> None:
+        self.task, self.policy, self.half, self.watched = task, policy, half, watched
+        self.optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=half)
+
+    def timed_step(self) -> float:
+        # The contexts are entered once in a run: they are no part of a step.
+        with ExitStack() as stack:
+            stack.enter_context(self.policy())
+            if self.watched:
+                stack.enter_context(watch(self.task.model, self.optimizer))
+            start = time.perf_counter()
+            self.step()
+            return time.perf_counter() - start
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=self.half):
+            loss = self.task.loss(self.task.model(self.task.inputs))
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+WAYS: dict[str, Callable[[Task], Trainer]] = {
+    "FP32": lambda task: Trainer(task, nullcontext, half=False, watched=False),
+    "emulated FP16": lambda task: Trainer(task, cuda_on_cpu, half=True, watched=False),
+    "native FP16": lambda task: Trainer(task, nullcontext, half=True, watched=False),
+    "watched FP16": lambda task: Trainer(task, cuda_on_cpu, half=True, watched=True),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two ways to train the same task; ``target`` bounds the ratio of their steps as the project promises it."""
+
+    task: Callable[[bool], Task]
+    first: str
+    second: str
+    target: str
+    slow: bool = False
+
+
+COMPARISONS = (
+    Comparison(gpt, "emulated FP16", "FP32", "<= 1.5"),
+    Comparison(gpt, "watched FP16", "emulated FP16", "<= 1.03"),
+    Comparison(gpt, "native FP16", "emulated FP16", ">= 8", slow=True),
+    Comparison(convnet, "emulated FP16", "FP32", "<= 1.5"),
+    Comparison(convnet, "watched FP16", "emulated FP16", "<= 1.03"),
+    Comparison(convnet, "native FP16", "emulated FP16", ">= 8", slow=True),
+    Comparison(small_parameters, "watched FP16", "emulated FP16", "<= 1.03"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One comparison, measured: times are medians in seconds, ratios those of neighbouring steps."""
+
+    task: str
+    parameters: int
+    first: str
+    second: str
+    first_seconds: float
+    second_seconds: float
+    ratio: float
+    quartiles: tuple[float, float]
+    target: str
+    rounds: int
+
+    def line(self) -> str:
+        low, high = self.quartiles
+        return (
+            f"{self.task:<17} {self.first:>13} {1e3 * self.first_seconds:8.1f} ms {self.second:>14} "
+            f"{1e3 * self.second_seconds:8.1f} ms   ratio {self.ratio:6.3f} ({low:.3f} to {high:.3f}), "
+            f"target {self.target}, {self.rounds} rounds"
+        )
+
+
+def compare(comparison: Comparison, rounds: int, tiny: bool) -> Result:
+    """Times ``rounds`` pairs of steps, both trainers working on one model."""
+    torch.manual_seed(0)
+    task = comparison.task(tiny)
+    first, second = WAYS[comparison.first](task), WAYS[comparison.second](task)
+    for trainer in (first, second):
+        trainer.timed_step()  # the first step allocates the optimizer's state
+    times = [pair(first, second, first_leads=i % 2 == 0) for i in range(rounds)]
+    ratios = sorted(one / other for one, other in times)
+    return Result(
+        task.name,
+        task.parameters,
+        comparison.first,
+        comparison.second,
+        statistics.median(one for one, _ in times),
+        statistics.median(other for _, other in times),
+        statistics.median(ratios),
+        (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]),
+        comparison.target,
+        rounds,
+    )
+
+
+def pair(first: Trainer, second: Trainer, first_leads: bool) -> tuple[float, float]:
+    """The seconds of a step of each, one right after the other, in turn the one or the other ahead."""
+    if first_leads:
+        return first.timed_step(), second.timed_step()
+    later = second.timed_step()
+    return first.timed_step(), later
+
+
+def machine() -> str:
+    """What the figures were taken on, in words that fit any machine of the kind."""
+    return f"{torch.get_num_threads()} threads on {os.cpu_count()} vCPU {processor()}, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Sets the number of CPU threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=41, help="pairs of steps in each comparison")
+    parser.add_argument("--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--only", default="", help="the task to measure, such as gpt")
+    parser.add_argument("--tiny", action="store_true", help="models of a few hundred parameters: a trial of the script")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the comparisons, prints a line for each and writes the figures."""
+    options = parse(arguments)
+    results: list[Result] = []
+    with threads(options.threads):
+        print(machine())
+        for comparison in COMPARISONS:
+            if options.only in comparison.task.__name__:
+                rounds = options.slow_rounds if comparison.slow else options.rounds
+                results.append(compare(comparison, rounds, options.tiny))
+                print(results[-1].line(), flush=True)
+        if options.json:
+            figures = {"machine": machine(), "results": [asdict(result) for result in results]}
+            options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The benchmarks run, at a tiny size; how fast anything is, no test says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import steps
+
+FIGURES = Path(steps.__file__).parent / "steps.json"
+
+
+def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "steps.json"
+    steps.main(["--tiny", "--rounds", "4", "--slow-rounds", "1", "--threads", "1", "--json", str(file)])
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert len(written["results"]) == len(steps.COMPARISONS)
+    assert all(result["ratio"] > 0 and result["parameters"] > 0 for result in written["results"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + len(steps.COMPARISONS)
+
+
+def test_the_committed_figures_are_those_of_the_comparisons_there_are() -> None:
+    committed = json.loads(FIGURES.read_text(encoding="utf-8"))
+    measured = [(result["first"], result["second"], result["target"]) for result in committed["results"]]
+    assert measured == [(one.first, one.second, one.target) for one in steps.COMPARISONS]
+
+
+def test_the_gpt_has_about_six_million_parameters() -> None:
+    assert steps.gpt(tiny=False).parameters == pytest.approx(6e6, rel=0.1)
