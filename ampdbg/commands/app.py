@@ -13,12 +13,13 @@ import typer
 
 from ampdbg import __version__
 
-from . import report, scan
+from . import explain, report, scan
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
     "report": report.command,
+    "explain": explain.command,
 }
 
 

@@ -14,7 +14,10 @@ ASCII = str.maketrans(
 
 
 def draw(sections: Iterable[RenderableType], *, width: int, color: bool, unicode: bool) -> str:
-    """The sections with an empty line between them, for ``width`` columns; ANSI colours if ``color``, else plain; ASCII alone unless ``unicode``."""
+    """The sections with an empty line between them, for ``width`` columns.
+
+    With ANSI colours if ``color``; ``unicode=False`` draws with ASCII alone.
+    """
     console = Console(
         file=io.StringIO(),
         width=width,

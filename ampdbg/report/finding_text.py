@@ -1,4 +1,4 @@
-"""Findings as text: code, place, message and remedy; what follows from one in a line below it."""
+"""Findings as text: code, place, message, remedy, where to read more; what follows from one in a line below it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ampdbg.codes import CODES
 from ampdbg.findings import Finding
 
-from .layout import INDENT, indented
+from .layout import INDENT, indented, verbatim
 
 SEVERITY_STYLE = {"error": "red", "warning": "yellow", "info": "cyan"}
 
@@ -46,6 +47,8 @@ def _finding(finding: Finding) -> RenderableType:
         lines.append(indented(Text(source.text.strip(), style="bold"), 2 * INDENT))
     if finding.remedy:
         lines.append(indented(Text.assemble(("Remedy: ", "green"), finding.remedy)))
+    if finding.code in CODES:
+        lines.append(indented(verbatim(f"ampdbg explain {finding.code}", "dim")))
     return Group(*lines)
 
 

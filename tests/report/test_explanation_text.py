@@ -1,0 +1,93 @@
+"""Explanations as text: the list and one entry as golden files, and what holds for all of them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ampdbg.codes import CODES, FAMILIES, SECTIONS, explanation, explanations
+from ampdbg.report.explanation_text import Block, blocks, render_explanation, render_listing
+
+GOLDEN = Path(__file__).parent / "golden"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(code: str, width: int = 80) -> str:
+    return render_explanation(explanation(code), width=width, color=False, unicode=True)
+
+
+def listing(width: int = 80, *, color: bool = False, unicode: bool = True) -> str:
+    return render_listing(explanations(), width=width, color=color, unicode=unicode)
+
+
+def test_the_list_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
+    golden(GOLDEN / "codes.txt", listing())
+
+
+def test_an_explanation_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
+    golden(GOLDEN / "explained_forward-overflow.txt", plain("forward-overflow"))
+
+
+def test_the_list_names_each_family_and_has_a_line_for_each_code() -> None:
+    lines = listing().splitlines()
+    assert [line for line in lines if line in FAMILIES] == list(FAMILIES)
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_it_fits_80_columns_also_on_a_wider_terminal(code: str) -> None:
+    assert max(map(len, plain(code).splitlines())) <= 80
+    assert plain(code, width=120) == plain(code)
+
+
+def test_the_list_fits_80_columns() -> None:
+    assert max(map(len, listing().splitlines())) <= 80
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_word_of_the_file_is_lost(code: str) -> None:
+    entry = explanation(code)
+    written = "\n".join(getattr(entry, field) for field in SECTIONS)
+    assert set(re.sub(r"^```.*$", "", written, flags=re.MULTILINE).split()) <= set(plain(code).split())
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_its_code_can_be_copied_as_it_stands(code: str) -> None:
+    for block in blocks(explanation(code).remedy):
+        if block.kind == "code":
+            assert textwrap.indent(block.text, "    ") in plain(code)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_colour_changes_no_character(code: str) -> None:
+    colored = render_explanation(explanation(code), width=80, color=True, unicode=True)
+    assert "\x1b[" in colored
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain(code).splitlines()
+
+
+def test_without_unicode_it_is_ascii() -> None:
+    assert listing(unicode=False).isascii()
+    assert render_explanation(explanation("unknown"), width=80, color=False, unicode=False).isascii()
+
+
+def test_blocks_are_paragraphs_items_and_code() -> None:
+    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
+    assert list(blocks(text)) == [
+        Block("paragraph", "One paragraph."),
+        Block("item", "first item"),
+        Block("item", "second"),
+        Block("code", "if x:\n\n    y()"),
+        Block("paragraph", "End."),
+    ]
+
+
+def test_a_list_may_follow_its_paragraph_at_once() -> None:
+    assert list(blocks("These do not:\n\n- a\n- b - c")) == [
+        Block("paragraph", "These do not:"),
+        Block("item", "a"),
+        Block("item", "b - c"),
+    ]

@@ -1,0 +1,37 @@
+"""What the report may not say: a NaN is never called an overflow, and precision is not blamed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+
+from ampdbg.record import GroupOverflow, Record, Step
+from ampdbg.report.text import render_text
+from tests.strategies import records
+
+
+def nan_only(record: Record) -> Record:
+    """The record with every inf made a NaN, and nothing said about it yet."""
+    return replace(record, steps=tuple(map(_step, record.steps)), findings=())
+
+
+def _step(step: Step) -> Step:
+    return replace(
+        step,
+        groups=tuple(map(_group, step.groups)),
+        nonfinite=tuple(replace(counts, inf=0, nan=counts.inf + counts.nan) for counts in step.nonfinite),
+    )
+
+
+def _group(group: GroupOverflow) -> GroupOverflow:
+    return replace(
+        group, parameters=tuple(replace(counts, inf=0, nan=counts.inf + counts.nan) for counts in group.parameters)
+    )
+
+
+@given(records())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_run_with_nan_alone_is_reported_without_the_word_overflow(record: Record) -> None:
+    text = render_text(nan_only(record), width=100, color=False)
+    assert "overflow" not in text.lower()
