@@ -65,3 +65,62 @@ def headroom_bits(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
         return -math.inf
     # math.log2 of the quotient would overflow to inf for a subnormal float64 divisor.
     return math.log2(fmt.overflow_threshold) - math.log2(abs(magnitude))
+
+
+LOWEST_EXPONENT = -64
+"""Histograms of exponents begin here, with everything smaller: no loss scale in use brings it back."""
+HIGHEST_EXPONENT = 31
+"""Histograms of exponents end here, with everything larger."""
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """How many values have which exponent: ``counts[i]`` of them lie in [2**(lowest + i), 2**(lowest + i + 1)).
+
+    Zeros, infinities and NaN are in none of them. The counts are estimates where a tensor was sampled.
+    """
+
+    lowest: int = 0
+    counts: tuple[int, ...] = ()
+
+    def __add__(self, other: Exponents) -> Exponents:
+        if not (self.counts and other.counts):
+            return self if self.counts else other
+        lowest = min(self.lowest, other.lowest)
+        highest = max(self.lowest + len(self.counts), other.lowest + len(other.counts))
+        counts = [0] * (highest - lowest)
+        for part in (self, other):
+            for position, count in enumerate(part.counts, start=part.lowest - lowest):
+                counts[position] += count
+        return Exponents(lowest, tuple(counts))
+
+
+def scale_ceiling(magnitude: float, fmt: FloatFormat = FLOAT16) -> float:
+    """The largest power of two by which ``magnitude`` can be multiplied without overflow in ``fmt``.
+
+    Infinite for zero, 0 for inf and NaN. A loss scale moves by factors of two, so nothing between matters.
+    """
+    if magnitude == 0.0:
+        return math.inf
+    if not math.isfinite(magnitude):
+        return 0.0
+    # magnitude = m * 2**e with m in [0.5, 1), and the threshold likewise: an exact comparison, without logarithms.
+    mantissa, exponent = math.frexp(abs(magnitude))
+    limit, highest = math.frexp(fmt.overflow_threshold)
+    return math.ldexp(1.0, highest - exponent - (mantissa >= limit))
+
+
+def scale_floor(exponents: Exponents, lost: float = 0.01, fmt: FloatFormat = FLOAT16) -> float:
+    """The smallest power of two by which values must be multiplied so that ``fmt`` keeps their energy.
+
+    Energy is the sum of squares; at most the share ``lost`` of it may be flushed to zero. Values of one
+    exponent count alike, and each is kept when it lies above half the smallest subnormal. 0 without any value.
+    """
+    energies = [count * math.ldexp(1.0, 2 * (exponents.lowest + i)) for i, count in enumerate(exponents.counts)]
+    allowed = lost * math.fsum(energies)
+    for position, energy in enumerate(energies):
+        allowed -= energy
+        if allowed < 0.0:
+            _, kept_from = math.frexp(fmt.underflow_threshold)
+            return math.ldexp(1.0, kept_from - 1 - (exponents.lowest + position))
+    return 0.0

@@ -162,6 +162,43 @@ class Investigation:
 
 
 @dataclass(frozen=True)
+class Site:
+    """One line's tensors of one op, over all its calls in one step: how near they come to what FP16 can hold.
+
+    ``dtype`` is what the policy gives them. They were measured in a format of wider range, so that nothing
+    is hidden behind an inf, and gradients at a loss scale of 1. ``order`` counts sites by their first
+    execution; ``calls`` is how often the op ran, ``call`` the call of the module in which ``abs_max``, the
+    largest finite magnitude, was met. ``inf`` and ``nan`` are elements out of ``size`` that no format holds.
+
+    ``headroom_bits`` is negative where ``abs_max`` overflows; ``overflow`` then says whether it ``starts``
+    here or was ``carried`` here by an input. ``exponents[i]`` is about how many values lie in
+    [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)). For gradients, ``scale_ceiling`` is the largest
+    power of two as a loss scale that does not overflow, ``scale_floor`` the smallest that keeps 99 % of the
+    sum of squares; ``is_noise`` marks a gradient that is nothing but rounding error.
+    """
+
+    phase: Phase
+    module: str
+    op: str
+    source: Source | None
+    dtype: str
+    order: int
+    calls: int
+    call: int
+    size: int
+    inf: int
+    nan: int
+    abs_max: float
+    headroom_bits: float
+    overflow: Literal["", "starts", "carried"] = ""
+    lowest_exponent: int = 0
+    exponents: tuple[int, ...] = ()
+    scale_ceiling: float | None = None
+    scale_floor: float | None = None
+    is_noise: bool = False
+
+
+@dataclass(frozen=True)
 class AutocastError:
     """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
 
@@ -194,7 +231,7 @@ class Record:
     config: Mapping[str, Any]
     verdict: Verdict
     steps: tuple[Step, ...] = ()
-    sites: tuple[Mapping[str, Any], ...] = ()
+    sites: tuple[Site, ...] = ()
     findings: tuple[Finding, ...] = ()
     pins: tuple[Mapping[str, Any], ...] = ()
     trials: tuple[Mapping[str, Any], ...] = ()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from ampdbg.findings import Finding, Source
-from ampdbg.record import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts, Unseen
+from ampdbg.record import (
+    AutocastError,
+    Environment,
+    GroupOverflow,
+    ParameterCounts,
+    Record,
+    Site,
+    Step,
+    TensorCounts,
+    Unseen,
+)
 
 # JSON in UTF-8 holds every character but lone surrogates.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -62,6 +72,19 @@ findings = st.builds(
     evidence=st.dictionaries(texts, plain_data, max_size=2),
     root=st.none() | st.integers(-1, 3),
 )
+sites = st.builds(
+    Site,
+    phase=st.sampled_from(["forward", "backward"]),
+    **dict.fromkeys(("module", "op", "dtype"), texts),
+    source=st.none() | sources,
+    **dict.fromkeys(("order", "calls", "call", "size", "inf", "nan"), counts),
+    **dict.fromkeys(("abs_max", "headroom_bits"), floats),
+    overflow=st.sampled_from(["", "starts", "carried"]),
+    lowest_exponent=st.integers(-64, 31),
+    exponents=tuples(counts),
+    **dict.fromkeys(("scale_ceiling", "scale_floor"), st.none() | floats),
+    is_noise=st.booleans(),
+)
 environments = st.builds(
     Environment,
     **dict.fromkeys(("ampdbg", "python", "torch", "platform", "device", "device_name", "policy"), texts),
@@ -80,7 +103,7 @@ def records() -> st.SearchStrategy[Record]:
         config=st.dictionaries(texts, plain_data, max_size=3),
         verdict=st.sampled_from(["healthy", "precision", "other", "inconclusive"]),
         steps=tuples(steps, max_size=6),
-        sites=tuples(st.dictionaries(texts, plain_data, max_size=2)),
+        sites=tuples(sites),
         findings=tuples(findings),
         pins=tuples(st.dictionaries(texts, plain_data, max_size=2)),
         trials=tuples(st.dictionaries(texts, plain_data, max_size=2)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampdbg.probes.nonfinite import count_nonfinite, float_values
+from ampdbg.probes.nonfinite import float_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,19 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
     low, high = (end.item() for end in torch.aminmax(values))
     if low - low == 0.0 and high - high == 0.0:
         return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel(), dtype)
-    inf, nan = count_nonfinite(tensor)
-    finite = values[torch.isfinite(values)]
-    largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return Magnitude(largest, inf, nan, values.numel(), dtype)
+    finite = torch.isfinite(values)
+    nan = int(torch.count_nonzero(values != values))
+    inf = values.numel() - int(torch.count_nonzero(finite)) - nan
+    low, high = (end.item() for end in torch.aminmax(torch.where(finite, values, 0)))
+    return Magnitude(max(abs(low), abs(high)), inf, nan, values.numel(), dtype)
+
+
+def magnitude_of_number(number: float) -> Magnitude:
+    """A plain number as a tensor of one element, of no dtype."""
+    if number - number == 0.0:
+        return Magnitude(largest=abs(float(number)), size=1)
+    is_nan = number != number
+    return Magnitude(inf=int(not is_nan), nan=int(is_nan), size=1)
 
 
 def together(parts: Iterable[Magnitude]) -> Magnitude:

@@ -8,25 +8,32 @@ is the op's own, and in the backward pass the running node tells its number.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.probes.magnitudes import NOTHING, Magnitude, magnitude_of, together
-from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, Where, module_paths
-from ampdbg.probes.source_lines import Line, innermost_line
+from ampdbg.probes.compiled import run_eagerly
+from ampdbg.probes.magnitudes import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, module_paths
+from ampdbg.probes.op_traits import OpTraits, numbers_in, tensors_in, traits_of, written_by
+from ampdbg.probes.source_lines import Line, innermost_line, is_recomputing
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
 OpPhase = Literal["forward", "backward"]
+Trace = TypeVar("Trace", bound="PlacedOps")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an op stands: its phase, module, call of the module, and source line (None where none is known)."""
+    """Where an op stands: its phase, module, call of the module, and source line (None where none is known).
+
+    A forward pass that a checkpoint computes again is ``forward`` too, and the same call.
+    """
 
     phase: OpPhase
     module: str
@@ -51,62 +58,133 @@ class OpSeen:
         return self.inputs.is_finite and not self.output.is_finite
 
 
-class OpTrace(TorchDispatchMode):
-    """A dispatch mode that notes every op; made by :func:`trace_ops`. Views compute nothing and are left out."""
+class PlacedOps(TorchDispatchMode):
+    """A dispatch mode that finds the place of every op; what is looked at there is a subclass's to say.
+
+    Views compute nothing and are left out, and so is memory that is only allocated: its values are accidental.
+    """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__()
-        self.ops: list[OpSeen] = []
-        self._paths = paths
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._places: dict[int, Place] = {}
-        self._known = _KnownMagnitudes()
+        self.known = KnownMagnitudes()
+        self._places = _Places(model, paths)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op and notes it."""
+        """Runs the op and looks at it."""
         kwargs = kwargs or {}
-        place, parameter = self._place()
-        if _is_view(op):
+        traits = traits_of(op)
+        given = tensors_in((args, tuple(kwargs.values())))
+        place, parameter = self._places.of_op(given)
+        if traits.is_view:
             return op(*args, **kwargs)
+        written = written_by(traits, args, kwargs)
+        if traits.overwrites:
+            given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Looked at before the op runs: it may write into one of them.
-        inputs = together(self._known.of(value) for value in _leaves((args, tuple(kwargs.values()))))
-        output = op(*args, **kwargs)
-        for value in _written(op, args, kwargs):
-            self._known.forget(value)
-        made = [self._known.refreshed(value) for value in _leaves(output) if isinstance(value, torch.Tensor)]
-        if any(magnitude.size for magnitude in made):
-            self.ops.append(OpSeen(str(op), place, inputs, together(made), parameter))
+        before = self.before(traits, given, numbers_in(traits, args, kwargs))
+        output = self.run(op, args, kwargs, written)
+        made = tensors_in(output) or written
+        for tensor in (*written, *made):
+            self.known.forget(tensor)
+        if not traits.allocates and any(tensor.numel() for tensor in made):
+            self.after(traits, place, parameter, before, made)
         return output
 
-    def _place(self) -> tuple[Place, str]:
-        line, in_backward = innermost_line(depth=2)
-        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
-        if node is None or (line is not None and self._paths.current != OUTSIDE):
-            place = self._make("forward", self._paths.current, line)
-            self._places.setdefault(_next_sequence_number() - 1, place)
-            return place, ""
-        made_by = self._places.get(node._sequence_nr())
-        where = (made_by.module, made_by.call) if made_by else OUTSIDE
-        own_line = line if in_backward and line is not None else made_by.line if made_by else None
-        place = self._make("backward", where, own_line)
-        # A node made now belongs to a backward pass of the backward pass.
-        self._places.setdefault(_next_sequence_number() - 1, place)
-        variable = getattr(node, "variable", None)
-        return place, "" if variable is None else self._parameters.get(id(variable), "")
+    def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+        """Runs one op, which writes into ``written``."""
+        return op(*args, **kwargs)
 
-    @staticmethod
-    def _make(phase: OpPhase, where: Where, line: Line | None) -> Place:
-        return Place(phase, where[0], where[1], line)
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
+        """What is to be known of an op's inputs; no tensor is to be kept."""
+
+    def after(self, traits: OpTraits, place: Place, parameter: str, before: Any, made: Sequence[torch.Tensor]) -> None:
+        """Looks at what the op has made; ``before`` is what :meth:`before` returned."""
+
+
+class OpTrace(PlacedOps):
+    """Notes every op with the magnitudes of its inputs and outputs; made by :func:`trace_ops`."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.ops: list[OpSeen] = []
+
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """The magnitude of all inputs together."""
+        return together([*map(self.known.of, given), *map(magnitude_of_number, numbers)])
+
+    def after(
+        self, traits: OpTraits, place: Place, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the op, unless its outputs hold no floating-point values."""
+        output = together(map(self.known.of, made))
+        if output.size:
+            self.ops.append(OpSeen(traits.name, place, before, output, parameter))
+
+
+def trace_ops(model: torch.nn.Module) -> AbstractContextManager[OpTrace]:
+    """Notes every op that runs inside, in order; no tensor is kept and nothing is changed."""
+    return placed(model, OpTrace)
 
 
 @contextlib.contextmanager
-def trace_ops(model: torch.nn.Module) -> Iterator[OpTrace]:
-    """Notes every op that runs inside, in order; no tensor is kept and nothing is changed."""
-    with module_paths(model) as paths, OpTrace(model, paths) as trace:
+def placed(model: torch.nn.Module, kind: Callable[[torch.nn.Module, ModulePaths], Trace]) -> Iterator[Trace]:
+    """Enters a kind of trace for as long as this is entered.
+
+    Compiled code runs eagerly meanwhile, since only eager ops can be seen.
+    """
+    with run_eagerly(), module_paths(model) as paths, kind(model, paths) as trace:
         yield trace
 
 
-class _KnownMagnitudes:
+class _Places:
+    """Finds the place of each op from the running module, the Python stack and the running autograd node."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        self._paths = paths
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._by_node: dict[int, Place] = {}
+        self._newest: int = _next_sequence_number() - 1
+        self._last = Place("forward", *OUTSIDE, None)
+
+    def of_op(self, given: Sequence[torch.Tensor]) -> tuple[Place, str]:
+        """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
+        parameter = ""
+        if node is None or self._is_recomputed():
+            place = Place("forward", *self._paths.current, innermost_line(depth=3))
+        else:
+            parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
+            place = self._of_backward_op(node, parameter)
+        self._claim_new_nodes(place, given)
+        return place, parameter
+
+    def _is_recomputed(self) -> bool:
+        return innermost_line(depth=4) is not None and (self._paths.is_recomputing or is_recomputing(depth=4))
+
+    def _of_backward_op(self, node: Any, parameter: str) -> Place:
+        made_by = self._by_node.get(node._sequence_nr())
+        own_line = innermost_line(depth=4)
+        if made_by is None:
+            return Place("backward", parameter.rpartition(".")[0], 0, own_line)
+        return Place("backward", made_by.module, made_by.call, own_line or made_by.line)
+
+    def _claim_new_nodes(self, place: Place, given: Sequence[torch.Tensor]) -> None:
+        """Notes whose nodes were made since the last op.
+
+        The newest is this op's own if it can have one; without gradients it is the custom Function's whose
+        forward runs. What came before it was made after the last op: in-place writes into views do that.
+        """
+        newest = _next_sequence_number() - 1
+        if newest > self._newest:
+            has_own = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in given)
+            for number in range(self._newest + 1, newest):
+                self._by_node[number] = self._last
+            self._by_node[newest] = place if has_own else self._last
+            self._newest = newest
+        self._last = place
+
+
+class KnownMagnitudes:
     """Magnitudes by storage, so that a tensor which several ops read is looked at once.
 
     Every op passes the trace, so an address that is given to a new tensor is always refreshed first.
@@ -115,32 +193,21 @@ class _KnownMagnitudes:
     def __init__(self) -> None:
         self._by_storage: dict[int, dict[tuple[Any, ...], Magnitude]] = {}
 
-    def of(self, value: Any) -> Magnitude:
-        if isinstance(value, torch.Tensor):
-            key = _storage_key(value)
-            if key is None:
-                return magnitude_of(value)
-            views = self._by_storage.setdefault(key[0], {})
-            if key[1] not in views:
-                views[key[1]] = magnitude_of(value)
-            return views[key[1]]
-        return _of_number(value) if isinstance(value, float) else NOTHING
-
-    def refreshed(self, tensor: torch.Tensor) -> Magnitude:
-        self.forget(tensor)
-        return self.of(tensor)
+    def of(self, tensor: torch.Tensor) -> Magnitude:
+        """The magnitude of a tensor as it is now."""
+        key = _storage_key(tensor)
+        if key is None:
+            return magnitude_of(tensor)
+        views = self._by_storage.setdefault(key[0], {})
+        if key[1] not in views:
+            views[key[1]] = magnitude_of(tensor)
+        return views[key[1]]
 
     def forget(self, tensor: torch.Tensor) -> None:
+        """To be called when a tensor was made or written."""
         key = _storage_key(tensor)
         if key is not None:
             self._by_storage.pop(key[0], None)
-
-
-def _of_number(value: float) -> Magnitude:
-    if value - value == 0.0:
-        return Magnitude(largest=abs(value), size=1)
-    is_nan = value != value
-    return Magnitude(inf=int(not is_nan), nan=int(is_nan), size=1)
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]] | None:
@@ -154,32 +221,3 @@ def _extent(tensor: torch.Tensor) -> int:
     """How far the tensor reaches into its storage: views of equal count and extent hold the same elements
     unless they skip differently, which strides of one extent and count do not for permutations of a block."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-_views: dict[Any, bool] = {}
-
-
-def _is_view(op: Any) -> bool:
-    known = _views.get(op)
-    if known is None:
-        returns = op._schema.returns
-        known = _views[op] = bool(returns) and all(
-            item.alias_info is not None and not item.alias_info.is_write for item in returns
-        )
-    return known
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors that the op writes into."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    elif value is not None:
-        yield value

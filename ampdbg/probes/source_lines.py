@@ -16,9 +16,10 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _AMPDBG = str(Path(__file__).parent.parent) + os.sep
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
+_CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
-_ENGINE = ("_engine_run_backward",)
+_ENGINE = "_engine_run_backward"
 
 Line = tuple[str, int, str]
 """File, line number, function."""
@@ -26,29 +27,43 @@ Line = tuple[str, int, str]
 _plain_code: dict[CodeType, bool] = {}
 
 
-def innermost_line(depth: int = 1) -> tuple[Line | None, bool]:
-    """The innermost line of the user's or a library's code, and whether it stands inside a backward pass.
+def innermost_line(depth: int = 1) -> Line | None:
+    """The innermost line of the user's or a library's code, from ``depth`` frames above the caller.
 
-    Frames are looked at from ``depth`` above the caller. A line that merely called ``backward()`` is not
-    what its ops belong to, so the search stops at autograd's engine: ``(None, True)``. A line that was
-    found below the engine (a custom Function's backward, a recomputed forward) is ``(line, True)``.
+    A line that merely called ``backward()`` is not what the ops of the backward pass belong to, so the
+    search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
+    a forward pass that is computed again.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
-    found: Line | None = None
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in _ENGINE and code.co_filename.startswith(_TORCH):
-            return found, True
-        if found is None and _is_named(code):
-            found = (code.co_filename, frame.f_lineno, code.co_name)
+    frame = _innermost_frame(sys._getframe(depth + 1))
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def is_recomputing(depth: int = 1) -> bool:
+    """Whether the innermost line stands in a forward pass that ``torch.utils.checkpoint`` computes again."""
+    frame = _innermost_frame(sys._getframe(depth + 1))
+    while frame is not None and not _is_engine(frame.f_code):
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
         frame = frame.f_back
-    return found, False
+    return False
 
 
 def source_of(line: Line) -> Source:
     """The line with its text, as it stands in the file now."""
     file, number, function = line
     return Source(file, number, function, linecache.getline(file, number).strip())
+
+
+def _innermost_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and not _is_named(frame.f_code):
+        if _is_engine(frame.f_code):
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def _is_engine(code: CodeType) -> bool:
+    return code.co_name == _ENGINE and code.co_filename.startswith(_TORCH)
 
 
 def _is_named(code: CodeType) -> bool:

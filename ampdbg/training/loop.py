@@ -91,15 +91,15 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Uns
         step_batches = tuple(next(batches) for _ in range(run.config.train.accumulate))
         snapshot = investigator.snapshot(step_batches)
         with coverage(run.workload.model) if number == 0 else nullcontext() as covered:
-            loss_is_finite = _accumulate(run, watcher, scaler, step_batches)
+            loss_is_finite = accumulate_gradients(run, watcher, scaler, step_batches)
             unseen = covered.unseen() if covered else unseen
         investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
-        _apply(run, scaler)
+        update_weights(run, scaler)
         investigator.after_update(snapshot, watcher.steps[-1])
         yield unseen
 
 
-def _accumulate(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
+def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
     """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
 
     Returns whether every loss was finite: the one sync a step.
@@ -121,7 +121,7 @@ def _accumulate(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches:
     return is_finite(torch.stack(seen))
 
 
-def _apply(run: Run, scaler: torch.amp.GradScaler) -> None:
+def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:
     """Unscales and clips where asked, then lets the scaler step or skip."""
     limit = run.config.train.clip_grad_norm
     with run.workload.user.running("the optimizer's step"):

@@ -1,0 +1,98 @@
+"""A trace that also notes why an op could produce inf or NaN: a constant beyond FP16, a division by zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdbg.formats import FLOAT16
+from ampdbg.probes.magnitudes import Magnitude
+from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.nonfinite import float_values
+from ampdbg.probes.op_traits import OpTraits
+from ampdbg.probes.ops import OpSeen, OpTrace, Place
+
+POLES_AT_ZERO = frozenset("div reciprocal rsqrt log log2 log10 pow true_divide".split())
+"""Ops that are infinite where their last operand is zero."""
+
+SAMPLE = 64
+"""So many elements of an op's output stand for all of them when two replays are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What surrounds an op that produces inf or NaN; see the fields of ``record.Producer``."""
+
+    is_constant: bool
+    divides_by_zero: bool
+
+
+class ProducerTrace(OpTrace):
+    """Notes every op, and the circumstances of the producers by their place in ``ops``."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.circumstances: dict[int, Circumstances] = {}
+        self._given: Sequence[torch.Tensor] = ()
+        self._numbers: Sequence[float] = ()
+
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """The magnitude of all inputs; they are looked at once more if the op produces."""
+        self._given, self._numbers = given, numbers
+        return super().before(traits, given, numbers)
+
+    def after(
+        self, traits: OpTraits, place: Place, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the op."""
+        count = len(self.ops)
+        super().after(traits, place, parameter, before, made)
+        if len(self.ops) > count and self.ops[-1].produces:
+            self.circumstances[count] = self._circumstances(self.ops[-1])
+        self._given = ()
+
+    def _circumstances(self, seen: OpSeen) -> Circumstances:
+        base_name = seen.op.split(".")[1].rstrip("_")
+        return Circumstances(
+            is_constant=any(abs(number) >= FLOAT16.overflow_threshold for number in self._numbers)
+            or (base_name in ("_to_copy", "copy") and _overflows_on_a_constant(self._given)),
+            divides_by_zero=base_name in POLES_AT_ZERO and bool(self._given) and bool((self._given[-1] == 0).any()),
+        )
+
+
+class SampleTrace(OpTrace):
+    """Notes every op with a sample of its output, to be held against another replay's."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.samples: list[torch.Tensor] = []
+
+    def after(
+        self, traits: OpTraits, place: Place, parameter: str, before: Any, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes the op."""
+        count = len(self.ops)
+        super().after(traits, place, parameter, before, made)
+        if len(self.ops) > count:
+            self.samples.append(_sample(made))
+
+
+def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
+    values = next((found for found in map(float_values, made) if found is not None and found.numel()), None)
+    if values is None:
+        return torch.empty(0)
+    flat = values.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].double().cpu()
+
+
+def _overflows_on_a_constant(given: Sequence[torch.Tensor]) -> bool:
+    """Whether what is beyond FP16 is one negative value several times, or beyond anything that is computed."""
+    values = float_values(given[0]) if given else None
+    if values is None:
+        return False
+    beyond = values[values.abs() >= FLOAT16.overflow_threshold]
+    low, high = (float(end) for end in torch.aminmax(beyond)) if beyond.numel() else (0.0, 0.0)
+    return max(abs(low), abs(high)) > 1e30 or (low == high < 0 and beyond.numel() > 1)

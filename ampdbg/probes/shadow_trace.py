@@ -1,0 +1,179 @@
+"""A trace of a step that runs in bfloat16 where the policy says float16: how large what FP16 would hold is.
+
+bfloat16 has the exponents of float32, so nothing overflows, and its dtype marks exactly the tensors that
+are half in the real run. No overflow hides another one behind an inf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.amp import autocast_mode
+
+from ampdbg.formats import BFLOAT16, FLOAT16, Exponents
+from ampdbg.probes.exponents import exponents_of
+from ampdbg.probes.magnitudes import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.op_traits import OpTraits
+from ampdbg.probes.ops import Place, PlacedOps
+from ampdbg.replacing import replaced
+
+LOW = (torch.bfloat16, torch.float16)
+"""float16 is met only where user code writes into a half tensor that was there before the step."""
+
+Overflow = Literal["", "starts", "carried"]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSeen:
+    """One op whose output FP16 would hold. ``output`` and ``exponents`` are those of its half outputs alone.
+
+    ``overflow`` says whether a value is beyond FP16, and then whether that ``starts`` here or was ``carried``
+    here: by an input that FP16 had lost already, or by a constant of the user's code. ``is_noise`` marks a
+    gradient whose terms cancel to rounding error, such as an attention's key bias.
+    """
+
+    op: str
+    place: Place
+    output: Magnitude
+    exponents: Exponents
+    overflow: Overflow
+    is_noise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What matters of an op's inputs: whether FP16 would have lost one already, and the largest half one."""
+
+    lost: bool
+    largest: float
+
+
+class ShadowTrace(PlacedOps):
+    """The trace of the shadow; to be used with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.ranges: list[RangeSeen] = []
+        # Storages of values beyond FP16 that are no overflow of the op that reads them. Such a buffer is a constant.
+        self._lost = {_address(buffer) for buffer in model.buffers() if _is_beyond(magnitude_of(buffer))}
+
+    def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
+        """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
+        args, kwargs = _in_bfloat16(args, written), _in_bfloat16(kwargs, written)
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError as error:
+            if written or "not implemented for 'BFloat16'" not in str(error):
+                raise
+            return _converted(op(*_widened(args), **_widened(kwargs)), torch.float32, torch.bfloat16)
+
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> _Inputs:
+        """Only half inputs are measured: of wider ones it is known whether they stem from something lost."""
+        low = [self.known.of(tensor) for tensor in given if tensor.dtype in LOW]
+        lost = (
+            not given  # a constant that the user's code writes out, as are these tensors and numbers
+            or traits.name.startswith("aten.lift")
+            or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, numbers)))
+            or (bool(self._lost) and any(_address(tensor) in self._lost for tensor in given))
+        )
+        return _Inputs(lost, max((magnitude.largest for magnitude in low), default=0.0))
+
+    def after(
+        self, traits: OpTraits, place: Place, parameter: str, before: _Inputs, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Measures what FP16 would hold of the op's output."""
+        for tensor in made:
+            still_lost = before.lost and _is_beyond(self.known.of(tensor))
+            (self._lost.add if still_lost else self._lost.discard)(_address(tensor))
+        low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in LOW and tensor.numel()]
+        if low:
+            output = together(magnitude for _, magnitude in low)
+            exponents = sum((exponents_of(*one) for one in low), Exponents())
+            overflow = _overflow(output, before.lost)
+            is_noise = _is_noise(traits, place, before, output)
+            self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise))
+
+
+def _overflow(output: Magnitude, lost: bool) -> Overflow:
+    if output.largest < FLOAT16.overflow_threshold:
+        return ""
+    return "carried" if lost else "starts"
+
+
+def _is_noise(traits: OpTraits, place: Place, inputs: _Inputs, output: Magnitude) -> bool:
+    """A sum that is smaller than one rounding of its largest term: the terms have cancelled."""
+    if place.phase != "backward" or not traits.name.startswith("aten.sum."):
+        return False
+    return output.largest < inputs.largest * 2.0**-BFLOAT16.precision
+
+
+def _is_beyond(magnitude: Magnitude) -> bool:
+    return magnitude.largest >= FLOAT16.overflow_threshold or not magnitude.is_finite
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _in_bfloat16(value: Any, targets: Sequence[torch.Tensor]) -> Any:
+    """The arguments without float16; what the op writes into stays what it is."""
+    if value is torch.float16:
+        return torch.bfloat16
+    if isinstance(value, torch.Tensor):
+        if value.dtype is not torch.float16 or any(value is target for target in targets):
+            return value
+        return value.to(torch.bfloat16)
+    if isinstance(value, (list, tuple)):
+        return [_in_bfloat16(item, targets) for item in value]
+    if isinstance(value, dict):
+        return {key: _in_bfloat16(item, targets) for key, item in value.items()}
+    return value
+
+
+def _widened(value: Any) -> Any:
+    return _converted(value, torch.bfloat16, torch.float32)
+
+
+def _converted(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(new) if value.dtype is old else value
+    if isinstance(value, (list, tuple)):
+        return [_converted(item, old, new) for item in value]
+    if isinstance(value, dict):
+        return {key: _converted(item, old, new) for key, item in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def bfloat16_for_float16() -> Iterator[None]:
+    """While this is entered, autocast regions that ask for float16 get bfloat16, and bfloat16's ``torch.finfo``
+    is float16's: masks and epsilons are then what they are in the real run."""
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (autocast_mode.autocast, "__init__", _autocast_in_bfloat16(autocast_mode.autocast.__init__)),
+            (torch, "finfo", _finfo_of_float16(torch.finfo)),
+        ):
+            stack.enter_context(replaced(owner, name, replacement))
+        yield
+
+
+def _autocast_in_bfloat16(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.fast_dtype is torch.float16:
+            self.fast_dtype = torch.bfloat16
+
+    return init
+
+
+def _finfo_of_float16(original: Callable[..., Any]) -> Callable[..., Any]:
+    def finfo(*dtype: torch.dtype) -> Any:
+        return original(*(torch.float16 if one is torch.bfloat16 else one for one in dtype))
+
+    return finfo
