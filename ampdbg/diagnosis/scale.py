@@ -73,8 +73,14 @@ def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
         len(found.new_lows) >= LOWS_OF_A_COLLAPSE
         or found.last_in_a_row >= SKIPS_IN_A_ROW
         or steps[-1].scale < 1.0
-        or len(found.all) > max(SKIPS_IN_A_ROW, len(steps) // 2)
+        or _relapses(steps) > max(SKIPS_IN_A_ROW, len(steps) // 2)
     )
+
+
+def _relapses(steps: Sequence[Step]) -> int:
+    """The skips after the first step that worked: until then the scale is being found, however short the run."""
+    first = next((index for index, step in enumerate(steps) if not step.skipped), len(steps))
+    return sum(step.skipped for step in steps[first:])
 
 
 def _overflowing_gradients(found: Skips, record: Record) -> Finding:

@@ -56,6 +56,7 @@ def codes(record: Record) -> list[tuple[str, str, int | None]]:
         "xxxx" + "." * 46,
         "x.x..x" + "." * 50,
         "x" * 16 + "." * 40,
+        "x" * 11 + ".",
         "." * 100 + "x" + "." * 100,
         "." * 60 + "x" + "." * 60 + "x" + "." * 60,
         "xxx",
