@@ -56,7 +56,8 @@ def silent_faults(made: Investigation) -> list[Finding]:
     """What a step that looks healthy hides: an overflow that erased itself, gradients flushed to zero."""
     low, fp32 = made.replays[0], made.replays[1]
     found = []
-    if low.error or fp32.error or not _is_finite(fp32):
+    # Gradients that overflow hide nothing: the scaler skips the last step as it would any other.
+    if not _is_finite(low) or not _is_finite(fp32):
         return []
     producer = _first_producer(low, "loss") or _first_producer(low, "gradients")
     if producer is not None and not _agree(low, fp32):

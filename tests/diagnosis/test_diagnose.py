@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import sort_skips
 from ampdbg.findings import Source
-from ampdbg.record import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record import (
+    AutocastError,
+    Environment,
+    GroupOverflow,
+    Investigation,
+    ParameterCounts,
+    Producer,
+    Record,
+    Replay,
+    Step,
+    TensorCounts,
+)
 
 ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
@@ -162,6 +173,14 @@ def test_an_error_that_autocast_causes_is_a_finding(code: str) -> None:
     assert record.verdict == "other"
     [finding] = record.findings
     assert (finding.code, finding.source, finding.message) == (code, source, "value cannot")
+
+
+def test_a_last_step_that_is_skipped_hides_nothing() -> None:
+    producer = Producer("backward", "head", 0, "aten.mm.default", None, "float16", 9.0, 9.0, 1, 0, 4, fp32_largest=2.0)
+    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",), producers=(producer,), lost_energy=0.0)
+    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0)))
+    record = diagnose(record_of(steps_of("..x"), investigations=(made,)))
+    assert codes(record) == [("scale-calibration", "backward", None)]
 
 
 def test_no_steps_and_no_error_is_no_finding() -> None:
