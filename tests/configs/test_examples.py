@@ -1,0 +1,98 @@
+"""Every example in configs/ through the real program: the failing ones fail as they say, their twins are healthy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record import Record, Step, read_record
+from tests.commands.program import ROOT, Result, start
+
+FORWARD = ["linear_attention", "camera"]
+"""Examples whose loss is not finite from the first step."""
+
+EXAMPLES = [*FORWARD, "house_prices", "vit"]
+
+
+def scan(folder: Path, config: str, *options: str) -> tuple[Result, Record]:
+    """Scans ``configs/CONFIG.yaml`` in a process of its own."""
+    pytest.importorskip("sklearn")
+    path = str(ROOT / "configs" / f"{config}.yaml")
+    # One thread: the order of additions, and with it a long run, depends on how many there are.
+    result = start(folder, "scan", path, "--record", "record.json", *options, OMP_NUM_THREADS="1")
+    return result, read_record(folder / "record.json")
+
+
+def skipped(record: Record) -> list[Step]:
+    return [step for step in record.steps if step.skipped]
+
+
+def mean_loss(steps: tuple[Step, ...]) -> float:
+    return sum(step.loss for step in steps) / len(steps)
+
+
+def assert_learns(record: Record) -> None:
+    """The mean loss of the last tenth of the run is clearly below that of the first."""
+    tenth = max(3, len(record.steps) // 10)
+    assert mean_loss(record.steps[-tenth:]) < 0.85 * mean_loss(record.steps[:tenth])
+
+
+def test_every_example_has_a_healthy_twin_and_a_header() -> None:
+    names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert names == sorted([*EXAMPLES, *(f"{name}_healthy" for name in EXAMPLES)])
+    for name in names:
+        header = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8").split("\n\n")[0]
+        assert all(line.startswith("#") for line in header.splitlines())
+        assert "# Expect: exit code" in header
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: str, tmp_path: Path) -> None:
+    result, record = scan(tmp_path, name)
+    assert result.code == 1
+    assert not any(math.isfinite(step.loss) for step in record.steps)
+    assert skipped(record) == list(record.steps)
+    assert {group.name for group in record.steps[0].groups} == set(record.groups)
+    assert record.findings[0].phase == "forward"
+    assert record.findings[0].step == 0
+
+
+def test_house_prices_turn_infinite_without_a_skipped_step(tmp_path: Path) -> None:
+    result, record = scan(tmp_path, "house_prices")
+    assert result.code == 1
+    assert not skipped(record)
+    assert all(math.isfinite(step.loss) for step in record.steps[:10])
+    assert all(step.loss == math.inf for step in record.steps[-10:])
+    assert all(not step.groups and math.isfinite(step.grad_norm or 0.0) for step in record.steps)
+    assert [finding.phase for finding in record.findings] == ["forward"]
+
+
+def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tmp_path: Path) -> None:
+    result, record = scan(tmp_path, "vit")
+    assert result.code == 1
+    assert skipped(record)[0].step >= len(record.steps) // 4
+    gradients_only = [step for step in skipped(record) if math.isfinite(step.loss)]
+    assert gradients_only
+    assert gradients_only[0] == skipped(record)[0]
+    assert all(group.name.startswith("block1.0.attn.") for step in gradients_only for group in step.groups)
+    assert record.steps[-1].scale < 1.0
+    assert {"scale-collapse"} <= {finding.code for finding in record.findings}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
+    result, record = scan(tmp_path, f"{name}_healthy")
+    assert result.code == 0
+    assert record.verdict == "healthy"
+    assert {finding.code for finding in record.findings} <= {"scale-calibration"}
+    assert_learns(record)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_failing_example_is_healthy_in_fp32(name: str, tmp_path: Path) -> None:
+    result, record = scan(tmp_path, name, "--set", "precision.level=O0")
+    assert result.code == 0
+    assert not record.findings
+    assert_learns(record)
