@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .commands.ranges import ranges as ranges
     from .commands.scan import scan as scan
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Imported on first use: `import ampdbg` and `ampdbg --help` must not wait for torch.
-_HOMES = {"scan": ".commands.scan", "watch": ".probes.watch", "pin_fp32": ".precision.pins"}
+_HOMES = {
+    "scan": ".commands.scan",
+    "ranges": ".commands.ranges",
+    "watch": ".probes.watch",
+    "pin_fp32": ".precision.pins",
+}
 
 
 def __getattr__(name: str) -> Any:

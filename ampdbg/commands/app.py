@@ -13,11 +13,12 @@ import typer
 
 from ampdbg import __version__
 
-from . import explain, report, scan
+from . import explain, ranges, report, scan
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
+    "ranges": ranges.command,
     "report": report.command,
     "explain": explain.command,
 }

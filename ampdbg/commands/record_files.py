@@ -29,6 +29,14 @@ def save_record(record: Record, path: Path | None) -> Path:
     return path
 
 
+def try_to_save(seen: Record, path: Path | None) -> tuple[Path | None, RecordError | None]:
+    """Writes the record; a folder that cannot be written must not cost the report of a run that took hours."""
+    try:
+        return save_record(seen, path), None
+    except RecordError as error:
+        return None, error
+
+
 def load_record(path: Path | None) -> Record:
     """Reads ``path``, or the latest record of this folder.
 

@@ -48,9 +48,11 @@ def command(
 
 
 def _as_text(record: Record, look: Look, path: Path) -> str:
+    from ampdbg.report.ranges import render_ranges
     from ampdbg.report.text import render_text
 
-    return render_text(
+    render = render_ranges if record.command == "ranges" else render_text
+    return render(
         record,
         width=look.width,
         color=look.color,

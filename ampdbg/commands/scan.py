@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, RecordError
+from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED
 from ampdbg.record import Record, Step, to_json
 
 from . import options, progress
 from .options import FailOn, as_overrides
-from .record_files import save_record
+from .record_files import try_to_save
 from .terminal import Look, look_of, results_only, say, write_result
 
 SEVERITIES = {FailOn.error: {"error"}, FailOn.warning: {"error", "warning"}, FailOn.never: set[str]()}
@@ -81,7 +81,7 @@ def command(
                 on_start=watcher.on_start,
                 on_step=watcher.on_step,
             )
-        written, failure = _save(seen, record)
+        written, failure = try_to_save(seen, record)
         write_result(to_json(seen) if json else _report(seen, look, config, written), result)
     if failure is not None:
         if record is not None:
@@ -96,14 +96,6 @@ def exit_code(record: Record, fail_on: FailOn) -> int:
         return EXIT_INTERRUPTED
     found = any(finding.severity in SEVERITIES[fail_on] for finding in record.findings)
     return EXIT_FOUND if found else EXIT_HEALTHY
-
-
-def _save(seen: Record, path: Path | None) -> tuple[Path | None, RecordError | None]:
-    """Writes the record; a folder that cannot be written must not cost the report of a run that took hours."""
-    try:
-        return save_record(seen, path), None
-    except RecordError as error:
-        return None, error
 
 
 def _report(seen: Record, look: Look, config: Path, written: Path | None) -> str:

@@ -40,19 +40,24 @@ def traits_of(op: Any) -> OpTraits:
 
 def _read(op: Any) -> OpTraits:
     arguments = [(position, argument) for position, argument in enumerate(op._schema.arguments)]
-    returns = op._schema.returns
     base_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
-        # lift_fresh is a view by its schema, but what it returns is a tensor that the user's code wrote out.
-        is_view=op is not torch.ops.aten.lift_fresh.default
-        and bool(returns)
-        and all(item.alias_info is not None and not item.alias_info.is_write for item in returns),
+        is_view=_is_view(op, base_name),
         allocates=base_name in _ALLOCATING,
         overwrites=base_name in _OVERWRITING or any(a.is_out for _, a in arguments),
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
     )
+
+
+def _is_view(op: Any, base_name: str) -> bool:
+    # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
+    # anything but a tensor that the user's code wrote out.
+    if base_name in ("_unsafe_view", "lift_fresh"):
+        return base_name == "_unsafe_view"
+    aliases = [item.alias_info for item in op._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:

@@ -9,7 +9,8 @@ from rich.console import Console, RenderableType
 
 # Every character beyond ASCII that a report's own text uses, for terminals that cannot show them.
 ASCII = str.maketrans(
-    {"━": "=", "┃": "|", "─": "-", "┤": "|", "└": "+", "×": "x", "·": "-", "…": "...", "✓": "+", "✗": "x"}
+    {"━": "=", "┃": "|", "─": "-", "┤": "|", "└": "+", "×": "x", "·": "-", "…": "...", "✓": "+", "✗": "x", "│": "|"}
+    | {"↳": ">", **dict(zip("▁▂▃▄▅▆▇█", ".,:-=+*#", strict=True))}
 )
 
 

@@ -86,7 +86,7 @@ def _chart(record: Record, width: int) -> RenderableType:
 
 def _summary(record: Record, config: str, record_path: str) -> Iterator[RenderableType]:
     yield Text(" · ".join(_facts(record)), style="dim")
-    yield Text(" · ".join(_environment(record)), style="dim")
+    yield Text(" · ".join(environment_facts(record)), style="dim")
     for note in (*record.environment.notes, *record.unseen.notes):
         yield Text(f"Note: {note}", style="dim")
     if record_path:
@@ -113,7 +113,8 @@ def _change(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _environment(record: Record) -> Iterator[str]:
+def environment_facts(record: Record) -> Iterator[str]:
+    """What the run ran on, in a few words each."""
     environment = record.environment
     yield f"torch {environment.torch}"
     yield f"{environment.device} ({environment.device_name})" if environment.device_name else environment.device
