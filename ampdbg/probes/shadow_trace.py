@@ -26,6 +26,9 @@ from ampdbg.replacing import replaced
 LOW = (torch.bfloat16, torch.float16)
 """float16 is met only where user code writes into a half tensor that was there before the step."""
 
+_ROUNDS_BEYOND = 65408.0
+"""From here on bfloat16 rounds up to 65536: so it does with 65504, float16's own limit, which user code writes."""
+
 Overflow = Literal["", "starts", "carried"]
 
 
@@ -114,7 +117,7 @@ def _is_noise(traits: OpTraits, place: Place, inputs: _Inputs, output: Magnitude
 
 
 def _is_beyond(magnitude: Magnitude) -> bool:
-    return magnitude.largest >= FLOAT16.overflow_threshold or not magnitude.is_finite
+    return magnitude.largest >= _ROUNDS_BEYOND or not magnitude.is_finite
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -1,0 +1,177 @@
+"""The shadow's trace: what FP16 would hold, where overflow starts, and float16 turned into bfloat16 on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.formats import Exponents
+from ampdbg.probes.exponents import MAX_SAMPLE, exponents_of
+from ampdbg.probes.magnitudes import magnitude_of
+from ampdbg.probes.ops import placed
+from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+
+
+def shadow_of(code: Callable[[], object], model: nn.Module | None = None) -> list[RangeSeen]:
+    """The ops of a piece of code that FP16 would hold."""
+    with bfloat16_for_float16(), placed(model or nn.Identity(), ShadowTrace) as trace:
+        code()
+    return trace.ranges
+
+
+def half(*values: float) -> torch.Tensor:
+    return torch.tensor(values).to(torch.float16)
+
+
+def overflows(ranges: list[RangeSeen]) -> list[tuple[str, str]]:
+    return [(seen.op.split(".")[1], seen.overflow) for seen in ranges if seen.overflow]
+
+
+def test_an_overflow_starts_once_and_is_carried_on() -> None:
+    def code() -> None:
+        x = half(300.0) * half(300.0)
+        (x + half(1.0)).float().to(torch.float16)
+
+    assert overflows(shadow_of(code)) == [("mul", "starts"), ("add", "carried"), ("_to_copy", "carried")]
+
+
+def test_a_second_overflow_behind_the_first_starts_on_its_own() -> None:
+    def code() -> None:
+        x = half(300.0) * half(300.0)
+        y = x / half(300.0)
+        y * y
+
+    assert overflows(shadow_of(code)) == [("mul", "starts"), ("mul", "starts")]
+
+
+def test_the_cast_of_a_wide_value_starts_an_overflow() -> None:
+    x = torch.full((3,), 200.0)
+    assert overflows(shadow_of(lambda: (x * x * x).to(torch.float16))) == [("_to_copy", "starts")]
+
+
+CONSTANTS: dict[str, Callable[[], object]] = {
+    "masked_fill": lambda: half(1.0, 2.0).masked_fill(torch.tensor([True, False]), -1e9),
+    "where": lambda: torch.where(torch.tensor([True, False]), half(1.0, 2.0), -1e9),
+    "full": lambda: torch.full((2,), -1e9).to(torch.float16),
+    "written out": lambda: torch.tensor(-1e9).to(torch.float16),
+    "times a mask": lambda: ((1.0 - torch.tensor([0.0, 1.0])) * -1e9).to(torch.float16),
+    "added": lambda: half(1.0, 2.0) + torch.full((2,), -1e9).to(torch.float16),
+    "intended infinity": lambda: half(1.0, 2.0).masked_fill(torch.tensor([True, False]), -math.inf),
+}
+
+
+@pytest.mark.parametrize("code", CONSTANTS.values(), ids=CONSTANTS)
+def test_a_constant_of_the_users_code_starts_no_overflow(code: Callable[[], object]) -> None:
+    assert "starts" not in {seen.overflow for seen in shadow_of(code)}
+
+
+def test_a_buffer_beyond_fp16_is_a_constant() -> None:
+    model = nn.Module()
+    model.register_buffer("masked_bias", torch.tensor(-1e9))
+    assert overflows(shadow_of(lambda: model.masked_bias.to(torch.float16), model)) == [("_to_copy", "carried")]
+
+
+def test_the_smallest_number_of_the_dtype_is_that_of_float16() -> None:
+    def code() -> None:
+        x = half(1.0, 2.0)
+        x.masked_fill(torch.tensor([True, False]), torch.finfo(x.dtype).min)
+
+    (seen,) = [seen for seen in shadow_of(code) if "masked_fill" in seen.op]
+    assert (seen.output.largest, seen.overflow) == (65536.0, "carried")  # 65504, rounded to eight bits
+
+
+BEFORE = torch.ones(2, dtype=torch.float16)
+
+CASTS: dict[str, Callable[[], torch.Tensor]] = {
+    "half": lambda: torch.ones(2).half(),
+    "to": lambda: torch.ones(2).to(torch.float16),
+    "type": lambda: torch.ones(2).type(torch.float16),
+    "zeros": lambda: torch.zeros(2, dtype=torch.float16),
+    "full": lambda: torch.full((2,), 3.0, dtype=torch.half),
+    "tensor": lambda: torch.tensor([1.0, 2.0], dtype=torch.float16),
+    "zeros_like": lambda: torch.zeros_like(torch.ones(2), dtype=torch.float16),
+    "sum": lambda: torch.ones(2).sum(dtype=torch.float16),
+    "a half tensor from before": lambda: BEFORE + 1.0,
+    "autocast": lambda: _product_under(torch.float16),
+}
+
+
+def _product_under(dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=dtype):
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("code", CASTS.values(), ids=CASTS)
+def test_code_that_asks_for_float16_gets_bfloat16(code: Callable[[], torch.Tensor]) -> None:
+    with bfloat16_for_float16(), placed(nn.Identity(), ShadowTrace):
+        assert code().dtype is torch.bfloat16
+    assert code().dtype is torch.float16, "float16 is back afterwards"
+
+
+def test_a_half_tensor_that_is_written_into_stays_half() -> None:
+    target = torch.zeros(2, dtype=torch.float16)
+    shadow_of(lambda: target.copy_(torch.ones(2)).add_(half(1.0, 1.0)))
+    assert target.dtype is torch.float16
+    assert target.tolist() == [2.0, 2.0]
+
+
+def test_an_op_that_has_no_bfloat16_kernel_is_widened() -> None:
+    x, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    (seen,) = [
+        seen
+        for seen in shadow_of(lambda: nn.functional.multi_margin_loss(x.half(), target))
+        if "multi_margin" in seen.op
+    ]
+    assert seen.output.dtype == "bfloat16"
+
+
+def test_finfo_and_autocast_are_put_back_after_an_exception() -> None:
+    before = torch.finfo, torch.autocast.__init__
+    with pytest.raises(ValueError, match="planted"), bfloat16_for_float16():
+        raise ValueError("planted")
+    assert (torch.finfo, torch.autocast.__init__) == before
+
+
+def test_wide_tensors_are_no_ranges() -> None:
+    assert shadow_of(lambda: torch.ones(3) * 1e6) == []
+
+
+def test_a_gradient_whose_terms_cancel_is_noise() -> None:
+    def code(terms: torch.Tensor) -> list[bool]:
+        bias = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+        ranges = shadow_of(lambda: (bias.expand(4) * terms).sum().backward())
+        return [seen.is_noise for seen in ranges if seen.op == "aten.sum.dim_IntList"]
+
+    assert code(torch.tensor([1.0, -1.0, 1.0, -1.0]).bfloat16()) == [True]
+    assert code(torch.tensor([1.0, -1.0, 1.0, 1.0]).bfloat16()) == [False]
+
+
+def exponents(*values: float) -> Exponents:
+    tensor = torch.tensor(values).bfloat16()
+    return exponents_of(tensor, magnitude_of(tensor))
+
+
+def test_exponents_are_counted_and_zeros_and_infinities_are_not() -> None:
+    assert exponents(1.0, 1.5, -2.0, 0.0, 0.25, math.inf, -math.inf, math.nan) == Exponents(-2, (1, 0, 2, 1))
+    assert exponents(0.0, 0.0) == exponents(math.inf) == Exponents()
+
+
+def test_both_tails_are_gathered() -> None:
+    assert exponents(2.0**-100, 2.0**-70, 2.0**-64) == Exponents(-64, (3,))
+    assert exponents(2.0**100, 2.0**31) == Exponents(31, (2,))
+
+
+def test_a_sample_always_holds_the_largest_value() -> None:
+    values = torch.ones(4 * MAX_SAMPLE, dtype=torch.bfloat16)
+    values[1] = 1024.0
+    assert exponents_of(values, magnitude_of(values)) == Exponents(0, (4 * MAX_SAMPLE, *[0] * 9, 1))
+
+
+def test_a_tensor_of_any_strides_is_counted() -> None:
+    tensor = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).bfloat16()
+    for view in (tensor.t(), tensor[:, :1].expand(2, 3), tensor[0, 0]):
+        assert sum(exponents_of(view, magnitude_of(view)).counts) == view.numel()

@@ -1,0 +1,215 @@
+"""The wide shadow of a whole step: five overflows at once, the windows of gradients, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.config import load_config
+from ampdbg.errors import UserCodeError
+from ampdbg.probes.shadow_trace import RangeSeen
+from ampdbg.probes.sites import sites_of
+from ampdbg.record import Record, Site, to_json
+from ampdbg.training.ranges import profile_ranges
+from ampdbg.training.run import Run, prepared
+from ampdbg.training.shadow import shadow_and_unseen, shadow_step
+from ampdbg.training.snapshot import Snapshot, take_snapshot
+
+FIVE = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, big):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(8)
+        self.big = big
+
+    def forward(self, x):
+        h = self.drop(torch.relu(self.inner(x))) + 1.0
+        if self.big:
+            h = h * 300.0
+            h = h * h  # overflows
+        return self.norm(h)
+
+def build_model():
+    return nn.Sequential(*(Block(index % 2 == 0) for index in range(10)))
+
+def build_data():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(16, 8, generator=generator) for _ in range(3)]
+
+def step(model, batch):
+    return model(batch).square().mean()
+"""
+OVERFLOWING_LINE = next(i for i, line in enumerate(FIVE.splitlines(), 1) if "# overflows" in line)
+
+
+def config(folder: Path, code: str = FIVE, more: str = "") -> Path:
+    """A config whose targets are in ``code``."""
+    (folder / "five.py").write_text(code, encoding="utf-8")
+    text = "model: {target: five.py:build_model}\ndata: {target: five.py:build_data}\nstep: {target: five.py:step}\n"
+    (folder / "c.yaml").write_text(text + "train: {device: cpu}\n" + more, encoding="utf-8")
+    return folder / "c.yaml"
+
+
+@contextlib.contextmanager
+def first_step(path: Path) -> Iterator[tuple[Run, Snapshot]]:
+    with prepared(load_config(path)) as run:
+        yield run, take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
+
+
+def profile(path: Path, *settings: str) -> Record:
+    return profile_ranges(load_config(path, ("train.steps=1", *settings)))
+
+
+def starts(sites: tuple[Site, ...]) -> list[tuple[str, str, int]]:
+    return [
+        (site.module, site.op, site.source.line if site.source else 0) for site in sites if site.overflow == "starts"
+    ]
+
+
+def test_five_overflows_at_five_depths_are_five_producers(tmp_path: Path) -> None:
+    record = profile(config(tmp_path))
+    forward = tuple(site for site in record.sites if site.phase == "forward")
+    assert starts(forward) == [(str(index), "aten.mul.Tensor", OVERFLOWING_LINE) for index in range(0, 10, 2)]
+    assert all(site.headroom_bits < 0 < site.abs_max for site in forward if site.overflow == "starts")
+    assert {site.dtype for site in record.sites} == {"float16"}
+
+
+def test_a_shadow_changes_nothing(tmp_path: Path) -> None:
+    with first_step(config(tmp_path)) as (run, snapshot):
+        model = run.workload.model
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        states = torch.get_rng_state(), random.getstate()
+        shadow_step(run, snapshot)
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+        assert torch.equal(states[0], torch.get_rng_state())
+        assert states[1] == random.getstate()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured(tmp_path: Path) -> None:
+    def trained(measured: bool) -> list[torch.Tensor]:
+        with first_step(config(tmp_path)) as (run, snapshot):
+            for _ in range(3):
+                if measured:
+                    shadow_step(run, snapshot)
+                (optimizer,) = run.workload.optimizers
+                optimizer.zero_grad()
+                sum(run.workload.losses(snapshot.batches[0]).values(), torch.tensor(0.0)).backward()
+                optimizer.step()
+            return [tensor.clone() for tensor in run.workload.model.state_dict().values()]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+def test_the_same_seed_gives_the_same_record_but_for_times(tmp_path: Path) -> None:
+    def stripped(record: Record) -> str:
+        lines = to_json(record).splitlines()
+        return "\n".join(line for line in lines if '"created"' not in line and '"elapsed"' not in line)
+
+    path = config(tmp_path)
+    first = stripped(profile(path, "train.steps=3"))
+    assert first == stripped(profile(path, "train.steps=3"))
+    assert first != stripped(profile(path, "train.steps=3", "train.seed=1"))
+
+
+def test_the_nth_step_is_measured_after_the_others_were_trained(tmp_path: Path) -> None:
+    record = profile(config(tmp_path), "train.steps=3")
+    assert [step.step for step in record.steps] == [0, 1]
+    assert record.planned_steps == 3
+    assert record.sites
+
+
+PRODUCT = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+def build_model():
+    return Model()
+
+def build_data():
+    return [torch.full((1, 4), 2.0 ** -10)]
+
+def step(model, batch):
+    return model(batch).float().sum() * 2.0 ** -6
+"""
+
+
+def weight_gradient(ranges: tuple[RangeSeen, ...]) -> Site:
+    (site,) = [site for site in sites_of(ranges) if site.phase == "backward" and site.op == "aten.mm.default"]
+    return site
+
+
+def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
+    with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
+        site = weight_gradient(shadow_step(run, snapshot))
+    # Every element is 2**-16: kept from 2**-25 on, that is times 2**-9; below 65520 up to 2**15, times 2**31.
+    assert site.abs_max == 2.0**-16
+    assert (site.scale_floor, site.scale_ceiling) == (2.0**-9, 2.0**31)
+    assert (site.lowest_exponent, site.exponents) == (-16, (4,))
+
+
+def test_micro_batches_share_the_loss(tmp_path: Path) -> None:
+    with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
+        twice = Snapshot(0, snapshot.batches * 2, snapshot.random_state, snapshot.buffers)
+        site = weight_gradient(shadow_step(run, twice))
+    assert (site.abs_max, site.calls) == (2.0**-17, 2)
+
+
+def test_a_pinned_module_has_no_sites_of_its_own(tmp_path: Path) -> None:
+    record = profile(config(tmp_path, more="precision: {pins: ['2']}\n"))
+    modules = [module for module, _, _ in starts(record.sites)]
+    assert "2" not in modules
+    assert {"0", "4", "6", "8"} <= set(modules)
+
+
+@pytest.mark.parametrize("precision", ["{level: O0}", "{dtype: bfloat16}", "{loss_scale: 8}"])
+def test_the_profile_is_that_of_fp16_whatever_the_run_is_in(tmp_path: Path, precision: str) -> None:
+    assert profile(config(tmp_path, more=f"precision: {precision}\n")).sites == profile(config(tmp_path)).sites
+
+
+def test_code_that_cannot_do_bfloat16_is_told_where_it_comes_from(tmp_path: Path) -> None:
+    code = FIVE.replace("return model(batch).square().mean()", "return model[0].inner(batch).detach().numpy()")
+    with pytest.raises(UserCodeError, match="runs this step in bfloat16"):
+        profile(config(tmp_path, code))
+
+
+def test_an_error_that_autocast_causes_is_in_the_record(tmp_path: Path) -> None:
+    code = FIVE.replace("model(batch).square().mean()", "nn.BCELoss()(model(batch).sigmoid(), batch.sigmoid())")
+    record = profile(config(tmp_path, code))
+    assert record.autocast_error is not None
+    assert record.autocast_error.code == "misuse-bce"
+
+
+def test_what_could_not_be_seen_is_said(tmp_path: Path) -> None:
+    code = FIVE.replace("return nn.Sequential(*", "return nn.Sequential(torch.jit.script(nn.Linear(8, 8)), *")
+    with first_step(config(tmp_path, code)) as (run, snapshot):
+        unused = nn.Linear(2, 2)
+        run.workload.model.add_module("unused", unused)
+        run.workload.model.unused.forward = lambda x: x  # type: ignore[union-attr]
+        run.workload.model[1].compile(backend="eager")  # type: ignore[index]
+        _, unseen = shadow_and_unseen(run, snapshot)
+    assert unseen.parameters_without_gradient == ("unused.weight", "unused.bias")
+    assert "module '0' is scripted and cannot be watched inside" in unseen.notes
+    assert "module '1' is compiled; its eager code was analysed" in unseen.notes
