@@ -1,0 +1,123 @@
+"""Windows of loss scales: what bounds a module and a model, and when no scale is left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.diagnosis.range_findings import diagnose_ranges
+from ampdbg.diagnosis.windows import module_windows, window
+from ampdbg.findings import Source
+from ampdbg.record import AutocastError, Record, Site
+from tests.report.records import ENVIRONMENT
+
+
+def gradient(module: str, floor: float, ceiling: float, *, is_noise: bool = False) -> Site:
+    return Site(
+        phase="backward",
+        module=module,
+        op="aten.mm.default",
+        source=Source("model.py", 7, "forward", "y = x @ w"),
+        dtype="float16",
+        order=0,
+        calls=1,
+        call=0,
+        size=4,
+        inf=0,
+        nan=0,
+        abs_max=65504.0 / ceiling if ceiling else math.inf,
+        headroom_bits=math.log2(ceiling) if ceiling else -math.inf,
+        scale_ceiling=ceiling,
+        scale_floor=floor,
+        is_noise=is_noise,
+    )
+
+
+def forward(headroom: float, overflow: Literal["", "starts", "carried"] = "") -> Site:
+    return replace(
+        gradient("block", 0, 1),
+        phase="forward",
+        scale_ceiling=None,
+        scale_floor=None,
+        headroom_bits=headroom,
+        abs_max=65520.0 * 2.0**-headroom,
+        overflow=overflow,
+    )
+
+
+def record(*sites: Site) -> Record:
+    return Record("ranges", "2025-01-02T03:04:05Z", ENVIRONMENT, {}, "inconclusive", sites=sites, planned_steps=1)
+
+
+def test_a_model_works_where_all_its_gradients_do() -> None:
+    low, high = gradient("a", 0.5, 1024.0), gradient("b", 8.0, 4096.0)
+    whole = window([low, forward(3.0), high])
+    assert (whole.floor, whole.ceiling, whole.is_open) == (8.0, 1024.0, True)
+    assert (whole.lowest_ceiling, whole.highest_floor) == (low, high)
+
+
+def test_windows_that_do_not_meet_name_the_two_sites() -> None:
+    overflowing, vanishing = gradient("loud", 1.0, 16.0), gradient("quiet", 512.0, 2.0**20)
+    (finding,) = diagnose_ranges(record(overflowing, vanishing)).findings
+    assert (finding.code, finding.severity, finding.module) == ("no-usable-scale", "warning", "loud")
+    assert "above a loss scale of 16" in finding.message
+    assert "quiet (aten.mm.default)" in finding.message
+    assert "below 512" in finding.message
+
+
+def test_each_module_has_its_own_window_in_order_of_execution() -> None:
+    sites = [gradient("b", 1.0, 64.0), gradient("a", 2.0, 32.0), gradient("b", 4.0, 128.0)]
+    assert [(one.module, one.floor, one.ceiling) for one in module_windows(sites)] == [
+        ("b", 4.0, 64.0),
+        ("a", 2.0, 32.0),
+    ]
+
+
+def test_noise_raises_no_floor_but_still_overflows() -> None:
+    whole = window([gradient("key.bias", 2.0**30, 64.0, is_noise=True), gradient("a", 1.0, 128.0)])
+    assert (whole.floor, whole.ceiling) == (1.0, 64.0)
+
+
+def test_zero_gradients_bound_nothing() -> None:
+    whole = window([gradient("dead", 0.0, math.inf)])
+    assert (whole.floor, whole.ceiling, whole.lowest_ceiling, whole.highest_floor) == (0.0, math.inf, None, None)
+    assert window([]) == whole
+
+
+powers = st.integers(-30, 30).map(lambda exponent: 2.0**exponent)
+
+
+@given(st.lists(st.builds(gradient, st.sampled_from("abc"), powers, powers), min_size=1))
+def test_a_scale_is_in_the_whole_window_exactly_when_it_is_in_every_modules(sites: list[Site]) -> None:
+    whole, modules = window(sites), list(module_windows(sites))
+    for exponent in range(-31, 32):
+        scale = 2.0**exponent
+        inside = all(one.floor <= scale <= one.ceiling for one in modules)
+        assert (whole.floor <= scale <= whole.ceiling) == inside
+
+
+def test_overflows_are_warnings_where_they_start() -> None:
+    seen = diagnose_ranges(record(forward(-1.0, "starts"), forward(-2.0, "carried"), forward(0.5)))
+    assert [(finding.code, finding.severity) for finding in seen.findings] == [("forward-overflow", "warning")]
+    assert seen.verdict == "inconclusive"
+
+
+def test_a_gradient_without_a_scale_of_one_or_more_overflows() -> None:
+    seen = diagnose_ranges(record(gradient("a", 2.0**-20, 0.5)))
+    assert [finding.code for finding in seen.findings] == ["gradient-overflow"]
+
+
+def test_within_the_limits_it_is_healthy() -> None:
+    seen = diagnose_ranges(record(forward(0.1), gradient("a", 1.0, 1.0)))
+    assert (seen.findings, seen.verdict) == ((), "healthy")
+
+
+def test_an_error_of_autocast_is_a_finding() -> None:
+    error = AutocastError("misuse-bce", 0, "unsafe to autocast")
+    assert [finding.code for finding in diagnose_ranges(replace(record(), autocast_error=error)).findings] == [
+        "misuse-bce"
+    ]
