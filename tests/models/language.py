@@ -1,0 +1,134 @@
+"""Language models of transformers, built from a config as upstream initialises them, and batches to fine-tune them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
+
+# isort: split
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.models.outliers import Growth, grown
+
+VOCABULARY = 512
+WIDTH = 64
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+
+def t5(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+    """T5 1.1 (gated GELU, untied head); ``feed_forward_proj="relu", tie_word_embeddings=True`` is the first T5."""
+    shape = {"d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": VOCABULARY}
+    kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
+    return _ready(T5ForConditionalGeneration(T5Config(**{**shape, **kind, **changes})), grow, checkpointing)
+
+
+def gpt2(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+    """GPT-2 with tied embeddings."""
+    shape = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+    return _ready(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})), grow, checkpointing)
+
+
+def gemma(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+    """Gemma: multi-query attention, gated GELU, embeddings multiplied by the root of the width."""
+    shape = {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
+    config = GemmaConfig(**{**_decoder_shape(), **shape, **changes})
+    return _ready(GemmaForCausalLM(config), grow, checkpointing)
+
+
+def llama(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+    """Llama: grouped queries, SwiGLU, untied head."""
+    config = LlamaConfig(**{**_decoder_shape(), "num_key_value_heads": 2, **changes})
+    return _ready(LlamaForCausalLM(config), grow, checkpointing)
+
+
+def opt(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
+    """OPT: ReLU, norms before each block; ``do_layer_norm_before=False`` is the 350m layout."""
+    shape = {"hidden_size": WIDTH, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"vocab_size": VOCABULARY, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 64}
+    return _ready(OPTForCausalLM(OPTConfig(**{**shape, **sizes, **changes})), grow, checkpointing)
+
+
+def bert(
+    grow: Growth | None = None, checkpointing: bool = False, classes: int | None = None, **changes: Any
+) -> nn.Module:
+    """BERT for masked language modelling, or with ``classes`` for classification."""
+    shape = {**_decoder_shape(), **changes}
+    if classes is None:
+        return _ready(BertForMaskedLM(BertConfig(**shape)), grow, checkpointing)
+    return _ready(BertForSequenceClassification(BertConfig(**{**shape, "num_labels": classes})), grow, checkpointing)
+
+
+def texts(count: int = 3, size: int = 4, length: int = 24, padding: str = "right") -> list[dict[str, torch.Tensor]]:
+    """Texts of unlike lengths with a mask over the padding; the labels of padded places are ignored."""
+    made = []
+    for _ in range(count):
+        tokens, mask = _padded(size, length, padding)
+        made.append({"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, IGNORED)})
+    return made
+
+
+def text_pairs(count: int = 3, size: int = 4, length: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Source texts with padding, and shorter target texts whose padding is ignored."""
+    made = []
+    for _ in range(count):
+        (tokens, mask), (target, target_mask) = _padded(size, length), _padded(size, length // 2)
+        labels = target.masked_fill(target_mask == 0, IGNORED)
+        made.append({"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return made
+
+
+def masked_texts(count: int = 3, size: int = 4, length: int = 24) -> list[dict[str, torch.Tensor]]:
+    """Texts of two segments in which 15 % of the tokens are hidden; only these have labels."""
+    made = []
+    for batch in texts(count, size, length):
+        hidden = (torch.rand(size, length) < 0.15) & (batch["attention_mask"] == 1)
+        hidden[:, 0] = True  # a batch without any label has a NaN loss in every precision
+        segments = (torch.arange(length) >= length // 2).long().expand(size, length)
+        labels = batch["input_ids"].masked_fill(~hidden, IGNORED)
+        tokens = batch["input_ids"].masked_fill(hidden, 1)
+        made.append({**batch, "input_ids": tokens, "token_type_ids": segments, "labels": labels})
+    return made
+
+
+def labelled_texts(count: int = 3, size: int = 4, length: int = 24, classes: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Texts with a class each."""
+    return [{**batch, "labels": torch.randint(classes, (size,))} for batch in texts(count, size, length)]
+
+
+def _padded(size: int, length: int, padding: str = "right") -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens above the special ones and their mask; the first text fills its row."""
+    lengths = torch.randint(length // 2, length + 1, (size,))
+    lengths[0] = length
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    mask = mask.flip(1) if padding == "left" else mask
+    return torch.randint(3, VOCABULARY, (size, length)).masked_fill(mask == 0, 0), mask
+
+
+def _decoder_shape() -> dict[str, Any]:
+    width = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return {**width, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
+
+
+def _ready(model: PreTrainedModel, grow: Growth | None, checkpointing: bool) -> nn.Module:
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    return grown(model, grow)

@@ -1,0 +1,91 @@
+"""No wolf is cried: real models as upstream initialises them are healthy, whatever they are run with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.commands.options import FailOn
+from ampdbg.commands.scan import exit_code
+from ampdbg.record import Record
+from tests.models.runs import LANGUAGE, SIGHT_AND_SOUND, Workload, scanned
+
+FIRST_T5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
+EAGER = {"attn_implementation": "eager"}
+SDPA = {"attn_implementation": "sdpa"}
+CHECKPOINTED = {"checkpointing": True}
+LEFT = {"padding": "left"}
+CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
+
+TRANSFORMERS = (
+    Workload(LANGUAGE, "t5", "text_pairs"),
+    Workload(LANGUAGE, "t5", "text_pairs", {**FIRST_T5, **CHECKPOINTED}),
+    Workload(LANGUAGE, "gpt2", "texts", EAGER),
+    Workload(LANGUAGE, "gpt2", "texts", SDPA, LEFT),
+    Workload(LANGUAGE, "gpt2", "texts", {**EAGER, **CHECKPOINTED, "reorder_and_upcast_attn": True}),
+    Workload(LANGUAGE, "gemma", "texts"),
+    Workload(LANGUAGE, "gemma", "texts", EAGER, LEFT),
+    Workload(LANGUAGE, "llama", "texts", CHECKPOINTED),
+    Workload(LANGUAGE, "opt", "texts"),
+    Workload(LANGUAGE, "opt", "texts", {**EAGER, "do_layer_norm_before": False}, LEFT),
+    Workload(LANGUAGE, "bert", "masked_texts", EAGER),
+    Workload(LANGUAGE, "bert", "masked_texts", CHECKPOINTED),
+    Workload(LANGUAGE, "bert", "labelled_texts", {"classes": 2}),
+    Workload(SIGHT_AND_SOUND, "vit", "pictures"),
+    Workload(SIGHT_AND_SOUND, "vit", "pictures", EAGER),
+    Workload(SIGHT_AND_SOUND, "whisper", "recordings"),
+    Workload(SIGHT_AND_SOUND, "whisper", "recordings", {**EAGER, **CHECKPOINTED}),
+)
+
+
+def pictured(name: str, **args: object) -> Workload:
+    return Workload(SIGHT_AND_SOUND, "timm_model", "picture_pairs", {"name": name, **args}, loss=CROSS_ENTROPY)
+
+
+TIMM = (
+    pictured("resnet18"),
+    pictured("convnext_atto"),
+    pictured("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4),
+    # Its batch norms see one pixel of four pictures: the scale has to fall from 65536 to 512 before a step works.
+    pictured("mobilenetv3_small_100"),
+)
+
+RUNS_OTHERWISE = (
+    ("train.accumulate=2", "train.clip_grad_norm=1.0"),
+    ("precision.loss_scale.growth_interval=3",),
+    ("optimizer.args.lr=3.0e-3",),
+    ("precision.level=O0",),
+    ("precision.dtype=bfloat16",),
+)
+
+
+def assert_healthy(record: Record) -> None:
+    assert [finding for finding in record.findings if finding.code != "scale-calibration"] == []
+    assert record.verdict == "healthy"
+    assert exit_code(record, FailOn.warning) == 0
+
+
+@pytest.mark.parametrize("workload", TRANSFORMERS, ids=str)
+def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) -> None:
+    assert_healthy(scanned(workload, tmp_path, 10))
+
+
+@pytest.mark.parametrize("workload", TIMM, ids=str)
+def test_a_model_of_timm_is_healthy(workload: Workload, tmp_path: Path) -> None:
+    assert_healthy(scanned(workload, tmp_path, 10))
+
+
+@pytest.mark.parametrize("overrides", RUNS_OTHERWISE, ids=" ".join)
+@pytest.mark.parametrize("workload", [TRANSFORMERS[0], TRANSFORMERS[2], TRANSFORMERS[15]], ids=str)
+def test_a_model_is_healthy_in_other_kinds_of_run(
+    workload: Workload, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_healthy(scanned(workload, tmp_path, 6, *overrides))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_ends_while_the_scale_settles_is_healthy(seed: int, tmp_path: Path) -> None:
+    record = scanned(TRANSFORMERS[0], tmp_path, 1, seed=seed)
+    assert record.steps[-1].skipped
+    assert_healthy(record)
