@@ -11,7 +11,11 @@ from ampdbg.findings import Finding
 from ampdbg.formats import FLOAT16
 from ampdbg.record import Record, Site
 
-NEXT = "confirm it with: ampdbg scan CONFIG"
+REMEDIES = {
+    "forward-overflow": "run it in FP32 with its inputs cast up, or scale them down before it",
+    "gradient-overflow": "run it in FP32, or take a mean where there is a sum",
+    "no-usable-scale": "run it in FP32, or split the losses",
+}
 
 
 def diagnose_ranges(record: Record) -> Record:
@@ -56,7 +60,7 @@ def _proposed(record: Record, site: Site, code: str, message: str) -> Finding:
         step=max(record.planned_steps - 1, 0),
         phase=site.phase,
         message=message,
-        remedy=NEXT,
+        remedy=REMEDIES[code],
         module=site.module,
         op=site.op,
         source=site.source,

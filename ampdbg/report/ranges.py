@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -20,7 +19,7 @@ from .exponent_bar import WIDTH, exponent_bar
 from .finding_text import findings_text
 from .layout import indented, title, verbatim
 from .quantities import counted
-from .text import environment_facts
+from .text import environment_facts, named_from
 from .verdict import LOOK
 
 Order = Literal["tightest", "execution"]
@@ -64,8 +63,7 @@ def render_ranges(
         order: ``tightest`` first, or in the order of ``execution``.
         top: how many sites, and how many modules, are listed.
     """
-    sites = [_shortened(folder, site) for site in record.sites]
-    record = replace(record, sites=tuple(sites))
+    record = named_from(folder, record)
     return draw(_sections(record, order, top, width, config, record_path), width=width, color=color, unicode=unicode)
 
 
@@ -197,13 +195,6 @@ def _op(name: str) -> str:
     return name.removeprefix("aten.").removesuffix(".default")
 
 
-def _shortened(folder: str, site: Site) -> Site:
-    start = folder.rstrip("/\\")
-    if not start or site.source is None or not site.source.file.startswith((start + "/", start + "\\")):
-        return site
-    return replace(site, source=replace(site.source, file=site.source.file[len(start) + 1 :]))
-
-
 # The loss scales
 
 
@@ -230,7 +221,11 @@ def _windows(sites: Sequence[Site], top: int) -> Iterator[RenderableType]:
 
 def _width(one: Window) -> float:
     """How many times the scale can double inside the window; negative when it is empty."""
-    return math.log2(one.ceiling) - math.log2(one.floor) if one.floor and 0 < one.ceiling < math.inf else math.inf
+    return math.log2(one.ceiling) - math.log2(one.floor) if _is_bounded(one) else math.inf
+
+
+def _is_bounded(one: Window) -> bool:
+    return 0.0 < one.floor < math.inf and 0.0 < one.ceiling < math.inf
 
 
 def _ends(one: Window) -> tuple[Text, Text]:

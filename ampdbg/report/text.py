@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.findings import Finding
+from ampdbg.findings import Source
 from ampdbg.record import Record
 
 from . import quantities
@@ -42,21 +42,22 @@ def render_text(
     ``unicode=False`` draws with ASCII alone. ``config`` and ``record_path`` stand in the commands that the
     report suggests; a record does not know them. Source files below ``folder`` are named relative to it.
     """
-    record = _named_from(folder, record)
+    record = named_from(folder, record)
     return draw(_sections(record, width, config, record_path), width=width, color=color, unicode=unicode)
 
 
-def _named_from(folder: str, record: Record) -> Record:
+def named_from(folder: str, record: Record) -> Record:
     """The record with the source files below ``folder`` named as they are typed there."""
-    return replace(record, findings=tuple(_shortened(folder, finding) for finding in record.findings))
+    findings = tuple(replace(finding, source=_shortened(folder, finding.source)) for finding in record.findings)
+    sites = tuple(replace(site, source=_shortened(folder, site.source)) for site in record.sites)
+    return replace(record, findings=findings, sites=sites)
 
 
-def _shortened(folder: str, finding: Finding) -> Finding:
+def _shortened(folder: str, source: Source | None) -> Source | None:
     start = folder.rstrip("/\\")
-    source = finding.source
     if not start or source is None or not source.file.startswith((start + "/", start + "\\")):
-        return finding
-    return replace(finding, source=replace(source, file=source.file[len(start) + 1 :]))
+        return source
+    return replace(source, file=source.file[len(start) + 1 :])
 
 
 def _sections(record: Record, width: int, config: str, record_path: str) -> Iterator[RenderableType]:

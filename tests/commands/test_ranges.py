@@ -1,0 +1,70 @@
+"""``ampdbg ranges``, the whole way: from a config to a table, a record and an exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ampdbg
+from ampdbg.record import read_record
+from tests.commands.program import Here
+from tests.training.test_shadow import FIVE, OVERFLOWING_LINE, config
+
+HEALTHY = FIVE.replace("h * 300.0", "h * 1.0")
+
+
+def test_five_overflows_are_named_and_the_exit_code_is_1(here: Here) -> None:
+    config(here.folder)
+    result = here("ranges", "c.yaml", "--quiet")
+    assert result.code == 1
+    assert result.stdout.startswith("? 5 places would overflow in FP16; behind the first inf an FP16 run would hide")
+    listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
+    assert len(listed) == 5
+    assert all(f"five.py:{OVERFLOWING_LINE}" in line for line in listed)
+    assert "h = h * h  # overflows" in result.stdout
+
+
+def test_a_model_within_the_range_exits_with_0_and_names_its_scales(here: Here) -> None:
+    config(here.folder, HEALTHY)
+    result = here("ranges", "c.yaml", "--quiet")
+    assert (result.code, result.stderr) == (0, "")
+    assert result.stdout.startswith("✓ All within FP16's range: ")
+    assert "the whole model" in result.stdout
+
+
+def test_the_record_renders_again_to_the_same_table(here: Here) -> None:
+    config(here.folder)
+    first = here("ranges", "c.yaml", "--quiet", "--record", "r.json").stdout
+    again = here("report", "r.json").stdout
+    assert [line for line in again.splitlines() if "│" in line] == [line for line in first.splitlines() if "│" in line]
+
+
+def test_json_is_the_record(here: Here) -> None:
+    config(here.folder)
+    result = here("ranges", "c.yaml", "--quiet", "--json", "--steps", "2", "--record", "r.json")
+    data = json.loads(result.stdout)
+    assert data == json.loads((here.folder / "r.json").read_text(encoding="utf-8"))
+    assert (data["command"], data["planned_steps"], len(data["steps"])) == ("ranges", 2, 1)
+    assert read_record(here.folder / "r.json").sites[0].source is not None
+
+
+def test_order_and_top_choose_what_is_listed(here: Here) -> None:
+    config(here.folder)
+    text = here("ranges", "c.yaml", "--quiet", "--order", "execution", "--top", "2").stdout
+    assert "Tightest against FP16's limit, in order of execution" in text
+    assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
+
+
+@pytest.mark.parametrize("option", [("--steps", "0"), ("--top", "0"), ("--order", "loudest")])
+def test_a_wrong_option_is_refused(here: Here, option: tuple[str, str]) -> None:
+    result = here("ranges", "c.yaml", *option)
+    assert result.code == 2
+    assert option[0] in result.stderr
+
+
+def test_it_is_a_function_too(tmp_path: Path) -> None:
+    record = ampdbg.ranges(config(tmp_path), overrides=("train.steps=50",))
+    assert (record.verdict, record.planned_steps) == ("inconclusive", 1)
+    assert [finding.code for finding in record.findings if finding.phase == "forward"] == ["forward-overflow"] * 5

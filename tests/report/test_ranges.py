@@ -1,0 +1,168 @@
+"""The range profile as text: golden files, orders, bars, and what holds for every record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ampdbg.diagnosis.range_findings import diagnose_ranges
+from ampdbg.findings import Source
+from ampdbg.formats import headroom_bits
+from ampdbg.record import AutocastError, Record, Site, Unseen
+from ampdbg.report.exponent_bar import WIDTH, exponent_bar
+from ampdbg.report.ranges import Order, render_ranges
+from tests.report.records import ENVIRONMENT
+from tests.strategies import records
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def site(order: int, module: str, op: str, abs_max: float, line: int, text: str, **more: object) -> Site:
+    exponent = math.frexp(abs_max)[1] - 1
+    values: dict[str, object] = {
+        "phase": "forward",
+        "module": module,
+        "op": op,
+        "source": Source("/home/me/model.py", line, "forward", text),
+        "dtype": "float16",
+        "order": order,
+        "calls": 1,
+        "call": 0,
+        "size": 1110,
+        "inf": 0,
+        "nan": 0,
+        "abs_max": abs_max,
+        "headroom_bits": round(headroom_bits(abs_max), 2),
+        "lowest_exponent": exponent - 9,
+        "exponents": (1, 1, 4, 4, 50, 50, 250, 250, 450, 50),
+    }
+    return Site(**{**values, **more})  # type: ignore[arg-type]
+
+
+SITES = (
+    site(0, "blocks.0.attn", "aten.bmm.default", 3000.0, 31, "scores = q @ k.transpose(-1, -2)"),
+    site(1, "blocks.0", "aten.add.Tensor", 90000.0, 48, "return x + self.mlp(self.norm2(x))", overflow="starts"),
+    site(2, "blocks.1.norm1", "aten._to_copy.default", 90000.0, 44, "h = self.norm1(x)", overflow="carried"),
+    site(3, "blocks.1", "aten.mul.Tensor", 2.0**15, 47, "x = x * self.gain", calls=3, call=2),
+    site(4, "head", "aten.mul.Tensor", 1e6, 60, "return logits.square() * temperature" * 3, overflow="starts"),
+    site(5, "head", "aten.mm.default", 2.0, 60, "", phase="backward", scale_ceiling=16384.0, scale_floor=2.0**-4),
+    site(6, "blocks.0", "aten.mm.default", 2.0**-20, 48, "", phase="backward", scale_ceiling=2.0**35, scale_floor=4.0),
+)
+
+
+def overflowing() -> Record:
+    return diagnose_ranges(
+        Record(
+            "ranges",
+            "2025-01-02T03:04:05Z",
+            ENVIRONMENT,
+            {},
+            "inconclusive",
+            sites=SITES,
+            planned_steps=1,
+            elapsed=1.25,
+        )
+    )
+
+
+def healthy() -> Record:
+    return diagnose_ranges(replace(overflowing(), sites=(SITES[0], *SITES[5:])))
+
+
+def no_scale() -> Record:
+    quiet = replace(SITES[6], scale_floor=2.0**15)
+    return diagnose_ranges(replace(overflowing(), sites=(SITES[0], SITES[5], quiet)))
+
+
+def plain(record: Record, *, order: Order = "tightest", top: int = 10, unicode: bool = True, width: int = 80) -> str:
+    return render_ranges(
+        record,
+        width=width,
+        color=False,
+        unicode=unicode,
+        config="config.yaml",
+        record_path=".ampdbg/r.json",
+        folder="/home/me",
+        order=order,
+        top=top,
+    )
+
+
+@pytest.mark.parametrize("make", [overflowing, healthy, no_scale], ids=lambda make: str(make.__name__))
+def test_each_kind_of_profile_looks_as_in_its_golden_file(
+    make: Callable[[], Record], golden: Callable[[Path, str], None]
+) -> None:
+    text = plain(make())
+    assert max(map(len, text.splitlines())) <= 80
+    golden(GOLDEN / f"ranges_{make.__name__}.txt", text)
+
+
+def test_without_unicode_it_is_drawn_in_ascii() -> None:
+    assert plain(overflowing(), unicode=False).isascii()
+
+
+def rows(text: str) -> list[str]:
+    """Module and op of each site, as listed."""
+    return [line.split("│")[2][1:].strip().partition(" · model")[0] for line in text.splitlines() if "│" in line]
+
+
+def test_the_tightest_come_first_and_the_order_of_execution_is_there_on_request() -> None:
+    assert rows(plain(overflowing(), top=3)) == [
+        "head · mul.Tensor",
+        "blocks.0 · add.Tensor",
+        "blocks.1.norm1 · _to_copy",
+    ]
+    assert rows(plain(overflowing(), top=3, order="execution")) == [
+        "blocks.0 · add.Tensor",
+        "blocks.1.norm1 · _to_copy",
+        "head · mul.Tensor",
+    ]
+
+
+def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
+    assert plain(overflowing()).startswith("? 2 places would overflow in FP16; behind the first inf")
+    one = diagnose_ranges(replace(overflowing(), sites=SITES[:4]))
+    assert plain(one).startswith("? 1 place would overflow in FP16.\n")
+
+
+def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
+    stopped = replace(overflowing(), sites=(), findings=(), interrupted=True)
+    assert plain(stopped).startswith("! Interrupted after 0 steps: no ranges were measured.")
+    error = AutocastError("misuse-bce", 0, "unsafe to autocast")
+    text = plain(diagnose_ranges(replace(overflowing(), sites=(), autocast_error=error)))
+    assert text.startswith("? The step raised an error that autocast causes")
+    assert "misuse-bce" in text
+
+
+def test_notes_are_printed() -> None:
+    record = replace(healthy(), unseen=Unseen(notes=("module 'a' is compiled; its eager code was analysed",)))
+    assert "Note: module 'a' is compiled; its eager code was analysed\n" in plain(record)
+
+
+@given(records())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_can_be_drawn(record: Record) -> None:
+    assert plain(record)
+    plain(record, unicode=False, width=40, order="execution", top=1)
+
+
+BARS = {
+    "lost": ((-30, (1,)), "█│          │ "),
+    "the smallest subnormal": ((-24, (1,)), " │█         │ "),
+    "the largest": ((15, (1,)), " │         █│ "),
+    "overflow": ((16, (1,)), " │          │█"),
+    "a millionth": ((0, (1, 0, 0, 0, 1_000_000)), " │      ▁█  │ "),
+    "a thousandth": ((0, (1, 0, 0, 0, 1000)), " │      ▄█  │ "),
+    "nothing": ((0, ()), " │          │ "),
+}
+
+
+@pytest.mark.parametrize(("histogram", "bar"), BARS.values(), ids=BARS)
+def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
+    assert exponent_bar(*histogram) == bar
+    assert len(bar) == WIDTH
