@@ -47,6 +47,25 @@ class GroupOverflow:
 
 
 @dataclass(frozen=True)
+class GroupTotal:
+    """A parameter group over the steps that hit some groups and do not list them: a long run must not fill the disk.
+
+    ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in the
+    worst one, where ``worst`` is the parameter with the largest share and ``parameters`` had any.
+    """
+
+    index: int
+    name: str
+    steps: int
+    first: int
+    inf: int
+    nan: int
+    size: int
+    worst: str
+    parameters: int
+
+
+@dataclass(frozen=True)
 class TensorCounts:
     """A batch leaf, parameter or buffer that holds non-finite values.
 
@@ -71,7 +90,8 @@ class Step:
     ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
     when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler).
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when
-    any of them is not finite. ``skipped`` says that an optimizer's step was withheld.
+    any of them is not finite. ``skipped`` says that an optimizer's step was withheld. ``groups_hit`` is how
+    many groups had a non-finite gradient where ``groups`` does not list them (:class:`GroupTotal`), else 0.
     """
 
     step: int
@@ -83,6 +103,7 @@ class Step:
     groups: tuple[GroupOverflow, ...] = ()
     nonfinite: tuple[TensorCounts, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
+    groups_hit: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,6 +230,20 @@ class AutocastError:
 
 
 @dataclass(frozen=True)
+class Misuse:
+    """A call of the training loop in the wrong place: ``count`` times, first at ``step``.
+
+    ``source`` is the line to blame. ``raised`` is the first line of the error, where there was one.
+    """
+
+    code: str
+    step: int
+    count: int = 1
+    source: Source | None = None
+    raised: str = ""
+
+
+@dataclass(frozen=True)
 class Unseen:
     """What could not be watched."""
 
@@ -239,7 +274,9 @@ class Record:
     unseen: Unseen = field(default_factory=Unseen)
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()
+    misuses: tuple[Misuse, ...] = ()
     groups: tuple[str, ...] = ()
+    group_totals: tuple[GroupTotal, ...] = ()
     planned_steps: int = 0
     interrupted: bool = False
     elapsed: float = 0.0

@@ -9,6 +9,8 @@ from ampdbg.record import (
     AutocastError,
     Environment,
     GroupOverflow,
+    GroupTotal,
+    Misuse,
     ParameterCounts,
     Record,
     Site,
@@ -55,6 +57,13 @@ steps = st.builds(
     groups=tuples(groups),
     nonfinite=tuples(tensors),
     losses=st.dictionaries(texts, floats, max_size=2),
+    groups_hit=counts,
+)
+group_totals = st.builds(
+    GroupTotal,
+    name=texts,
+    worst=texts,
+    **dict.fromkeys(("index", "steps", "first", "inf", "nan", "size", "parameters"), counts),
 )
 sources = st.builds(Source, file=texts, line=counts, function=texts, text=texts)
 findings = st.builds(
@@ -71,6 +80,14 @@ findings = st.builds(
     source=st.none() | sources,
     evidence=st.dictionaries(texts, plain_data, max_size=2),
     root=st.none() | st.integers(-1, 3),
+)
+misuses = st.builds(
+    Misuse,
+    code=texts,
+    step=counts,
+    count=counts,
+    source=st.none() | sources,
+    raised=texts,
 )
 sites = st.builds(
     Site,
@@ -111,7 +128,9 @@ def records() -> st.SearchStrategy[Record]:
         unseen=st.builds(Unseen, *[tuples(texts)] * 3),
         autocast_error=st.none()
         | st.builds(AutocastError, code=texts, step=counts, message=texts, source=st.none() | sources),
+        misuses=tuples(misuses),
         groups=tuples(texts, max_size=8),
+        group_totals=tuples(group_totals),
         planned_steps=counts,
         interrupted=st.booleans(),
         elapsed=st.floats(min_value=0, max_value=1e9),

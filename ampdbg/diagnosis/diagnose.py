@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ampdbg.diagnosis.cause import silent_faults
 from ampdbg.diagnosis.forward import autocast_errors, nonfinite_loss
+from ampdbg.diagnosis.misuse import doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import skips
 from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
 from ampdbg.findings import Finding
@@ -25,11 +26,13 @@ def hidden_faults(record: Record) -> Iterator[Finding]:
 ORDER_OF_DECISION: tuple[Family, ...] = (
     weights_nonfinite,
     data_nonfinite,
+    misuses,
     autocast_errors,
     nonfinite_loss,
     buffer_poisoned,
     skips,
     hidden_faults,
+    doubtful_misuses,
 )
 
 PRECISION = frozenset(

@@ -28,3 +28,8 @@ def cuda_on_cpu() -> Iterator[None]:
         _entered.append(stack)
         stack.callback(_entered.pop)
         yield
+
+
+def is_emulating() -> bool:
+    """Whether :func:`cuda_on_cpu` is entered now."""
+    return bool(_entered)

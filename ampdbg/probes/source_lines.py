@@ -55,7 +55,7 @@ def source_of(line: Line) -> Source:
 
 
 def _innermost_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not _is_named(frame.f_code):
+    while frame is not None and not is_named(frame.f_code):
         if _is_engine(frame.f_code):
             return None
         frame = frame.f_back
@@ -66,7 +66,8 @@ def _is_engine(code: CodeType) -> bool:
     return code.co_name == _ENGINE and code.co_filename.startswith(_TORCH)
 
 
-def _is_named(code: CodeType) -> bool:
+def is_named(code: CodeType) -> bool:
+    """Whether this is the user's or a library's code, and no part of torch, ampdbg or the standard library."""
     known = _plain_code.get(code)
     if known is None:
         known = _plain_code[code] = _is_users_or_a_librarys(code.co_filename)

@@ -1,48 +1,45 @@
-"""Watching a training loop through its GradScaler: one Step a ``scaler.update()``, nothing changed.
+"""Watching any training loop: one Step a ``scaler.update()``, or a bare ``optimizer.step()``; nothing changed.
 
 While a step is healthy the watcher reads only what the loop computes anyway. Whether the scaler withheld
 a step is learnt without a sync: the optimizer's own pre-step hook was called, or it was not. Only then are
-the gradients looked at, group by group. On a GPU the numbers of healthy steps are read in bulk.
+the gradients looked at, group by group. On a GPU the numbers of healthy steps are read in bulk. A loop
+without a scaler never withholds a step: there one number a step, the gradient norm, is read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.record import GroupOverflow, Step, TensorCounts
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.record import GroupTotal, Misuse, Record, Step, TensorCounts, Unseen
 from ampdbg.replacing import replaced
 
+from .calls import Calls, calls_noted, classes_with_own
+from .environment import environment_of
 from .gradients import gradient_norm, group_name, nonfinite_groups
 from .nonfinite import nonfinite_in_model
+from .open_step import OpenStep, is_finite_scalar, to_host
+from .overflow_tally import OverflowTally
 
 UNREAD_STEPS = 64
 """On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
 
-
-@dataclass
-class _OpenStep:
-    """What is known of a step before ``update()`` closes it. Tensors here are scalars, still on the device."""
-
-    scaled: list[torch.Tensor] = field(default_factory=list)
-    losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    groups: list[GroupOverflow] = field(default_factory=list)
-    nonfinite: list[TensorCounts] = field(default_factory=list)
-    scale: torch.Tensor | None = None
-    skipped: bool = False
-    stepped: bool = False
+_NO_SCALER = 0
+"""The key of the open step that belongs to no scaler; ids are never 0."""
 
 
 class Watch:
-    """The steps seen so far; made by :func:`watch`."""
+    """The steps seen so far, and the misuses; made by :func:`watch`."""
 
     def __init__(
         self,
@@ -54,17 +51,24 @@ class Watch:
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._on_step = on_step
-        self._open: dict[int, _OpenStep] = {}
-        self._unread: list[_OpenStep] = []
+        self._open: dict[int, OpenStep] = {}
+        self._unread: list[OpenStep] = []
         self._steps: list[Step] = []
         self._fired: set[int] = set()
         self._batch: list[TensorCounts] = list(nonfinite_in_model(model))
         self._model_was_bad = bool(self._batch)
         self._losses: dict[str, torch.Tensor] = {}
+        self._tally = OverflowTally()
+        self._calls = Calls(optimizers, lambda: len(self._steps) + len(self._unread))
+        self._paused = False
+        self._inside: list[tuple[str, int]] = []
+        self._interrupted = False
+        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._started = time.monotonic()
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """One for each ``scaler.update()`` so far; on a GPU this reads what is still unread (one sync)."""
+        """One for each step that has ended so far; on a GPU this reads what is still unread (one sync)."""
         self._read()
         return tuple(self._steps)
 
@@ -74,29 +78,79 @@ class Watch:
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         return tuple(group_name(group, index) for index, group in enumerate(groups))
 
+    @property
+    def misuses(self) -> tuple[Misuse, ...]:
+        """The calls that stood in the wrong place so far."""
+        return self._calls.misuses
+
+    @property
+    def group_totals(self) -> tuple[GroupTotal, ...]:
+        """The overflowing groups of the steps that do not list them."""
+        return self._tally.totals
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the steps leave out."""
+        return self._tally.notes
+
+    def record(self) -> Record:
+        """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        policy = "cuda" if device.type == "cuda" or is_emulating() else "native"
+        return Record(
+            command="watch",
+            created=self._created,
+            environment=environment_of(device, policy, emulated=is_emulating() and device.type == "cpu"),
+            config={},
+            verdict="inconclusive",
+            steps=self.steps,
+            unseen=Unseen(notes=self.notes),
+            misuses=self.misuses,
+            groups=self.groups,
+            group_totals=self.group_totals,
+            interrupted=self._interrupted,
+            elapsed=round(time.monotonic() - self._started, 3),
+        )
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def see_batch(self, found: Sequence[TensorCounts]) -> None:
         """Notes the non-finite leaves of a batch for the step that is under way."""
         self._batch.extend(found)
 
     def see_losses(self, losses: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
-        """Adds unscaled losses (scalar tensors, by name) to the step; without this the scaled ones count."""
+        """Adds unscaled losses (scalar tensors, by name) to the step; without this those that go backward count."""
         for name, loss in losses.items():
             part = loss.detach().float() * weight
             self._losses[name] = self._losses[name] + part if name in self._losses else part
 
-    def _step_of(self, scaler: GradScaler) -> _OpenStep:
-        return self._open.setdefault(id(scaler), _OpenStep())
+    def _step_of(self, scaler: GradScaler) -> OpenStep:
+        return self._open.setdefault(id(scaler), OpenStep())
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+        if self._step_of(scaler).bare:
+            self._close(id(scaler))
         step = self._step_of(scaler)
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        if isinstance(tensors, (list, tuple)):
-            step.scaled += [tensor.detach().float().sum() for tensor in tensors]
-        return original(scaler, outputs)
+        step.add_losses(outputs)
+        result = original(scaler, outputs)
+        if scaler.is_enabled():
+            step.scaler = scaler
+            self._calls.scaled(scaler, result)
+        return result
 
     def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
-        result = original(scaler, optimizer)
+        with self._refusals("unscale", scaler, optimizer):
+            result = original(scaler, optimizer)
         self._measure(self._step_of(scaler), optimizer, 1.0)
+        if scaler.is_enabled() and not self._is_inside("step"):
+            self._calls.unscaled(optimizer)
         return result
 
     def _step(
@@ -108,36 +162,119 @@ class Watch:
         **kwargs: Any,
     ) -> Any:
         if id(optimizer) not in self._optimizers:
-            return original(scaler, optimizer, *args, **kwargs)
+            with self._refusals("step", scaler, optimizer):
+                return original(scaler, optimizer, *args, **kwargs)
         step = self._step_of(scaler)
-        step.stepped = True
         enabled = scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
             self._measure(step, optimizer, scaler.get_scale() if in_kernel else 1.0)
         self._fired.discard(id(optimizer))
-        result = original(scaler, optimizer, *args, **kwargs)
+        with self._refusals("step", scaler, optimizer):
+            result = original(scaler, optimizer, *args, **kwargs)
+        step.stepped = True
         withheld = enabled and (id(optimizer) not in self._fired or (in_kernel and _found_inf(scaler, optimizer)))
-        if withheld or (not enabled and not _finite(step.norms.get(id(optimizer)))):
-            step.groups += nonfinite_groups(optimizer, self._names, self._first_group(optimizer))
+        if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
+            self._note_groups(step, optimizer)
         step.skipped |= withheld
+        if enabled:
+            self._calls.stepped(optimizer, withheld)
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        step = self._open.pop(id(scaler), _OpenStep())
-        scale = scaler._get_scale_async() if scaler.is_enabled() else None
-        step.scale = None if scale is None else scale.clone()
-        result = original(scaler, *args, **kwargs)
+        step = self._step_of(scaler)
+        step.scaler = scaler if scaler.is_enabled() else None
+        step.note_scale()
+        with self._refusals("update", scaler):
+            result = original(scaler, *args, **kwargs)
+        if scaler.is_enabled():
+            self._calls.updated(scaler)
         if step.stepped:
-            self._close(step)
+            self._close(id(scaler))
+        else:
+            self._open.pop(id(scaler), None)
         return result
 
-    def _measure(self, step: _OpenStep, optimizer: torch.optim.Optimizer, divisor: float) -> None:
+    def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
+        if not self._is_inside("step"):
+            self._calls.asked_for_scale()
+        return original(scaler)
+
+    @contextlib.contextmanager
+    def _refusals(self, kind: Any, scaler: GradScaler, optimizer: Any = None) -> Iterator[None]:
+        """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
+        try:
+            yield
+        except Exception as error:
+            if kind == "step" or not self._is_inside("step"):
+                self._calls.refused(kind, optimizer, scaler, error)
+            raise
+
+    def _is_inside(self, name: str) -> bool:
+        return any(name == entered for entered, _ in self._inside)
+
+    def _sees_nothing(self, name: str, scaler: GradScaler) -> bool:
+        """A subclass of the scaler may call the method that it overrides: only the outer call counts."""
+        return self._paused or (name, id(scaler)) in self._inside
+
+    def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._fired.add(id(optimizer))
+        if self._paused or self._is_inside("step"):
+            return
+        key = self._key_of_bare_step(optimizer)
+        step = self._open.setdefault(key, OpenStep())
+        if id(optimizer) in step.bare:
+            self._close(key)
+            step = self._open.setdefault(key, OpenStep())
+        if step.scaler is not None and self._calls.carries_scale(optimizer):
+            self._measure(step, optimizer, step.loss_scale())
+        bad = self._calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
+        self._calls.bare_step(optimizer, bad)
+        step.bare.add(id(optimizer))
+
+    def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._paused or self._is_inside("step"):
+            return
+        for key, step in list(self._open.items()):
+            if id(optimizer) in step.bare:
+                step.stepped = True
+                self._measure(step, optimizer, 1.0)
+                if not is_finite_scalar(step.norms.get(id(optimizer))):
+                    self._note_groups(step, optimizer)
+                if key == _NO_SCALER and step.bare == self._optimizers.keys():
+                    self._close(key)
+
+    def _key_of_bare_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """The open step that a bare step belongs to: a scaler's, if its gradients came by way of that scaler."""
+        if self._calls.carries_scale(optimizer) or self._calls.is_unscaled(optimizer):
+            return next((key for key, step in self._open.items() if step.scaler is not None), _NO_SCALER)
+        return _NO_SCALER
+
+    def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Without a scaler this is the last moment with gradients as the backward pass left them."""
+        if not any(step.scaler is not None or key != _NO_SCALER for key, step in self._open.items()):
+            optimizers = tuple(self._optimizers.values())
+            for place in self._calls.owners(parameters):
+                self._measure(self._open.setdefault(_NO_SCALER, OpenStep()), optimizers[place], 1.0)
+
+    def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
+        """New gradients end the step that the last ones made."""
+        step = self._open.setdefault(_NO_SCALER, OpenStep())
+        if step.stepped:
+            self._close(_NO_SCALER)
+        self._open.setdefault(_NO_SCALER, OpenStep()).add_losses(roots)
+
+    def _measure(self, step: OpenStep, optimizer: torch.optim.Optimizer, divisor: float) -> None:
         if id(optimizer) in self._optimizers and id(optimizer) not in step.norms:
             norm = gradient_norm(optimizer, divisor)
             if norm is not None:
                 step.norms[id(optimizer)] = norm
+
+    def _note_groups(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
+        step.groups += nonfinite_groups(optimizer, self._names, self._first_group(optimizer))
+        groups = (group for other in self._optimizers.values() for group in other.param_groups)
+        step.reachable = sum(any(parameter.grad is not None for parameter in group["params"]) for group in groups)
 
     def _first_group(self, optimizer: torch.optim.Optimizer) -> int:
         index = 0
@@ -147,23 +284,30 @@ class Watch:
             index += len(other.param_groups)
         return index
 
-    def _close(self, step: _OpenStep) -> None:
+    def _close(self, key: int) -> None:
+        """Ends an open step; what others have of losses alone belonged to it too."""
+        step = self._open.pop(key)
+        self._open = {other: kept for other, kept in self._open.items() if kept.stepped or kept.scaler is not None}
+        if step.scale is None:
+            step.note_scale()
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self._batch = self._batch, []
         self._unread.append(step)
-        on_cpu = all(tensor.device.type == "cpu" for tensor in _scalars(step))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in step.scalars())
         if step.skipped or on_cpu or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 
     def _read(self) -> None:
         """Turns the unread steps into Steps, with one transfer for all of them."""
         unread, self._unread = self._unread, []
-        scalars = [scalar for step in unread for scalar in _scalars(step)]
-        values = iter(_to_host(scalars))
+        values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
         for step in unread:
-            made = _to_step(len(self._steps), step, values)
+            made = step.to_step(len(self._steps), values)
             if made.skipped or not _is_finite_number(made.loss):
                 made = self._with_bad_tensors(made)
+            if made.groups:
+                listed, hit = self._tally.kept(made.step, made.groups, step.reachable, len(self.groups))
+                made = replace(made, groups=listed, groups_hit=hit)
             self._steps.append(made)
             if self._on_step is not None:
                 self._on_step(made)
@@ -178,6 +322,8 @@ class Watch:
 
     def _finish(self) -> None:
         """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite."""
+        for key in [key for key, step in self._open.items() if step.bare and step.stepped]:
+            self._close(key)
         self._read()
         if self._steps and not self._model_was_bad:
             self._steps[-1] = self._with_bad_tensors(self._steps[-1])
@@ -189,25 +335,38 @@ def watch(
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     on_step: Callable[[Step], None] | None = None,
 ) -> Iterator[Watch]:
-    """Watches any training loop that uses a GradScaler (a disabled one too) on these optimizers.
+    """Watches any training loop over these optimizers: its steps, and the order of its calls.
+
+    A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every
+    watched optimizer has stepped, or when the next backward pass begins.
 
     Args:
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.
         optimizers: one or several; steps of others are left alone.
-        on_step: called with each Step as it ends. On a GPU this costs one sync a step; without it none.
+        on_step: called with each Step as it ends. On a GPU this costs one sync a step.
     """
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    watcher = Watch(model, several, on_step)
+    watcher = Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
     with ExitStack() as stack:
-        for name, method in _METHODS.items():
-            original = getattr(GradScaler, name)
-            wrapper = _wrapping(original, functools.partial(method, watcher, original))
-            stack.enter_context(replaced(GradScaler, name, wrapper))
-        for optimizer in several:
-            handle = optimizer.register_step_pre_hook(functools.partial(_note_call, watcher._fired))
-            stack.callback(handle.remove)
+        for name in _METHODS:
+            for owner in classes_with_own(GradScaler, name):
+                stack.enter_context(replaced(owner, name, _watched(watcher, name, vars(owner)[name])))
+        for optimizer in watcher._optimizers.values():
+            for handle in (
+                optimizer.register_step_pre_hook(watcher._before_bare_step),
+                optimizer.register_step_post_hook(watcher._after_bare_step),
+            ):
+                stack.callback(handle.remove)
+        noted = calls_noted(
+            watcher._calls, lambda: watcher._paused, watcher._before_clipping, watcher._before_unscaled_backward
+        )
+        stack.enter_context(noted)
         try:
             yield watcher
+        except BaseException as error:
+            watcher._interrupted = isinstance(error, KeyboardInterrupt)
+            watcher._calls.failed(error)
+            raise
         finally:
             watcher._finish()
 
@@ -217,58 +376,33 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "unscale_": Watch._unscale,
     "step": Watch._step,
     "update": Watch._update,
+    "get_scale": Watch._get_scale,
 }
 
 
-def _wrapping(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(watcher: Watch, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    def method(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        if watcher._sees_nothing(name, scaler):
+            return original(scaler, *args, **kwargs)
+        watcher._inside.append((name, id(scaler)))
+        try:
+            return _METHODS[name](watcher, original, scaler, *args, **kwargs)
+        finally:
+            watcher._inside.pop()
 
     return method
 
 
-def _note_call(fired: set[int], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    fired.add(id(optimizer))
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that a wrapper, such as accelerate's, hands its steps to."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
 
 
-def _finite(norm: torch.Tensor | None) -> bool:
-    return norm is None or bool(torch.isfinite(norm))
-
-
 def _is_finite_number(value: float) -> bool:
     return value - value == 0.0
-
-
-def _scalars(step: _OpenStep) -> list[torch.Tensor]:
-    scale = [] if step.scale is None else [step.scale]
-    return [*(step.losses.values() if step.losses else step.scaled), *step.norms.values(), *scale]
-
-
-def _to_host(scalars: list[torch.Tensor]) -> list[float]:
-    if not scalars:
-        return []
-    device = scalars[0].device
-    stacked = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
-    return [float(value) for value in stacked.tolist()]
-
-
-def _to_step(index: int, step: _OpenStep, values: Iterator[float]) -> Step:
-    losses = {name: next(values) for name in step.losses}
-    loss = sum(losses.values()) if losses else sum(next(values) for _ in step.scaled)
-    squares = [next(values) ** 2 for _ in step.norms]
-    return Step(
-        step=index,
-        loss=loss,
-        scale=1.0 if step.scale is None else next(values),
-        found_inf=step.skipped or bool(step.groups),
-        skipped=step.skipped,
-        grad_norm=sum(squares) ** 0.5 if squares else None,
-        groups=tuple(step.groups),
-        nonfinite=tuple(step.nonfinite),
-        losses=losses if len(losses) > 1 else {},
-    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ampdbg.record import GroupOverflow, ParameterCounts, Record, Step
-
-FEW = 4
-"""A model of so few groups is always told group by group."""
+from ampdbg.calibration import is_everywhere
+from ampdbg.record import GroupOverflow, GroupTotal, ParameterCounts, Record, Step
 
 
 @dataclass(frozen=True)
@@ -48,28 +46,39 @@ class Overflows:
 
 def overflows(record: Record) -> Overflows:
     """Sorts the record's overflowing steps; ``hits`` is over the local steps, first and most often hit first."""
-    hit = [step for step in record.steps if step.groups]
-    total = max(len(record.groups), max((len(step.groups) for step in hit), default=0))
-    enough = _reachable(record, total) - total // 10
-    everywhere = tuple(step for step in hit if total > FEW and len(step.groups) >= enough)
-    local = tuple(step for step in hit if step not in everywhere)
+    hit = [step for step in record.steps if count_hit(step)]
+    total = max(len(record.groups), max(map(count_hit, hit), default=0))
+    reachable = _reachable(record, total)
+    local = tuple(step for step in hit if not is_everywhere(count_hit(step), reachable, total))
+    listed = [step for step in local if step.groups]
     return Overflows(
         total=total,
-        everywhere=everywhere,
+        everywhere=tuple(step for step in hit if is_everywhere(count_hit(step), reachable, total)),
         local=local,
-        hits=group_hits(local),
-        narrowest=min(local, key=lambda step: (len(step.groups), step.step), default=None),
+        hits=group_hits(local, record.group_totals),
+        narrowest=min(listed, key=lambda step: (len(step.groups), step.step), default=None),
     )
 
 
-def group_hits(steps: Sequence[Step]) -> tuple[GroupHits, ...]:
-    """The groups hit in ``steps``, sorted by first step, then the most often, then their order in the model."""
+def count_hit(step: Step) -> int:
+    """How many groups had a non-finite gradient in this step, listed or not."""
+    return len(step.groups) or step.groups_hit
+
+
+def group_hits(steps: Sequence[Step], totals: Sequence[GroupTotal] = ()) -> tuple[GroupHits, ...]:
+    """The groups hit in ``steps``, sorted by first step, then the most often, then their order in the model.
+
+    ``totals`` has those of the steps that do not list their groups.
+    """
     seen: dict[int, list[tuple[int, GroupOverflow]]] = {}
     for step in steps:
         for group in step.groups:
             seen.setdefault(group.index, []).append((step.step, group))
-    hits = [_summarise(events) for events in seen.values()]
-    return tuple(sorted(hits, key=lambda hit: (hit.first, -hit.steps, hit.index)))
+    hits = {index: _summarise(events) for index, events in seen.items()}
+    for unlisted in totals:
+        known = hits.get(unlisted.index)
+        hits[unlisted.index] = _merged(known, unlisted) if known else GroupHits(**vars(unlisted))
+    return tuple(sorted(hits.values(), key=lambda hit: (hit.first, -hit.steps, hit.index)))
 
 
 def group_name(name: str, index: int) -> str:
@@ -78,7 +87,9 @@ def group_name(name: str, index: int) -> str:
 
 
 def spared_groups(record: Record, steps: Sequence[Step]) -> tuple[str, ...]:
-    """The names of the groups that were finite in every one of ``steps``."""
+    """The names of the groups that were finite in every one of ``steps``; none where no step lists its groups."""
+    if not any(step.groups for step in steps):
+        return ()
     hit = {group.index for step in steps for group in step.groups}
     return tuple(group_name(name, index) for index, name in enumerate(record.groups) if index not in hit)
 
@@ -103,6 +114,12 @@ def _summarise(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
         worst=max(worst.parameters, key=_parameter_share).name if worst.parameters else "",
         parameters=len(worst.parameters),
     )
+
+
+def _merged(known: GroupHits, unlisted: GroupTotal) -> GroupHits:
+    """Both counts; the elements of the worse one."""
+    worse = max(known, GroupHits(**vars(unlisted)), key=lambda hit: (hit.inf + hit.nan) / hit.size if hit.size else 0.0)
+    return replace(worse, steps=known.steps + unlisted.steps, first=min(known.first, unlisted.first))
 
 
 def _bad_share(group: GroupOverflow) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import platform
-
 import torch
 
-from ampdbg import __version__
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
 from ampdbg.precision import half_kernels
 from ampdbg.precision.levels import low_dtype
+from ampdbg.probes.environment import environment_of
 from ampdbg.record import Environment
 
 FUSED_ATTENTION_NOTE = (
@@ -46,14 +44,5 @@ def describe_environment(config: Config, device: torch.device) -> Environment:
     """The versions and the device of a run that has ended, as the record keeps them."""
     emulated = is_emulated(config, device) and low_dtype(config.precision) is not torch.float32
     attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
-    return Environment(
-        ampdbg=__version__,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        platform=platform.platform(),
-        device=str(device),
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        policy=config.precision.policy,
-        emulated=emulated,
-        notes=(FUSED_ATTENTION_NOTE,) if attention else (),
-    )
+    notes = (FUSED_ATTENTION_NOTE,) if attention else ()
+    return environment_of(device, config.precision.policy, emulated=emulated, notes=notes)

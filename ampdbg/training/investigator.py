@@ -52,7 +52,8 @@ class Investigator:
         before = [made for made in self.found if made.why == why]
         same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
         if len(before) < self._limit and not same_root:
-            self.found.append(investigate(self._run, snapshot, why, scale))
+            with self._watcher.paused():
+                self.found.append(investigate(self._run, snapshot, why, scale))
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

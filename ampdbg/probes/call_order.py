@@ -1,0 +1,278 @@
+"""The order of calls that mixed precision needs, as a state machine over calls: which code each wrong one has.
+
+Nothing here knows tensors: a loop is a sequence of :class:`Call`, what is wrong with it a sequence of
+:class:`Hit`. What cannot be known, such as gradients that the loop itself has rewritten, is never blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the training loop.
+
+    Args:
+        kind: ``step`` is the scaler's, ``bare step`` the optimizer's own; ``grad`` is ``torch.autograd.grad``.
+        step: the optimizer step that was under way, counted from 0.
+        optimizers: the places of the optimizers it is about; for ``backward`` those whose gradients it wrote.
+        line: file, line number and function, where they are known.
+        actor: which scaler, or for ``schedule`` which scheduler, counted from 1. 0 for a ``backward`` or
+            ``grad`` from a loss that no scaler has scaled.
+        rewritten: optimizers whose gradients were cleared, or written by unknown hands, since the last call.
+        in_autocast: autocast was on.
+        lowered_to: the 16-bit dtypes in the loss's graph; empty where nobody looked.
+        creates_graph: the gradients can be part of a loss.
+        skipped: the scaler withheld the step; for a ``bare step``, that it wrote gradients known to be non-finite.
+        raised: what the call raised.
+    """
+
+    kind: Kind
+    step: int = 0
+    optimizers: tuple[int, ...] = ()
+    line: tuple[str, int, str] | None = None
+    actor: int = 0
+    rewritten: tuple[int, ...] = ()
+    in_autocast: bool = False
+    lowered_to: tuple[str, ...] = ()
+    creates_graph: bool = False
+    skipped: bool = False
+    raised: str = ""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A misuse: its code and the call to blame, which may be an earlier one."""
+
+    code: str
+    call: Call
+
+
+@dataclass
+class Gradients:
+    """What the calls so far say about the gradients of one optimizer.
+
+    ``scaled`` is the backward pass that wrote them, while they still carry the scale; ``unscaled`` the
+    ``unscale_`` that no step has followed; ``updated`` an ``update()`` that came while they were scaled, and
+    ``mixed`` says that gradients of another scale were added since. ``half`` is an unscaled backward pass
+    through FP16. ``kept`` says that the gradients of a skipped step are still there, ``stale`` is the
+    backward pass that added to them. ``by_hand`` says that the loop has asked for the scale, and may have
+    divided by it.
+    """
+
+    scaled: Call | None = None
+    unscaled: Call | None = None
+    updated: Call | None = None
+    mixed: bool = False
+    accumulated: bool = False
+    half: Call | None = None
+    kept: bool = False
+    stale: Call | None = None
+    by_hand: bool = False
+
+
+@dataclass
+class Progress:
+    """One optimizer's steps: how many, whether the last was skipped, and how often each scheduler has moved."""
+
+    steps: int = 0
+    on_skip: bool = False
+    written_since: bool = False
+    schedules: dict[int, int] = field(default_factory=dict)
+
+
+class CallOrder:
+    """The state machine; feed it each call in order."""
+
+    def __init__(self, optimizers: int) -> None:
+        self.gradients = [Gradients() for _ in range(optimizers)]
+        self.progress = [Progress() for _ in range(optimizers)]
+        self.penalty: Call | None = None
+        self.scale_is_known = False
+        self.bare = False
+
+    def hits(self, call: Call) -> tuple[Hit, ...]:
+        """What is wrong with this call, or with an earlier one as this call shows."""
+        if call.raised:
+            return tuple(_refused(self, call))
+        return tuple(RULES[call.kind](self, call))
+
+    def carries_scale(self, optimizer: int) -> int:
+        """Whether the gradients of an optimizer are known to carry a loss scale: which scaler's, or 0."""
+        held = self.gradients[optimizer]
+        return held.scaled.actor if held.scaled and not held.by_hand else 0
+
+    def clear(self, optimizer: int) -> None:
+        """Forgets what is known of an optimizer's gradients: they are gone, or others'."""
+        self.gradients[optimizer] = Gradients()
+
+
+def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for index in call.rewritten:
+        order.clear(index)
+    if call.in_autocast:
+        yield Hit("misuse-backward-in-autocast", call)
+    if call.actor and "bfloat16" in call.lowered_to and "float16" not in call.lowered_to:
+        yield Hit("misuse-scaler-bfloat16", call)
+    if call.actor and order.penalty is not None:
+        yield Hit("misuse-gradient-penalty", order.penalty)
+        order.penalty = None
+    for index in call.optimizers:
+        order.progress[index].written_since = True
+        yield from _written(order.gradients[index], call)
+
+
+def _written(held: Gradients, call: Call) -> Iterator[Hit]:
+    if held.kept:
+        held.stale = call
+    if not call.actor:
+        held.scaled = None
+        held.half = call if "float16" in call.lowered_to else held.half
+        return
+    if held.unscaled is not None:
+        yield Hit("misuse-accumulate", held.unscaled)
+        held.unscaled, held.accumulated = None, True
+    held.mixed = held.updated is not None
+    held.scaled, held.by_hand = call, False
+
+
+def _grad(order: CallOrder, call: Call) -> Iterator[Hit]:
+    """A penalty on these gradients is wrong unless the loop asks for the scale to divide by it."""
+    if call.actor and call.creates_graph and not order.scale_is_known:
+        order.penalty = call
+    yield from ()
+
+
+def _clip(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for index in call.rewritten:
+        order.clear(index)
+    if any(order.carries_scale(index) for index in call.optimizers):
+        yield Hit("misuse-clip-scaled", call)
+
+
+def _unscale(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for index in call.optimizers:
+        held = order.gradients[index]
+        yield from _scale_has_changed(held)
+        held.scaled = held.updated = None
+        held.unscaled, held.mixed = call, False
+
+
+def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for index in call.optimizers:
+        held = order.gradients[index]
+        yield from _scale_has_changed(held)
+        if call.skipped and held.stale is not None:
+            yield Hit("misuse-stale-gradients", held.stale)
+        order.gradients[index] = Gradients(kept=call.skipped)
+        _count_step(order.progress[index], call.skipped)
+
+
+def _scale_has_changed(held: Gradients) -> Iterator[Hit]:
+    if held.updated is not None:
+        yield Hit("misuse-accumulate" if held.mixed else "misuse-many-updates", held.updated)
+
+
+def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for index in call.rewritten:
+        order.clear(index)
+    for index in call.optimizers:
+        held = order.gradients[index]
+        if order.carries_scale(index) or (held.unscaled is not None and call.skipped):
+            order.bare = True
+            yield Hit("misuse-bare-step", call)
+        elif held.half is not None:
+            yield Hit("misuse-no-scaler", held.half)
+        order.clear(index)
+        _count_step(order.progress[index], skipped=False)
+
+
+def _count_step(progress: Progress, skipped: bool) -> None:
+    progress.steps += 1
+    progress.on_skip, progress.written_since = skipped, False
+
+
+def _update(order: CallOrder, call: Call) -> Iterator[Hit]:
+    for held in order.gradients:
+        if held.scaled is not None and held.scaled.actor == call.actor and held.updated is None:
+            held.updated = call
+    order.penalty, order.scale_is_known, order.bare = None, False, False
+    yield from ()
+
+
+def _get_scale(order: CallOrder, call: Call) -> Iterator[Hit]:
+    order.penalty, order.scale_is_known = None, True
+    for held in order.gradients:
+        held.by_hand = True
+    yield from ()
+
+
+def _schedule(order: CallOrder, call: Call) -> Iterator[Hit]:
+    """A scheduler that moves after more than half of the steps is no epoch's: it must leave out a skipped one."""
+    for index in call.optimizers:
+        progress = order.progress[index]
+        moved = progress.schedules[call.actor] = progress.schedules.get(call.actor, 0) + 1
+        if progress.on_skip and 2 * moved > progress.steps:
+            yield Hit("misuse-scheduler-on-skip", call)
+        progress.on_skip = False
+
+
+RULES: Mapping[Kind, Callable[[CallOrder, Call], Iterator[Hit]]] = {
+    "backward": _backward,
+    "grad": _grad,
+    "clip": _clip,
+    "unscale": _unscale,
+    "step": _step,
+    "bare step": _bare_step,
+    "update": _update,
+    "get_scale": _get_scale,
+    "schedule": _schedule,
+}
+
+
+def _refused(order: CallOrder, call: Call) -> Iterator[Hit]:
+    """A call that the scaler itself refused: its message, and what came before, say which misuse it is."""
+    for words, decide in REFUSALS.items():
+        if words in call.raised:
+            code = decide(order, call)
+            if code:
+                yield Hit(code, call)
+            return
+
+
+def _unscaled_before(order: CallOrder, call: Call) -> str:
+    """The same gradients twice; or those of a micro-batch, which is told already; or a step without update."""
+    held = [order.gradients[index] for index in call.optimizers]
+    if any(one.accumulated for one in held):
+        return ""
+    same = all(one.unscaled is not None for one in held)
+    return "misuse-unscale-twice" if same else "misuse-no-update"
+
+
+def _unscaled_after_step(order: CallOrder, call: Call) -> str:
+    """New gradients since the step belong to the next step, and the update between them is missing."""
+    new = any(order.progress[index].written_since for index in call.optimizers)
+    return "misuse-no-update" if new else "misuse-unscale-twice"
+
+
+def _updated_for_nothing(order: CallOrder, call: Call) -> str:
+    if order.bare:
+        return ""
+    waiting = any(order.carries_scale(index) == call.actor for index in range(len(order.gradients)))
+    return "misuse-accumulate" if waiting else "misuse-many-updates"
+
+
+REFUSALS: Mapping[str, Callable[[CallOrder, Call], str]] = {
+    "unscale_() has already been called": _unscaled_before,
+    "unscale_() is being called after step()": _unscaled_after_step,
+    "step() has already been called": lambda order, call: "misuse-no-update",
+    "Attempting to unscale FP16 gradients": lambda order, call: "misuse-half-parameters",
+    "No inf checks were recorded for this optimizer": lambda order, call: "misuse-unused-optimizer",
+    "No inf checks were recorded prior to update": _updated_for_nothing,
+}
+"""What GradScaler says when it refuses a call, and the code that this is (torch 2.6 to 2.13)."""

@@ -1,0 +1,308 @@
+"""The calls of a training loop whose order matters under mixed precision, seen without changing or keeping anything.
+
+``backward``, ``autograd.grad``, clipping and learning-rate schedulers are replaced here for as long as the loop
+is watched; what the scaler and the optimizers do is handed in by :mod:`ampdbg.probes.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ampdbg.record import Misuse
+from ampdbg.replacing import replaced
+
+from .call_order import Call, CallOrder, Hit, Kind
+from .gradient_marks import GradientMarks
+from .loss_graph import is_scaled_by_hand, lowered_to, mark_scaled, scaler_of
+from .refusals import refusal_of
+from .source_lines import Line, innermost_line, source_of
+
+FEW = 16
+"""The line is looked up for so many calls of each kind, and for every one that is a misuse."""
+
+MISUSES_KEPT = 50
+"""So many misuses, told apart by code and line, go into the record."""
+
+
+class Calls:
+    """The calls seen so far, and what is wrong with their order."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], step: Callable[[], int]) -> None:
+        self._places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
+        self._owners = {
+            id(parameter): place
+            for place, optimizer in enumerate(optimizers)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self._marks = [GradientMarks(optimizer) for optimizer in optimizers]
+        self._order = CallOrder(len(optimizers))
+        self._step = step
+        self._actors: dict[int, Any] = {}
+        self._times: dict[Kind, int] = {}
+        self._lines: dict[tuple[Kind, tuple[int, ...]], Line | None] = {}
+        self._found: dict[tuple[str, Line | None], Misuse] = {}
+        self._last_error = 0
+
+    @property
+    def misuses(self) -> tuple[Misuse, ...]:
+        """What was wrong so far, the first first."""
+        return tuple(self._found.values())
+
+    def scaled(self, scaler: Any, outputs: Any) -> None:
+        """``outputs`` is what ``scaler.scale`` returned."""
+        mark_scaled(outputs, self._number(scaler))
+
+    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """The scaler has divided this optimizer's gradients by the scale."""
+        self._noted_by_optimizer("unscale", optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        """``scaler.step`` has run; ``skipped`` says that it withheld the step."""
+        self._noted_by_optimizer("step", optimizer, skipped=skipped)
+
+    def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
+        """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
+        self._noted_by_optimizer("bare step", optimizer, rewritten=self._rewritten(), skipped=wrote_nonfinite)
+
+    def updated(self, scaler: Any) -> None:
+        """``scaler.update`` has run."""
+        self._note("update", actor=self._number(scaler))
+
+    def asked_for_scale(self) -> None:
+        """``scaler.get_scale`` has run."""
+        self._note("get_scale")
+
+    def scheduled(self, scheduler: Any) -> None:
+        """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
+        place = self._places.get(id(getattr(scheduler, "optimizer", None)))
+        if place is not None and getattr(scheduler, "_step_count", 1) > 0:
+            self._note("schedule", (place,), actor=self._number(scheduler))
+
+    def refused(self, kind: Kind, optimizer: Any, actor: Any, error: Exception) -> None:
+        """The scaler has raised."""
+        self._last_error = id(error)
+        place = self._places.get(id(optimizer))
+        self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=str(error))
+
+    def failed(self, error: BaseException) -> None:
+        """The loop has raised; some errors say of themselves which misuse they are."""
+        if id(error) != self._last_error:
+            self._last_error = id(error)
+            for code, line in refusal_of(error):
+                self._report(Hit(code, Call("backward", self._step(), line=line, raised=str(error))), line)
+
+    def carries_scale(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients of this optimizer are known to be scaled still."""
+        return bool(self._order.carries_scale(self._places[id(optimizer)]))
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``unscale_`` was called for this optimizer, and no step since."""
+        return self._order.gradients[self._places[id(optimizer)]].unscaled is not None
+
+    def backward(self, run: Callable[[], Any], roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> Any:
+        """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these."""
+        scaler, halves = scaler_of(roots), self._halves(roots)
+        if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
+            halves = ()
+        rewritten = self._rewritten()
+        before = [marks.now() for marks in self._marks]
+        try:
+            result = run()
+        except Exception as error:
+            self.failed(error)
+            raise
+        written = tuple(place for place, marks in enumerate(self._marks) if marks.now() != before[place])
+        self._note(
+            "backward",
+            written,
+            actor=scaler,
+            rewritten=rewritten,
+            in_autocast=_in_autocast(roots),
+            lowered_to=halves,
+        )
+        self._note_marks(range(len(self._marks)))
+        return result
+
+    def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
+        """``torch.autograd.grad`` is about to run."""
+        scaler = scaler_of(roots)
+        if scaler:
+            self._note("grad", actor=scaler, creates_graph=creates_graph)
+
+    def clipped(self, run: Callable[[], Any], parameters: Sequence[torch.Tensor], limit: Any) -> Any:
+        """Clips gradients and notes whose; a limit beyond the loss scale itself is meant for scaled ones."""
+        places = self.owners(parameters)
+        held = [self._order.carries_scale(place) for place in places]
+        meant = any(scaler and float(limit) >= float(self._actors[scaler]._get_scale_async()) for scaler in held)
+        if not meant:
+            self._note("clip", places, rewritten=self._rewritten())
+        result = run()
+        self._note_marks(places)
+        return result
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The places of the optimizers that hold any of these parameters."""
+        found: set[int] = set()
+        for parameter in parameters:
+            place = self._owners.get(id(parameter))
+            if place is not None:
+                found.add(place)
+                if len(found) == len(self._marks):
+                    break
+        return tuple(sorted(found))
+
+    def _noted_by_optimizer(self, kind: Kind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
+        place = self._places.get(id(optimizer))
+        if place is not None:
+            self._note(kind, (place,), **facts)
+            self._note_marks((place,))
+
+    def _note(self, kind: Kind, optimizers: tuple[int, ...] = (), **facts: Any) -> None:
+        times = self._times[kind] = self._times.get(kind, 0) + 1
+        if times <= FEW:
+            self._lines[kind, optimizers] = innermost_line()
+        call = Call(kind, self._step(), optimizers, self._lines.get((kind, optimizers)), **facts)
+        for hit in self._order.hits(call):
+            self._report(hit, innermost_line() if hit.call is call else hit.call.line)
+
+    def _report(self, hit: Hit, line: Line | None) -> None:
+        key = (hit.code, line)
+        known = self._found.get(key)
+        if known is not None:
+            self._found[key] = replace(known, count=known.count + 1)
+        elif len(self._found) < MISUSES_KEPT:
+            source = None if line is None else source_of(line)
+            self._found[key] = Misuse(hit.code, hit.call.step, 1, source, hit.call.raised.partition("\n")[0])
+
+    def _rewritten(self) -> tuple[int, ...]:
+        return tuple(place for place, marks in enumerate(self._marks) if marks.are_rewritten())
+
+    def _note_marks(self, places: Sequence[int]) -> None:
+        for place in places:
+            self._marks[place].note()
+
+    def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
+        """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
+        times = self._times.get("backward", 0) + 1
+        return lowered_to(roots) if times & (times - 1) == 0 else ()
+
+    def _number(self, actor: Any) -> int:
+        """A number for a scaler or scheduler, from 1; it is kept alive, so that no other one gets its id."""
+        for number, known in self._actors.items():
+            if known is actor:
+                return number
+        self._actors[len(self._actors) + 1] = actor
+        return len(self._actors)
+
+
+def _in_autocast(roots: Sequence[Any]) -> bool:
+    first = next((root for root in roots if isinstance(root, torch.Tensor)), None)
+    return first is not None and bool(torch.is_autocast_enabled(first.device.type))
+
+
+OnBackward = Callable[[Sequence[Any]], None]
+
+
+@contextlib.contextmanager
+def calls_noted(
+    calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward, on_backward: OnBackward
+) -> Iterator[None]:
+    """While this is entered the loop's own calls are noted; undone at the end, also when the loop raises.
+
+    Args:
+        calls: what notes them.
+        is_paused: when it says so, nothing is noted.
+        on_clip: called with the parameters whose gradients are about to be clipped.
+        on_backward: called with the losses that no scaler has scaled, before they go backward.
+    """
+    with ExitStack() as stack:
+        engine = torch.autograd.graph._engine_run_backward
+        noting = functools.partial(_run_backward, engine, calls, is_paused, on_backward)
+        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", noting))
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            stack.enter_context(_clipping_replaced(getattr(torch.nn.utils, name), calls, is_paused, on_clip))
+        for owner in classes_with_own(LRScheduler, "step"):
+            step = _scheduling(vars(owner)["step"], calls, is_paused)
+            stack.enter_context(replaced(owner, "step", step))
+        yield
+
+
+def _run_backward(
+    original: Callable[..., Any],
+    calls: Calls,
+    is_paused: Callable[[], bool],
+    on_backward: OnBackward,
+    roots: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
+    inside_the_engine = torch._C._current_graph_task_id() != -1
+    if is_paused() or inside_the_engine:
+        return original(roots, *args, **kwargs)
+    if not kwargs.get("accumulate_grad", True):
+        calls.grad(roots, creates_graph=bool(args[2]))
+        return original(roots, *args, **kwargs)
+    if not scaler_of(roots):
+        on_backward(roots)
+    return calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
+
+
+def _is_one(gradient: torch.Tensor | None) -> bool:
+    """Whether a backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
+    return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
+
+
+@contextlib.contextmanager
+def _clipping_replaced(
+    function: Any, calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward
+) -> Iterator[None]:
+    """Replaces what a clipping function wraps, so that ``from torch.nn.utils import clip_grad_norm_`` is seen too."""
+    cell = function.__closure__[function.__code__.co_freevars.index("func")]
+    original = cell.cell_contents
+    arguments = tuple(inspect.signature(original).parameters)[:2]  # the parameters, and the limit
+
+    @functools.wraps(original)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        if is_paused() or not all(name in given for name in arguments):
+            return original(*args, **kwargs)
+        parameters, limit = (given.pop(name) for name in arguments)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        on_clip(listed)
+        return calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
+
+    cell.cell_contents = clip
+    try:
+        yield
+    finally:
+        cell.cell_contents = original
+
+
+def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
+    """A class and its subclasses, those that define the method ``name`` themselves."""
+    found = [owner] if name in vars(owner) else []
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
+        found += classes_with_own(subclass, name)
+    return tuple(dict.fromkeys(found))
+
+
+def _scheduling(original: Callable[..., Any], calls: Calls, is_paused: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_paused():
+            calls.scheduled(scheduler)
+        return original(scheduler, *args, **kwargs)
+
+    return step
