@@ -49,6 +49,10 @@ PolicyChoice = Annotated[
     typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")]
+Replays = Annotated[
+    int,
+    typer.Option("--replays", metavar="N", min=0, help="Replay at most N unhealthy steps of each kind; 0 for none."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -19,10 +19,12 @@ PLAIN_LINES = 10
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run calls: ``on_start`` with the planned steps before anything is loaded, ``on_step`` after each step."""
+    """What a run calls: ``on_start`` with the planned steps before anything is loaded, ``on_step`` after each step,
+    ``on_replay`` before each replay of a step, with its number and what is about to run."""
 
     on_start: Callable[[int], None]
     on_step: Callable[[Step], None]
+    on_replay: Callable[[int, str], None] = lambda step, doing: None
 
 
 @contextlib.contextmanager
@@ -39,6 +41,7 @@ def shown(quiet: bool) -> Iterator[Progress]:
 
 def _plain() -> Progress:
     total = done = skipped = 0
+    replayed: set[int] = set()
 
     def on_start(planned: int) -> None:
         nonlocal total
@@ -52,7 +55,12 @@ def _plain() -> Progress:
         if done == 1 or done % every == 0 or done == total:
             say(f"step {done}/{total}  {_state(step, skipped)}")
 
-    return Progress(on_start, on_step)
+    def on_replay(step: int, doing: str) -> None:
+        if step not in replayed:
+            say(f"replaying step {step} in other precisions and scales, {doing} first")
+        replayed.add(step)
+
+    return Progress(on_start, on_step, on_replay)
 
 
 @contextlib.contextmanager
@@ -89,7 +97,10 @@ def _live() -> Iterator[Progress]:
             drawn = now if due else drawn
             bar.update(task, advance=1, description="step", state=_state(step, skipped), refresh=due)
 
-        yield Progress(on_start, on_step)
+        def on_replay(step: int, doing: str) -> None:
+            bar.update(task, description=f"replaying step {step}: {doing}", state="", refresh=True)
+
+        yield Progress(on_start, on_step, on_replay)
 
 
 def _state(step: Step, skipped: int) -> str:

@@ -28,11 +28,15 @@ def scan(
     overrides: Sequence[str] = (),
     on_start: Callable[[int], None] = lambda planned: None,
     on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: Callable[[int, str], None] = lambda step, doing: None,
+    replays: int = 2,
 ) -> Record:
     """Trains ``steps`` steps of the config's workload and returns the diagnosed record; writes no file.
 
     ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any key ("dotted.key=YAML value").
-    ``on_start`` is called with the planned number of steps before the model is loaded, ``on_step`` after each step.
+    ``on_start`` is called with the planned number of steps before the model is loaded, ``on_step`` after each step,
+    ``on_replay`` before each replay with the step's number and what is about to run; at most ``replays``
+    unhealthy steps of each kind are replayed.
     An interrupt ends the run early: the record holds what was seen, with ``interrupted`` set.
 
     Raises:
@@ -48,7 +52,7 @@ def scan(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
 
-    return diagnose(train(checked, on_step=on_step))
+    return diagnose(train(checked, on_step=on_step, on_replay=on_replay, replays=replays))
 
 
 def command(
@@ -58,6 +62,7 @@ def command(
     policy: options.PolicyChoice = None,
     seed: options.Seed = None,
     settings: options.Settings = None,
+    replays: options.Replays = 2,
     record: options.RecordFile = None,
     json: options.Json = False,
     fail_on: options.FailOnChoice = FailOn.warning,
@@ -80,6 +85,8 @@ def command(
                 overrides=settings or (),
                 on_start=watcher.on_start,
                 on_step=watcher.on_step,
+                on_replay=watcher.on_replay,
+                replays=replays,
             )
         written, failure = try_to_save(seen, record)
         write_result(to_json(seen) if json else _report(seen, look, config, written), result)

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ampdbg.diagnosis.cause import silent_faults
 from ampdbg.diagnosis.forward import autocast_errors, nonfinite_loss
+from ampdbg.diagnosis.hidden import hidden_faults
 from ampdbg.diagnosis.misuse import doubtful_misuses, misuses
-from ampdbg.diagnosis.scale import skips
+from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
 from ampdbg.findings import Finding
 from ampdbg.record import Record, Verdict
 
 Family = Callable[[Record], Iterator[Finding]]
-
-
-def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the last step of a run that looks healthy hides."""
-    for made in record.investigations:
-        if made.why == "end":
-            yield from silent_faults(made)
 
 
 ORDER_OF_DECISION: tuple[Family, ...] = (
@@ -31,16 +24,29 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     nonfinite_loss,
     buffer_poisoned,
     skips,
+    runaway,
     hidden_faults,
     doubtful_misuses,
 )
 
 PRECISION = frozenset(
-    {"forward-overflow", "gradient-overflow", "silent-overflow", "eps-underflow", "gradient-underflow"}
+    """
+    forward-overflow gradient-overflow silent-overflow eps-underflow precision-loss gradient-underflow
+    no-usable-scale
+    """.split()
 )
 """Codes that mean FP16 is the cause."""
 
-NO_PIN_HELPS = ("data-", "weights-nonfinite", "misuse-", "mask-constant", "true-nan", "infinite-loss", "divergence")
+NO_PIN_HELPS = (
+    "data-",
+    "weights-nonfinite",
+    "misuse-",
+    "mask-constant",
+    "true-nan",
+    "infinite-loss",
+    "divergence",
+    "scale-",
+)
 """Codes whose cause is known and is none of precision's: the verdict is ``other``."""
 
 
@@ -66,12 +72,14 @@ def _errors(findings: list[Finding]) -> list[Finding]:
 
 
 def _verdict(record: Record, findings: list[Finding]) -> Verdict:
-    errors = _errors(findings)
-    if not errors:
+    told = [finding for finding in findings if finding.severity != "info"]
+    if not told:
         return "healthy"
-    if errors[0].code in PRECISION:
+    root = told[0]
+    # Only a buffer that FP32 keeps finite has an op.
+    if root.code in PRECISION or (root.code == "buffer-poisoned" and root.op):
         return "precision"
-    if errors[0].code.startswith(NO_PIN_HELPS) or _ran_in_fp32(record):
+    if root.code.startswith(NO_PIN_HELPS) or _ran_in_fp32(record):
         return "other"
     return "inconclusive"
 

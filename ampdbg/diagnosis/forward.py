@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from ampdbg.diagnosis.cause import cause_of
+from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
 from ampdbg.findings import Finding
-from ampdbg.record import Record
+from ampdbg.record import Record, Step
 
 AUTOCAST_REMEDIES = {
     "mask-constant": "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
@@ -34,12 +35,15 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """A loss of inf or NaN. The loss scale plays no part in it, so no calibration explains it.
 
-    Replays decide the cause; without them the code is ``unknown``.
+    Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
+    explain are left to those.
     """
-    bad = [step for step in record.steps if not math.isfinite(step.loss)]
+    bad = [step for step in record.steps if not math.isfinite(step.loss) and not _is_explained(step, record)]
     if not bad:
         return
-    investigated = next((made for made in record.investigations if made.why == "loss"), None)
+    numbers = {step.step for step in bad}
+    replayed = (made for made in record.investigations if made.why == "loss" and made.step in numbers)
+    investigated = next(replayed, None)
     if investigated is not None:
         yield cause_of(investigated, record)
         return
@@ -55,6 +59,11 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         remedy="compare with a run in FP32: --set precision.level=O0",
         evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
     )
+
+
+def _is_explained(step: Step, record: Record) -> bool:
+    spoilt = next((finding.step for finding in weights_nonfinite(record)), math.inf)
+    return step.step >= spoilt or blamed_in_batch(step, record) is not None
 
 
 def _spelt(loss: float) -> str:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ampdbg.agreement import is_finite
 from ampdbg.calibration import SKIPS_IN_A_ROW, settling_steps
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.findings import Finding
-from ampdbg.record import Record, Step
+from ampdbg.diagnosis.remedies import REMEDIES
+from ampdbg.findings import Finding, Severity
+from ampdbg.record import Investigation, Record, Step
+
+LIMITLESS = 2.0**32
+"""A larger loss scale is limited by nothing: a half gradient overflows long before."""
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
@@ -52,20 +57,87 @@ def sort_skips(steps: Sequence[Step]) -> Skips:
 
 
 def skips(record: Record) -> Iterator[Finding]:
-    """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``."""
+    """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``.
+
+    A skipped step that a lower scale would have come through is calibration, unless the scale goes on
+    falling; one that no scale cures is a fault, however seldom.
+    """
     sorted_skips = sort_skips(record.steps)
     every = sorted_skips.all
     if not every:
         return
-    if _keeps_overflowing(sorted_skips, record.steps):
+    investigated = [made for made in record.investigations if made.why == "gradients"]
+    faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
+    if _keeps_overflowing(sorted_skips, record.steps) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if any(math.isfinite(step.loss) for step in every):
-            investigated = next((made for made in record.investigations if made.why == "gradients"), None)
-            yield cause_of(investigated, record) if investigated else _overflowing_gradients(sorted_skips, record)
+            made = next(iter(faults or investigated), None)
+            yield _cause(made, record) if made else _overflowing_gradients(sorted_skips, record)
         if record.steps[-1].scale < every[0].scale:
             yield _collapse(sorted_skips, record)
+    elif faults:
+        yield _cause(faults[0], record)
     else:
         yield _calibration(every, record)
+
+
+def runaway(record: Record) -> Iterator[Finding]:
+    """``scale-runaway``: a loss scale that nothing limits, or that only works below 1."""
+    if not record.steps:
+        return
+    step = record.steps[-1]
+    if step.scale >= LIMITLESS:
+        yield _runaway(step, f"the loss scale has grown to {step.scale:g}, and no gradient limits it", "warning")
+    elif step.scale < 1.0 and not step.skipped:
+        message = f"only a loss scale below 1 works ({step.scale:g}): the loss itself is too large for half gradients"
+        yield _runaway(step, message, "error")
+
+
+def _runaway(step: Step, message: str, severity: Severity) -> Finding:
+    return Finding(
+        code="scale-runaway",
+        severity=severity,
+        step=step.step,
+        phase="backward",
+        message=message,
+        remedy="check the loss's magnitude: a mean instead of a sum; check gradients after unscaling",
+        evidence={"scale": step.scale},
+    )
+
+
+def _cause(made: Investigation, record: Record) -> Finding:
+    """The cause, or ``no-usable-scale`` where the first scale that works loses part of the gradients."""
+    found = cause_of(made, record)
+    survivor = next((replay for replay in made.replays[2:] if replay.lost and is_finite(replay)), None)
+    if survivor is None or found.code != "gradient-overflow":
+        return found
+    lost = ", ".join(survivor.lost[:3])
+    return replace(
+        found,
+        code="no-usable-scale",
+        message=f"{found.op} overflows at a loss scale of {made.replays[0].scale:g}, and at {survivor.scale:g}, where "
+        f"it does not, the gradient of {lost} is flushed to zero",
+        remedy=REMEDIES["no-usable-scale"],
+        evidence={**found.evidence, "lost": list(survivor.lost[:20])},
+    )
+
+
+def _is_calibration(made: Investigation, record: Record) -> bool:
+    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
+    survivors = [replay for replay in made.replays[2:] if replay.dtype == made.replays[0].dtype and is_finite(replay)]
+    if not survivors or survivors[0].lost or _is_static(record):
+        return False
+    return is_finite(made.replays[1]) and cause_of(made, record).code in ("gradient-overflow", "unknown")
+
+
+def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
+    """Whether no scale has worked yet, and the replays show that one will."""
+    has_worked = any(not step.skipped for step in record.steps)
+    return not has_worked and bool(investigated) and all(_is_calibration(made, record) for made in investigated)
+
+
+def _is_static(record: Record) -> bool:
+    return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
 
 
 def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:

@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.producers import suspects
 from ampdbg.findings import Finding
-from ampdbg.record import Record, Step, TensorCounts
+from ampdbg.record import Producer, Record, Step, TensorCounts
 
 
 def data_nonfinite(record: Record) -> Iterator[Finding]:
-    """``data-nonfinite``: the first batch that holds inf or NaN before the model sees it."""
+    """``data-nonfinite``: the first batch whose inf or NaN made its step fail.
+
+    Masks of -inf and NaN for missing values are common in batches: what a healthy step holds too, or what
+    FP32 comes through, is meant.
+    """
     for step in record.steps:
-        bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
-        if bad:
-            sample = f", first in sample {bad[0].first_index[0]}" if bad[0].first_index else ""
-            where = f"{bad[0].name or 'its tensor'}{sample}"
+        bad = blamed_in_batch(step, record)
+        if bad is not None:
+            sample = f", first in sample {bad.first_index[0]}" if bad.first_index else ""
             yield Finding(
                 code="data-nonfinite",
                 severity="error",
                 step=step.step,
                 phase="data",
-                message=f"the batch of step {step.step} holds {_counted(bad[0])} in {where}",
+                message=f"the batch of step {step.step} holds {_counted(bad)} in {bad.name or 'its tensor'}{sample}",
                 remedy="filter or repair these samples; no precision setting helps",
-                evidence=_evidence(bad[0]),
+                evidence=_evidence(bad),
             )
             return
 
 
+def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
+    """The leaf of the step's batch whose inf or NaN made it fail; None where there is none."""
+    if _is_healthy(step) or _is_finite_in_fp32(step, record):
+        return None
+    meant = {
+        (counts.name, counts.nan > 0)
+        for other in record.steps
+        if _is_healthy(other)
+        for counts in other.nonfinite
+        if counts.kind == "batch"
+    }
+    bad = (counts for counts in step.nonfinite if counts.kind == "batch")
+    return next((counts for counts in bad if (counts.name, counts.nan > 0) not in meant), None)
+
+
 def weights_nonfinite(record: Record) -> Iterator[Finding]:
-    """``weights-nonfinite``: parameters or buffers that were bad before a forward pass."""
+    """``weights-nonfinite``: parameters or buffers that were bad before a forward pass.
+
+    A buffer of -inf is mostly a mask: FP32 decides. NaN in weights that hurt no step is a warning.
+    """
     for step in record.steps:
         bad = [counts for counts in step.nonfinite if _was_bad_before(counts, step)]
+        if _is_healthy(step) or _is_finite_in_fp32(step, record):
+            bad = [counts for counts in bad if counts.nan or counts.kind == "parameter"]
         if bad:
             yield Finding(
                 code="weights-nonfinite",
-                severity="error",
+                severity="error" if not all(map(_is_healthy, record.steps)) else "warning",
                 step=step.step,
                 phase="forward",
                 parameter=bad[0].name,
@@ -49,10 +75,15 @@ def weights_nonfinite(record: Record) -> Iterator[Finding]:
 
 
 def buffer_poisoned(record: Record) -> Iterator[Finding]:
-    """``buffer-poisoned``: a buffer that was finite before a step and is not after it."""
+    """``buffer-poisoned``: a buffer that was finite before a step and is not after it, and is finite in FP32."""
     for step in record.steps:
-        bad = [counts for counts in step.nonfinite if counts.kind == "buffer" and counts.when == "after"]
+        bad = [
+            counts
+            for counts in step.nonfinite
+            if counts.kind == "buffer" and counts.when == "after" and not _is_meant(counts, record)
+        ]
         if bad:
+            at = _poisoned_by(step, record)
             yield Finding(
                 code="buffer-poisoned",
                 severity="error",
@@ -60,12 +91,38 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
                 phase="forward",
                 parameter=bad[0].name,
                 module=bad[0].name.rpartition(".")[0],
+                op=at.op if at else "",
+                source=at.source if at else None,
                 message=f"buffer {bad[0].name} holds {_counted(bad[0])} after step {step.step} and stays so: "
                 "a skipped step undoes no buffer, and evaluation will use it",
                 remedy="cure what overflowed in this step, then reset the buffer",
                 evidence=_evidence(bad[0]),
             )
             return
+
+
+def _poisoned_by(step: Step, record: Record) -> Producer | None:
+    """The op that overflowed in the step, where it was replayed and FP32 is finite there."""
+    for made in record.investigations:
+        if made.step == step.step and len(made.replays) > 1 and is_finite(made.replays[1]):
+            return next((suspect.producer for suspect in suspects(made)), None)
+    return None
+
+
+def _is_meant(counts: TensorCounts, record: Record) -> bool:
+    """Whether a finite step in FP32 leaves the buffer like this too."""
+    fp32 = [made.replays[1] for made in record.investigations if len(made.replays) > 1]
+    return any(is_finite(replay) and counts.name in replay.buffers for replay in fp32)
+
+
+def _is_healthy(step: Step) -> bool:
+    return math.isfinite(step.loss) and not step.found_inf
+
+
+def _is_finite_in_fp32(step: Step, record: Record) -> bool:
+    """Whether a replay of the step shows that FP32 comes through it."""
+    made = (made for made in record.investigations if made.step == step.step and len(made.replays) > 1)
+    return any(is_finite(one.replays[1]) for one in made)
 
 
 def _was_bad_before(counts: TensorCounts, step: Step) -> bool:

@@ -70,9 +70,7 @@ class SampleTrace(OpTrace):
         super().__init__(model, paths)
         self.samples: list[torch.Tensor] = []
 
-    def after(
-        self, traits: OpTraits, place: Place, parameter: str, before: Any, made: Sequence[torch.Tensor]
-    ) -> None:
+    def after(self, traits: OpTraits, place: Place, parameter: str, before: Any, made: Sequence[torch.Tensor]) -> None:
         """Notes the op."""
         count = len(self.ops)
         super().after(traits, place, parameter, before, made)

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch.utils import _pytree
 
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, rose
 from ampdbg.precision.levels import low_dtype
-from ampdbg.probes.magnitudes import magnitude_of
-from ampdbg.probes.ops import OpSeen
-from ampdbg.probes.source_lines import source_of
-from ampdbg.record import Investigation, Producer, Replay
-from ampdbg.training.replay import Replayed, continued_in_fp32, replay_step
+from ampdbg.probes.nonfinite import float_values
+from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
+from ampdbg.record import Investigation, Replay, Step
+from ampdbg.training.compared import compared_gradients, first_far_op, producers_of
+from ampdbg.training.replay import Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot
 
 Why = Literal["loss", "gradients", "end"]
+OnReplay = Callable[[int, str], None]
+"""Called before each replay with the step's number and what is about to run."""
 
 CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
 
-PRODUCERS_KEPT = 20
-"""So many producers of a replay go into the record; the first is the one that counts."""
+TRIES = 3
+"""A step that does not go wrong again is replayed so often before that is said."""
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What an op of one replay has in common with the same op of another: all but its dtype."""
-
-    phase: str
-    module: str
-    call: int
-    op: str
-    line: Any
-
-
-def investigate(run: Run, snapshot: Snapshot, why: Why, scale: float) -> Investigation:
+def investigate(
+    run: Run, snapshot: Snapshot, why: Why, scale: float, *, before: Sequence[Step], on_replay: OnReplay
+) -> Investigation:
     """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
 
     Args:
@@ -48,89 +42,126 @@ def investigate(run: Run, snapshot: Snapshot, why: Why, scale: float) -> Investi
         why: what called for it. ``loss``: it is not finite. ``gradients``: the loss is finite and they are
             not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
         scale: the loss scale of the step.
+        before: the steps before it.
+        on_replay: called before each replay.
     """
-    low = str(low_dtype(run.config.precision)).rpartition(".")[2]
-    traced = replay_step(run, snapshot, low, scale, traced=True, keep_gradients=why == "end")
-    fp32 = replay_step(run, snapshot, "float32", traced=True, keep_gradients=why == "end")
-    replays = [_with_producers(traced, fp32), _with_producers(fp32, fp32)]
-    if why == "end":
-        replays[0] = replace(replays[0], lost_energy=_lost_energy(traced.gradients, fp32.gradients))
-    if why == "gradients":
-        replays += _at_lower_scales(run, snapshot, low, scale)
-    if not _is_finite(replays[1]):
-        replays.append(replay_step(run, snapshot, "float64").replay)
-    elif why != "end":
-        replays.append(replay_step(run, snapshot, "bfloat16").replay)
-    continuation = continued_in_fp32(run, snapshot, CONTINUED_STEPS) if why != "end" else ()
-    return Investigation(snapshot.step, why, tuple(replays), continuation, dict(_largest_in(snapshot.batches)))
-
-
-def _is_finite(replay: Replay) -> bool:
-    return math.isfinite(replay.loss) and not replay.gradients
-
-
-def _at_lower_scales(run: Run, snapshot: Snapshot, dtype: str, scale: float) -> Iterator[Replay]:
-    """The backward pass at S/4, S/16 … 1, up to the first scale at which every gradient is finite."""
-    while scale > 1.0:
-        scale = max(1.0, scale / 4.0)
-        replay = replay_step(run, snapshot, dtype, scale).replay
-        yield replay
-        if not replay.gradients:
-            return
-
-
-def _with_producers(replayed: Replayed, fp32: Replayed) -> Replay:
-    """The replay with its producers, each held against the same op of the FP32 replay."""
-    met = _largest_by_key(fp32.ops)
-    producers = [_producer(seen, met) for seen in replayed.ops if seen.produces]
-    return replace(replayed.replay, producers=tuple(producers[:PRODUCERS_KEPT]))
-
-
-def _largest_by_key(ops: tuple[OpSeen, ...]) -> dict[_Key, tuple[float, bool]]:
-    """For each op of a replay its largest magnitude, and whether all its outputs were finite."""
-    met: dict[_Key, tuple[float, bool]] = {}
-    for seen in ops:
-        largest, finite = met.get(_key(seen), (0.0, True))
-        met[_key(seen)] = max(largest, seen.output.largest), finite and seen.output.is_finite
-    return met
-
-
-def _key(seen: OpSeen) -> _Key:
-    return _Key(seen.place.phase, seen.place.module, seen.place.call, seen.op, seen.place.line)
-
-
-def _producer(seen: OpSeen, fp32: Mapping[_Key, tuple[float, bool]]) -> Producer:
-    largest, finite = fp32.get(_key(seen), (None, None))
-    return Producer(
-        phase=seen.place.phase,
-        module=seen.place.module,
-        call=seen.place.call,
-        op=seen.op,
-        source=source_of(seen.place.line) if seen.place.line else None,
-        dtype=seen.output.dtype,
-        input_largest=seen.inputs.largest,
-        output_largest=seen.output.largest,
-        inf=seen.output.inf,
-        nan=seen.output.nan,
-        size=seen.output.size,
-        parameter=seen.parameter,
-        fp32_largest=largest,
-        finite_in_fp32=finite,
+    replays = _Replays(run, snapshot, scale, on_replay)
+    made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
+    largest = dict(_largest_in(snapshot))
+    return replace(
+        made,
+        batch_largest={name: value for name, (value, _) in largest.items()},
+        batch_index={name: index for name, (_, index) in largest.items()},
     )
 
 
-def _lost_energy(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor]) -> float | None:
-    """The share of the FP32 gradient's sum of squares that stands where the low one is exactly zero."""
-    lost = total = 0.0
-    for name, reference in fp32.items():
-        squares = reference.double().square()
-        total += float(squares.sum())
-        lost += float(squares[low[name] == 0].sum()) if name in low else float(squares.sum())
-    return lost / total if total > 0 and math.isfinite(total) else None
+class _Replays:
+    """Makes the replays of one step, one after another."""
+
+    def __init__(self, run: Run, snapshot: Snapshot, scale: float, on_replay: OnReplay) -> None:
+        self._run = run
+        self._snapshot = snapshot
+        self._on_replay = on_replay
+        low = str(low_dtype(run.config.precision)).rpartition(".")[2]
+        self._as_it_was = Manner(low, scale, is_lifted=False)
+
+    def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
+        """The replays of a step whose loss or gradients are not finite."""
+        made = Investigation(self._snapshot.step, why, ())
+        low, failed, tries = self._again_until_it_fails(why)
+        if not failed:
+            return replace(made, replays=(low.replay,), reproduced=0, tries=tries)
+        fp32 = self._fp32(traced=ProducerTrace, keep_gradients=why == "gradients")
+        replays = [producers_of(low, fp32), producers_of(fp32, fp32)]
+        if why == "gradients" and is_finite(fp32.replay):
+            replays += self._at_lower_scales(fp32)
+        replays.append(self._wider(fp32.replay))
+        may_diverge = rose(before) or rose(before, fp32.replay.loss)
+        continuation = self._continued() if may_diverge and not fp32.replay.error else ()
+        return replace(made, replays=tuple(replays), reproduced=1, tries=tries, continuation=continuation)
+
+    def of_hidden_fault(self) -> Investigation:
+        """The replays of a step that looks healthy: two, and more only where those differ."""
+        made = Investigation(self._snapshot.step, "end", ())
+        low = self._low(traced=ProducerTrace, keep_gradients=True)
+        overflows = any(op.produces for op in low.trace.ops) if low.trace else False
+        fp32 = self._fp32(traced=ProducerTrace if overflows else None, keep_gradients=True)
+        against = compared_gradients(low, fp32)
+        replays = [replace(producers_of(low, fp32), **against), producers_of(fp32, fp32)]
+        if not (is_finite(low.replay) and is_finite(fp32.replay)):
+            return replace(made, replays=tuple(replays))
+        if agrees(replays[0], fp32.replay, None) and keeps_its_gradients(replays[0]):
+            return replace(made, replays=tuple(replays))
+        floor = self._floor()
+        replays[0] = replace(replays[0], **compared_gradients(low, fp32, floor))
+        replays.append(replace(floor.replay, **compared_gradients(floor, fp32)))
+        far = None
+        if not agrees(replays[0], fp32.replay, replays[-1]):
+            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), floor)
+        return replace(made, replays=tuple(replays), first_far=far)
+
+    def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
+        for number in range(1, TRIES + 1):
+            low = self._low(traced=ProducerTrace)
+            if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
+                return low, True, number
+        return low, False, TRIES
+
+    def _low(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
+        return self._replay(
+            f"{_spelt(self._as_it_was.dtype)}, every op", self._as_it_was, traced=traced, keep_gradients=keep_gradients
+        )
+
+    def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
+        return self._replay("FP32", Manner("float32"), traced=traced, keep_gradients=keep_gradients)
+
+    def _floor(self) -> Replayed:
+        manner = Manner("float32", rounds_to=self._as_it_was.dtype)
+        return self._replay("FP32 on rounded weights", manner, traced=SampleTrace, keep_gradients=True)
+
+    def _wider(self, fp32: Replay) -> Replay:
+        """FP64 where FP32 is not finite; else bfloat16, which has FP32's range and less than FP16's precision."""
+        if is_finite(fp32):
+            return self._replay("bfloat16", Manner("bfloat16")).replay
+        return self._replay("FP64", Manner("float64")).replay
+
+    def _at_lower_scales(self, fp32: Replayed) -> Iterator[Replay]:
+        """The backward pass at S/4, S/16 … 1, up to the first scale at which every gradient is finite."""
+        scale = self._as_it_was.scale
+        while scale > 1.0:
+            scale = max(1.0, scale / 4.0)
+            manner = replace(self._as_it_was, scale=scale)
+            low = self._replay(f"loss scale {scale:g}", manner, keep_gradients=True)
+            if not is_finite(low.replay):
+                yield low.replay
+                continue
+            against = compared_gradients(low, fp32)
+            if against["lost"]:
+                against = compared_gradients(low, fp32, self._floor())
+            yield replace(low.replay, **against)
+            return
+
+    def _continued(self) -> tuple[float, ...]:
+        self._on_replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
+        return continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS)
+
+    def _replay(
+        self, doing: str, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
+    ) -> Replayed:
+        self._on_replay(self._snapshot.step, doing)
+        return replay_step(self._run, self._snapshot, manner, traced=traced, keep_gradients=keep_gradients)
 
 
-def _largest_in(batches: tuple[Any, ...]) -> Iterator[tuple[str, float]]:
-    for batch in batches:
+def _spelt(dtype: str) -> str:
+    return {"float16": "FP16", "float32": "FP32"}.get(dtype, dtype)
+
+
+def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
+    """For each floating-point leaf of the batches, its largest finite magnitude and where that stands."""
+    for batch in snapshot.batches:
         for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                yield _pytree.keystr(path), magnitude_of(leaf).largest
+            values = float_values(leaf) if isinstance(leaf, torch.Tensor) else None
+            if values is not None and values.numel():
+                finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
+                at = torch.unravel_index(finite.argmax(), finite.shape)
+                yield _pytree.keystr(path), (float(finite.max()), tuple(int(index) for index in at))

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from ampdbg.calibration import SKIPS_IN_A_ROW, settling_steps
+import torch
+
+from ampdbg.calibration import SKIPS_IN_A_ROW
+from ampdbg.precision.levels import low_dtype
+from ampdbg.probes.nonfinite import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record import Investigation, Producer, Step
-from ampdbg.training.investigation import Why, investigate
+from ampdbg.training.investigation import OnReplay, Why, investigate
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, take_snapshot
 
 
 class Investigator:
-    """Replays steps of one run, at most ``limit`` of each kind, and no second one with the same root."""
+    """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
 
-    def __init__(self, run: Run, watcher: Watch, limit: int) -> None:
+    def __init__(self, run: Run, watcher: Watch, limit: int, on_replay: OnReplay) -> None:
         self.found: list[Investigation] = []
         self._run = run
         self._watcher = watcher
         self._limit = limit
-        self._settled = settling_steps(run.config.train.steps)
+        self._on_replay = on_replay
+        self._is_low = low_dtype(run.config.precision) is not torch.float32
+        self._first_buffers = self.snapshot(()).buffers
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
 
@@ -34,7 +41,12 @@ class Investigator:
         is_last = snapshot.step + 1 == self._run.config.train.steps
         if not loss_is_finite:
             self._investigate(snapshot, "loss", scale)
-        elif is_last and not self.found and self._skips_in_a_row == 0:
+        elif (
+            is_last
+            and self._is_low
+            and self._skips_in_a_row == 0
+            and not any(made.why == "loss" for made in self.found)
+        ):
             self._investigate(snapshot, "end", scale)
 
     def after_update(self, snapshot: Snapshot, step: Step) -> None:
@@ -42,18 +54,38 @@ class Investigator:
         if not step.skipped:
             self._skips_in_a_row = 0
             self._lowest_that_worked = min(self._lowest_that_worked, step.scale)
-            return
-        self._skips_in_a_row += 1
-        is_new_low = step.scale <= self._lowest_that_worked < math.inf and snapshot.step >= self._settled
-        if math.isfinite(step.loss) and (is_new_low or self._skips_in_a_row >= SKIPS_IN_A_ROW):
-            self._investigate(snapshot, "gradients", step.scale)
+        else:
+            self._skips_in_a_row += 1
+            # A skip right after growth is normal; one at a scale that has worked is looked at.
+            is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
+            if math.isfinite(step.loss) and (is_new_low or self._skips_in_a_row == SKIPS_IN_A_ROW):
+                self._investigate(snapshot, "gradients", step.scale)
+        if self.found and self.found[-1].step == step.step:
+            self.found[-1] = replace(self.found[-1], loss=step.loss)
 
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
         before = [made for made in self.found if made.why == why]
         same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
-        if len(before) < self._limit and not same_root:
-            with self._watcher.paused():
-                self.found.append(investigate(self._run, snapshot, why, scale))
+        if len(before) >= self._limit or same_root or not self._weights_are_finite():
+            return
+        steps = self._watcher.steps[: snapshot.step]
+        with self._watcher.paused():
+            made = investigate(
+                self._run, self._unpoisoned(snapshot), why, scale, before=steps, on_replay=self._on_replay
+            )
+        self.found.append(made)
+
+    def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
+        """The step with the buffers that an earlier one has spoilt as the run began: replays show how it comes."""
+        first = self._first_buffers
+        buffers = {
+            name: buffer if is_finite(buffer) else first.get(name, buffer) for name, buffer in snapshot.buffers.items()
+        }
+        return replace(snapshot, buffers=buffers)
+
+    def _weights_are_finite(self) -> bool:
+        """Where weights are not finite, they are what is wrong, and no replay says more."""
+        return all(is_finite(parameter) for parameter in self._run.workload.model.parameters())
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

@@ -20,18 +20,25 @@ from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.environment import describe_environment
+from ampdbg.training.investigation import OnReplay
 from ampdbg.training.investigator import Investigator
 from ampdbg.training.run import Run, prepared
 
 
 def train(
-    config: Config, *, on_step: Callable[[Step], None] = lambda step: None, command: str = "scan", replays: int = 2
+    config: Config,
+    *,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: OnReplay = lambda step, doing: None,
+    command: str = "scan",
+    replays: int = 2,
 ) -> Record:
     """Trains the workload of ``config`` under its precision policy and watches every step.
 
     Args:
         config: a checked config.
         on_step: called after each optimizer step.
+        on_replay: called before each replay with the step's number and what is about to run.
         command: the name that the record carries.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
 
@@ -53,15 +60,17 @@ def train(
             verdict="inconclusive",
             planned_steps=config.train.steps,
         )
-        record = _watched(run, record, replays, on_step)
+        record = _watched(run, record, lambda watcher: Investigator(run, watcher, replays, on_replay), on_step)
         record = replace(record, environment=describe_environment(config, run.device))
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 
-def _watched(run: Run, record: Record, replays: int, on_step: Callable[[Step], None]) -> Record:
+def _watched(
+    run: Run, record: Record, make: Callable[[Watch], Investigator], on_step: Callable[[Step], None]
+) -> Record:
     error, interrupted, unseen = None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
-        investigator = Investigator(run, watcher, replays)
+        investigator = make(watcher)
         try:
             for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last one stays after an interrupt
                 pass

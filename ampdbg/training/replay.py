@@ -3,43 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.levels import DTYPES
+from ampdbg.precision.lifting import LIFTS, lifted
+from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.nonfinite import float_values, is_finite
-from ampdbg.probes.ops import OpSeen, trace_ops
+from ampdbg.probes.ops import OpTrace, placed
 from ampdbg.record import Replay
+from ampdbg.training.altered import Alteration, altered_batch, altered_model, rounding_to, widening
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, rewound
+
+TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a step is run again.
+
+    ``dtype`` is what autocast lowers to; ``float32`` and ``float64`` run without autocast. When ``is_lifted``
+    the half tensors that the code or the model itself asks for are that wide too; else all is as in the
+    run. Weights and batch are first rounded to ``rounds_to``, where it is set.
+    """
+
+    dtype: str
+    scale: float = 1.0
+    is_lifted: bool = True
+    rounds_to: str = ""
+
+    @property
+    def alterations(self) -> tuple[Alteration, ...]:
+        """What is done to the tensors of the model and the batch, in order."""
+        rounding = (rounding_to(DTYPES[self.rounds_to]),) if self.rounds_to else ()
+        return (*rounding, widening(LIFTS[self.dtype])) if self.is_lifted and self.dtype in LIFTS else rounding
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay with what is too large for the record: its ops, and a copy of its unscaled gradients by name."""
+    """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name."""
 
     replay: Replay
-    ops: tuple[OpSeen, ...] = ()
-    gradients: Mapping[str, torch.Tensor] = None  # type: ignore[assignment]
+    trace: OpTrace | None = None
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def replay_step(
-    run: Run, snapshot: Snapshot, dtype: str, scale: float = 1.0, *, traced: bool = False, keep_gradients: bool = False
+    run: Run, snapshot: Snapshot, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
 ) -> Replayed:
     """Runs the forward and backward pass of a step once more.
 
     Args:
         run: the workload; its weights must still be those of the step.
         snapshot: the step.
-        dtype: what autocast lowers to; ``float32`` runs without autocast, ``float64`` in float64 throughout.
-        scale: the loss scale of the backward pass.
-        traced: note every op.
+        manner: its precision and loss scale.
+        traced: the kind of trace that notes every op.
         keep_gradients: return a copy of the gradients, in float32 and unscaled.
 
     Returns:
@@ -47,23 +73,21 @@ def replay_step(
         in FP16 may name a dtype and fail in another.
     """
     model = run.workload.model
-    with rewound(model, snapshot), contextlib.ExitStack() as stack:
-        if dtype == "float64":
-            stack.enter_context(_in_double(model))
-        trace = stack.enter_context(trace_ops(model)) if traced else None
-        try:
-            loss = _forward_and_backward(run, snapshot, dtype, scale)
-        except AmpdbgError as error:
-            replay = Replay(dtype, scale, math.nan, math.nan, error=str(error).partition("\n")[0])
-            return Replayed(replay, tuple(trace.ops) if trace else (), {})
-        ops = tuple(trace.ops) if trace else ()
-        if trace is not None:
-            stack.pop_all().close()
-        return Replayed(
-            Replay(dtype, scale, loss, _unscaled_norm(model, scale), tuple(_nonfinite_gradients(model))),
-            ops,
-            dict(_copied_gradients(model, scale)) if keep_gradients else {},
+    with rewound(model, snapshot), _altered(model, manner):
+        with placed(model, traced) if traced else contextlib.nullcontext() as trace:
+            loss, error = _try(run, snapshot, manner)
+        if error:
+            return Replayed(Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error), trace)
+        replay = Replay(
+            dtype=manner.dtype,
+            scale=manner.scale,
+            loss=loss,
+            grad_norm=_unscaled_norm(model, manner.scale),
+            gradients=tuple(_nonfinite_gradients(model)),
+            buffers=tuple(_newly_nonfinite_buffers(model, snapshot)),
+            rounded=bool(manner.rounds_to),
         )
+        return Replayed(replay, trace, dict(_copied_gradients(model, manner.scale)) if keep_gradients else {})
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
@@ -72,33 +96,57 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
     Weights, optimizer state, buffers and random state are put back. It ends early at a loss that is not
     finite or an error of the user's code.
     """
+    manner = Manner("float32")
+    if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
+        return ()  # The optimizer's state is of the parameters' own dtype.
     losses: list[float] = []
     with rewound(run.workload.model, snapshot), _weights_kept(run):
         for _ in range(steps):
             for optimizer in run.workload.optimizers:
                 optimizer.zero_grad(set_to_none=True)
+            loss, error = _try(run, snapshot, manner)
+            if error:
+                break
+            losses.append(loss)
+            if not math.isfinite(loss):
+                break
             try:
-                losses.append(_forward_and_backward(run, snapshot, "float32", 1.0))
+                with run.workload.user.running("the optimizer's step"):
+                    for optimizer in run.workload.optimizers:
+                        optimizer.step()
             except AmpdbgError:
                 break
-            if not math.isfinite(losses[-1]):
-                break
-            for optimizer in run.workload.optimizers:
-                optimizer.step()
     return tuple(losses)
 
 
-def _forward_and_backward(run: Run, snapshot: Snapshot, dtype: str, scale: float) -> float:
+@contextlib.contextmanager
+def _altered(model: torch.nn.Module, manner: Manner) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for alter in manner.alterations:
+            stack.enter_context(altered_model(model, alter))
+        yield
+
+
+def _try(run: Run, snapshot: Snapshot, manner: Manner) -> tuple[float, str]:
+    """The loss, or the first line of the error that the user's code raised."""
+    try:
+        with lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext():
+            return _forward_and_backward(run, snapshot, manner), ""
+    except AmpdbgError as error:
+        return math.nan, str(error).partition("\n")[0] or type(error).__name__
+
+
+def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner) -> float:
     share = 1.0 / len(snapshot.batches)
     total = 0.0
     for batch in snapshot.batches:
-        given = _to_double(batch) if dtype == "float64" else batch
-        with _autocast(run.device, dtype):
+        given = functools.reduce(altered_batch, manner.alterations, batch)
+        with _autocast(run.device, manner.dtype):
             losses = run.workload.losses(given)
         total += share * sum(float(loss.detach()) for loss in losses.values())
         with run.workload.user.running("the backward pass"):
             for position, loss in enumerate(losses.values(), start=1):
-                (loss * (scale * share)).backward(retain_graph=position < len(losses))
+                (loss.float() * (manner.scale * share)).backward(retain_graph=position < len(losses))
     return total
 
 
@@ -111,6 +159,12 @@ def _autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMan
 def _nonfinite_gradients(model: torch.nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not is_finite(parameter.grad):
+            yield name
+
+
+def _newly_nonfinite_buffers(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[str]:
+    for name, buffer in model.named_buffers():
+        if not is_finite(buffer) and name in snapshot.buffers and is_finite(snapshot.buffers[name]):
             yield name
 
 
@@ -128,46 +182,36 @@ def _copied_gradients(model: torch.nn.Module, scale: float) -> Iterator[tuple[st
 
 
 @contextlib.contextmanager
-def _in_double(model: torch.nn.Module) -> Iterator[None]:
-    """The model's floating-point parameters and buffers in float64; afterwards the very same tensors again."""
-    tensors = [tensor for tensor in _tensors(model) if tensor.is_floating_point()]
-    kept = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.double()
-        yield
-    finally:
-        for tensor, data in zip(tensors, kept, strict=True):
-            tensor.grad = None
-            tensor.data = data
-
-
-@contextlib.contextmanager
 def _weights_kept(run: Run) -> Iterator[None]:
-    """Parameters and optimizer states are copied, and put back afterwards."""
+    """Parameters and optimizer states are copied, and put back afterwards into the very same tensors."""
     parameters = [(parameter, parameter.detach().clone()) for parameter in run.workload.model.parameters()]
-    states = [(optimizer, _copied(optimizer.state_dict())) for optimizer in run.workload.optimizers]
+    optimizers = [(optimizer, _state_of(optimizer)) for optimizer in run.workload.optimizers]
+    groups = [(group, dict(group)) for optimizer in run.workload.optimizers for group in optimizer.param_groups]
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, value in parameters:
                 parameter.copy_(value)
-        for optimizer, state in states:
-            optimizer.load_state_dict(state)
+            for optimizer, state in optimizers:
+                _write_state(optimizer, state)
+        for group, values in groups:
+            group.update(values)
 
 
-def _copied(value: Any) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, tuple[Any, Any]]]:
+    """For each parameter its state as it is, each value with a copy."""
+    return {
+        parameter: {key: (value, copy.deepcopy(value)) for key, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
 
 
-def _tensors(model: torch.nn.Module) -> Iterable[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _write_state(optimizer: torch.optim.Optimizer, kept: dict[Any, dict[str, tuple[Any, Any]]]) -> None:
+    optimizer.state.clear()
+    for parameter, state in kept.items():
+        optimizer.state[parameter] = {key: _put_back(value, before) for key, (value, before) in state.items()}
 
 
-def _to_double(batch: Any) -> Any:
-    def widened(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    return _pytree.tree_map_only(torch.Tensor, widened, batch)
+def _put_back(value: Any, before: Any) -> Any:
+    return value.copy_(before) if isinstance(value, torch.Tensor) else before

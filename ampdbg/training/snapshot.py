@@ -63,6 +63,10 @@ def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -
 def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     """Random state and buffers as they were before the step, gradients cleared; afterwards all is as it is now."""
     now = take_snapshot(model, snapshot.step, ())
+    # The step may register a buffer again as a new tensor: the tensors themselves are kept too.
+    # A scripted module keeps its own in C++, where none can be put back.
+    eager = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    registered = [(module, dict(module._buffers)) for module in eager]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for parameter, _ in gradients:
@@ -73,6 +77,9 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for module, buffers in registered:
+            module._buffers.clear()
+            module._buffers.update(buffers)
         _write_buffers(model, now)
         now.random_state.restore()
 

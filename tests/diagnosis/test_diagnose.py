@@ -139,7 +139,7 @@ def test_bad_data_comes_before_what_follows_from_it() -> None:
     steps[4] = replace(steps[4], nonfinite=(TensorCounts("batch", "[0]", 0, 2, 64, (5, 1)),))
     record = diagnose(record_of(steps))
     assert record.verdict == "other"
-    assert codes(record) == [("data-nonfinite", "data", None), ("unknown", "forward", 0)]
+    assert codes(record) == [("data-nonfinite", "data", None)]
     assert "sample 5" in record.findings[0].message
 
 
@@ -148,7 +148,7 @@ def test_weights_that_were_bad_before_a_step_are_the_root() -> None:
     steps[0] = replace(steps[0], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,)),))
     record = diagnose(record_of(steps))
     assert record.verdict == "other"
-    assert [code for code, _, _ in codes(record)] == ["weights-nonfinite", "unknown", "scale-collapse"]
+    assert [code for code, _, _ in codes(record)] == ["weights-nonfinite", "scale-collapse"]
     assert record.findings[0].parameter == "head.weight"
 
 

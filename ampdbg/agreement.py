@@ -1,0 +1,70 @@
+"""When two replays of a step agree: finite, near each other, nothing lost beyond the noise floor (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .record import Investigation, Replay, Step
+
+AGREEMENT = 0.05
+"""A loss that differs from FP32's by less than this share agrees with it."""
+
+GRADIENT_AGREEMENT = 0.25
+"""Gradients whose distance from FP32's is a smaller share of their norm agree with them."""
+
+NOISE_FLOORS = 4.0
+"""What rounding weights and inputs to half changes, so many times over, is still noise."""
+
+LOST_ENERGY = 0.1
+"""A larger share of the gradient's sum of squares flushed to zero is a loss that counts."""
+
+DIVERGED = 10.0
+"""A loss that has grown this much, and grows in FP32 too, diverges by itself."""
+
+SAME_RUN = 1e-2
+"""A replay whose loss is further from the step's own than this share did not run the same computation."""
+
+
+def is_finite(replay: Replay) -> bool:
+    """Whether the replay ran, and its loss and every gradient are finite."""
+    return not replay.error and math.isfinite(replay.loss) and not replay.gradients
+
+
+def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
+    """Whether loss and gradients are as near to FP32's as can be asked for.
+
+    ``floor`` is FP32 on weights and inputs rounded to half; None where it was not needed or did not run.
+    """
+    return _losses_agree(low, fp32, floor) and _gradients_agree(low, floor)
+
+
+def keeps_its_gradients(low: Replay) -> bool:
+    """Whether no share of the gradient that counts was flushed to zero."""
+    return not low.lost and (low.lost_energy is None or low.lost_energy <= LOST_ENERGY)
+
+
+def is_same_run(made: Investigation) -> bool:
+    """Whether the replay as it was came to the loss that the step itself had."""
+    return math.isclose(made.loss, made.replays[0].loss, rel_tol=SAME_RUN, abs_tol=1e-6)
+
+
+def noise_floor(made: Investigation) -> Replay | None:
+    """The replay that shows the noise floor, where it was made and ran."""
+    return next((replay for replay in made.replays if replay.rounded and is_finite(replay)), None)
+
+
+def rose(steps: Sequence[Step], *more: float) -> bool:
+    """Whether the last finite loss is far above the lowest and the first; ``more`` losses come after the steps'."""
+    losses = [abs(loss) for loss in (*(step.loss for step in steps), *more) if math.isfinite(loss)]
+    return len(losses) >= 2 and losses[-1] > DIVERGED * min(losses) and losses[-1] > losses[0]
+
+
+def _losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
+    noise = abs(floor.loss - fp32.loss) if floor else 0.0
+    return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
+
+
+def _gradients_agree(low: Replay, floor: Replay | None) -> bool:
+    noise = (floor.gradient_distance or 0.0) if floor else 0.0
+    return (low.gradient_distance or 0.0) <= max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise)

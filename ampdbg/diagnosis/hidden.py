@@ -1,0 +1,81 @@
+"""Faults that no loss and no gradient shows: overflow that erases itself, lost gradients, lost precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
+from ampdbg.diagnosis.producers import Suspect, suspects
+from ampdbg.diagnosis.remedies import finding_at, named
+from ampdbg.findings import Finding
+from ampdbg.record import Investigation, Record, Replay
+
+
+def hidden_faults(record: Record) -> Iterator[Finding]:
+    """What the last step of a run that looks healthy hides."""
+    for made in record.investigations:
+        if made.why == "end" and _can_be_judged(made):
+            yield from _faults(made)
+
+
+def _can_be_judged(made: Investigation) -> bool:
+    """Code that does not do the same again cannot be held against FP32."""
+    return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
+
+
+def _faults(made: Investigation) -> Iterator[Finding]:
+    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
+    # Without its noise floor a difference says nothing.
+    is_far = floor is not None and not agrees(low, fp32, floor)
+    overflow = next((suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant), None)
+    if overflow is not None:
+        yield _silent_overflow(overflow, is_far)
+    if _lost_energy(low) > LOST_ENERGY:
+        yield _underflow(made)
+    elif is_far and overflow is None:
+        yield _precision_loss(made)
+
+
+def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
+    low, fp32 = suspect.made.replays[:2]
+    told = f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32"
+    result = told if is_far else "the loss still agrees with FP32's"
+    message = f"{named(suspect.producer)} overflows and erases itself: it reaches {suspect.value:.4g} in FP32; {result}"
+    return finding_at(
+        "silent-overflow",
+        suspect.made,
+        suspect.producer,
+        message,
+        {"value": suspect.value, **_against_fp32(low, fp32)},
+        severity="error" if is_far else "warning",
+    )
+
+
+def _underflow(made: Investigation) -> Finding:
+    low = made.replays[0]
+    message = f"at a loss scale of {low.scale:g} {_lost_energy(low):.0%} of the gradient's energy is flushed to zero"
+    return finding_at(
+        "gradient-underflow",
+        made,
+        None,
+        message,
+        {"loss_scale": low.scale, "lost_energy": low.lost_energy, "lost": low.lost[:20]},
+    )
+
+
+def _precision_loss(made: Investigation) -> Finding:
+    low, fp32 = made.replays[:2]
+    where = f"; {named(made.first_far)} is the first op to be far from it" if made.first_far else ""
+    message = (
+        f"everything is finite, and the step is further from FP32 than rounding explains: "
+        f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32{where}"
+    )
+    return finding_at("precision-loss", made, made.first_far, message, _against_fp32(low, fp32))
+
+
+def _lost_energy(low: Replay) -> float:
+    return low.lost_energy or 0.0
+
+
+def _against_fp32(low: Replay, fp32: Replay) -> dict[str, object]:
+    return {"loss": low.loss, "loss_in_fp32": fp32.loss, "gradient_distance": low.gradient_distance}

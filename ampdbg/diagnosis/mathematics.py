@@ -1,0 +1,56 @@
+"""Causes that FP32 shares: true NaN, infinite losses, and runs that diverge by themselves."""
+
+from __future__ import annotations
+
+import math
+
+from ampdbg.agreement import is_finite, rose
+from ampdbg.diagnosis.remedies import finding_at, named
+from ampdbg.findings import Finding
+from ampdbg.record import Investigation, Producer, Record
+
+
+def wrong_in_fp32_too(made: Investigation) -> Finding:
+    """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
+    producer = _starts_in(made)
+    where = f", first in {named(producer)}" if producer else ""
+    fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
+    if fp64 is None or fp64.error or is_finite(fp64):
+        why = f"FP64 could not be run: {fp64.error}" if fp64 and fp64.error else "FP64 is"
+        return finding_at("unknown", made, producer, f"not finite in FP32 either{where}, and {why}")
+    if fp64.loss == math.inf and made.replays[1].loss == math.inf:
+        share = f": {producer.inf} of {producer.size} values" if producer else ""
+        message = f"the loss is infinite in FP32 and in FP64 too{where}{share}"
+        return finding_at("infinite-loss", made, producer, message)
+    return finding_at(
+        "true-nan", made, producer, f"not finite in FP32 and in FP64 too{where}: mathematics, not precision"
+    )
+
+
+def diverges(made: Investigation, record: Record) -> bool:
+    """Whether the loss was rising before the step, and rises in FP32 too from there.
+
+    A rise that shows only in this step may be its batch: then FP32 has to take it much further.
+    """
+    before, fp32 = record.steps[: made.step], made.replays[1]
+    first, last = (made.continuation[0], made.continuation[-1]) if made.continuation else (math.nan, math.nan)
+    if not math.isfinite(last):
+        return rose(before) and (not is_finite(fp32) or bool(made.continuation))
+    if rose(before):
+        return abs(last) >= abs(first)
+    return rose(before, fp32.loss, last) and rose((), first, last)
+
+
+def divergence(made: Investigation, record: Record) -> Finding:
+    """The finding of a run that diverges."""
+    losses = [step.loss for step in record.steps[: made.step] if math.isfinite(step.loss)]
+    reached = next((loss for loss in (made.replays[1].loss, losses[-1]) if math.isfinite(loss)), losses[-1])
+    message = f"the loss rose from {min(losses):.4g} to {reached:.4g}, and FP32 diverges from this step on too"
+    return finding_at("divergence", made, None, message, {"continuation": list(made.continuation)})
+
+
+def _starts_in(made: Investigation) -> Producer | None:
+    """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant."""
+    phases = ("forward",) if made.why == "loss" else ("backward",)
+    found = [producer for producer in made.replays[1].producers if producer.phase in phases]
+    return next((producer for producer in found if producer.nan), next(iter(found), None))

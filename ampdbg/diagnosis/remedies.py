@@ -1,0 +1,58 @@
+"""What cures each code that replays decide, and the finding that carries it to the line it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ampdbg.findings import Finding, Severity
+from ampdbg.record import Investigation, Producer
+
+REMEDIES = {
+    "forward-overflow": "run this op in FP32 with its inputs cast up, or scale before the product",
+    "gradient-overflow": "run this op in FP32 with its inputs cast up; take a mean instead of a sum",
+    "eps-underflow": "use an eps of at least 1e-6, or compute this statistic in FP32",
+    "mask-constant": "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
+    "data-range": "normalise the data: it is beyond what FP16 can hold",
+    "true-nan": "change the formula: clamp inside the square root, use a safe where; no precision helps",
+    "infinite-loss": "filter these samples, or let the loss zero them (zero_infinity)",
+    "divergence": "lower the learning rate, warm up, or clip gradients; no precision helps",
+    "silent-overflow": "compute this statistic in FP32",
+    "precision-loss": "run this op in FP32 with its inputs cast up",
+    "gradient-underflow": "use a larger loss scale, or a dynamic one",
+    "no-usable-scale": "run this op in FP32, or scale the losses apart",
+    "unknown": "compare with a run in FP32: --set precision.level=O0",
+}
+
+
+NO_EVIDENCE: Mapping[str, object] = {}
+
+
+def finding_at(
+    code: str,
+    made: Investigation,
+    at: Producer | None,
+    message: str,
+    evidence: Mapping[str, object] = NO_EVIDENCE,
+    *,
+    severity: Severity = "error",
+) -> Finding:
+    """A finding at the op, module and line of a producer; evidence that is None is left out."""
+    phase = at.phase if at else "backward" if made.why == "gradients" else "forward"
+    return Finding(
+        code=code,
+        severity=severity,
+        step=made.step,
+        phase="data" if code == "data-range" else phase,
+        message=message,
+        remedy=REMEDIES[code],
+        module=at.module if at else "",
+        op=at.op if at else "",
+        parameter=at.parameter if at else "",
+        source=at.source if at else None,
+        evidence={key: value for key, value in evidence.items() if value is not None},
+    )
+
+
+def named(producer: Producer) -> str:
+    """The op and its module, as messages say them."""
+    return f"{producer.op} in {producer.module}" if producer.module else producer.op

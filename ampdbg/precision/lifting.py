@@ -1,0 +1,52 @@
+"""Running code in wider formats than it asks for: casts and new tensors of half become what a replay is made in.
+
+Autocast's own casts are lifted too, so a region that the user's code enters has no effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Wider = Mapping[torch.dtype, torch.dtype]
+"""What each dtype becomes; those that are not in it stay."""
+
+LIFTS: Mapping[str, Wider] = {
+    "bfloat16": {torch.float16: torch.bfloat16},
+    "float32": {torch.float16: torch.float32, torch.bfloat16: torch.float32},
+    "float64": {
+        torch.float16: torch.float64,
+        torch.bfloat16: torch.float64,
+        torch.float32: torch.float64,
+        torch.complex64: torch.complex128,
+    },
+}
+"""The lift for a replay of each dtype."""
+
+
+class _Lifting(TorchDispatchMode):
+    def __init__(self, wider: Wider) -> None:
+        super().__init__()
+        self._wider = wider
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A dtype is keyword-only wherever a cast or a new tensor is meant; view.dtype takes it by position.
+        kwargs = kwargs or {}
+        wider = self._wider.get(kwargs["dtype"]) if kwargs.get("dtype") else None
+        return op(*args, **({**kwargs, "dtype": wider} if wider else kwargs))
+
+
+@contextlib.contextmanager
+def lifted(dtype: str) -> Iterator[None]:
+    """While this is entered, no op makes a tensor of a narrower floating-point dtype than ``dtype``."""
+    default = torch.get_default_dtype()
+    with _Lifting(LIFTS[dtype]):
+        try:
+            torch.set_default_dtype(LIFTS[dtype].get(default, default))
+            yield
+        finally:
+            torch.set_default_dtype(default)

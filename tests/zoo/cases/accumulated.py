@@ -1,0 +1,39 @@
+"""The overflow comes in the second of three accumulated micro-batches."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="forward-overflow",
+    verdict="precision",
+    module="body",
+    step=0,
+    config={"train": {"accumulate": 3}},
+    twin=("data.args.spike=1.0",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        nn.init.constant_(self.body.weight, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).mean(dim=-1, keepdim=True)  # <- here
+
+
+def batches(spike: float = 40000.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+    made[1][0][2] = spike
+    return made
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.l1_loss(output, target)

@@ -1,0 +1,43 @@
+"""The derivative of a root divides by an eps that half has flushed to zero."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="eps-underflow",
+    verdict="precision",
+    module="",
+    op="aten.div.Tensor",
+    phase="backward",
+    twin=("model.args.eps=1.0e-4",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, eps: float = 1e-8) -> None:
+        super().__init__()
+        self.eps = eps
+        self.body = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        length = torch.sqrt((h * h).amax(dim=-1, keepdim=True) + self.eps)  # <- here
+        return self.head(length)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    made = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+    for inputs, _ in made:
+        inputs[5] = 0.0
+    return made
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target)

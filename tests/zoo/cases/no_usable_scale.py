@@ -1,0 +1,39 @@
+"""One head overflows above the loss scale that the other needs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="no-usable-scale",
+    verdict="precision",
+    phase="backward",
+    steps=18,
+    config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1.0e-12}}},
+    twin=("model.args.large=1.0", "model.args.small=1.0"),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, large: float = 3e4, small: float = 1e-10) -> None:
+        super().__init__()
+        self.large, self.small = large, small
+        self.first = nn.Linear(4, 1)
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * self.large  # <- here
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    x, y = batch
+    return {"first": (model(x).float() - y).mean(), "second": F.mse_loss(model.second(x), y) * model.small}

@@ -1,0 +1,39 @@
+"""A step that fails by a random number which no replay can bring back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="unknown",
+    verdict="inconclusive",
+    step=2,
+    says=("0 of 3",),
+    twin=("model.args.fails_at=99",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, fails_at: int = 2) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.calls = 0
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = 1e6 if self.calls == self.fails_at else 1.0
+        self.calls += 1
+        return self.head(x) * factor
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)

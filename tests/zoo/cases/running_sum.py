@@ -1,0 +1,44 @@
+"""A running sum of many small increments in half stands still."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="precision-loss",
+    verdict="precision",
+    module="",
+    op="aten.add.Tensor",
+    phase="forward",
+    config={"precision": {"loss_scale": 16}},
+    twin=("model.args.fp32=true",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, fp32: bool = False) -> None:
+        super().__init__()
+        self.fp32 = fp32
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).sigmoid()
+        total = h.float() if self.fp32 else h
+        small = total * 2e-4
+        for _ in range(1500):
+            total = total + small  # <- here
+        return self.head(total)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target)

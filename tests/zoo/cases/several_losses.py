@@ -1,0 +1,40 @@
+"""One of two losses overflows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="forward-overflow",
+    verdict="precision",
+    module="",
+    op="aten.mul.Tensor",
+    step=0,
+    twin=("model.args.penalty=1.0",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, penalty: float = 60000.0) -> None:
+        super().__init__()
+        self.penalty = penalty
+        self.body = nn.Linear(4, 1)
+        nn.init.constant_(self.body.bias, 3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = model(batch[0])
+    penalty = (out * model.penalty).mean()  # <- here
+    return {"fit": F.mse_loss(out, batch[1]), "penalty": penalty}

@@ -1,0 +1,100 @@
+"""The zoo: every file in ``cases`` is a planted fault that must be named to the line, with a healthy twin."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from ampdbg.config import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.findings import Finding
+from ampdbg.record import Record, from_json, to_json
+from ampdbg.training.loop import train
+from tests.zoo.case import HERE, Case
+
+FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
+
+
+def loaded(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"zoo_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MODULES = {file.stem: loaded(file) for file in FILES}
+CASES: dict[str, Case] = {name: module.CASE for name, module in MODULES.items()}
+
+
+def config_of(file: Path, folder: Path) -> Path:
+    """A config from the names that the file defines: Model, batches, and loss or step where it has them."""
+    case = CASES[file.stem]
+    targets = {"model": "Model", "data": "batches", "loss": "loss", "step": "step"}
+    keys: dict[str, Any] = {
+        key: {"target": f"{file}:{name}"} for key, name in targets.items() if hasattr(MODULES[file.stem], name)
+    }
+    keys["train"] = {"steps": case.steps}
+    for key, value in case.config.items():
+        keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def scanned(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record:
+    file = next(file for file in FILES if file.stem == name)
+    record = diagnose(train(load_config(config_of(file, folder), overrides)))
+    assert diagnose(from_json(to_json(record))).findings == record.findings
+    return record
+
+
+def worse_than_calibration(record: Record) -> list[Finding]:
+    return [finding for finding in record.findings if finding.severity != "info"]
+
+
+def marked_line(file: Path) -> int | None:
+    return next((n for n, line in enumerate(file.read_text().splitlines(), start=1) if line.endswith(HERE)), None)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code])
+def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    record = scanned(name, tmp_path)
+    assert record.findings, "nothing was found"
+    root = record.findings[0]
+    assert (root.code, record.verdict, root.severity) == (case.code, case.verdict, case.severity), root.message
+    for field in ("module", "op", "step", "phase"):
+        expected = getattr(case, field)
+        assert expected is None or getattr(root, field) == expected, (field, root)
+    file = next(file for file in FILES if file.stem == name)
+    line = marked_line(file)
+    assert (root.source and root.source.line) == line, root
+    assert line is None or (root.source is not None and Path(root.source.file).name == file.name)
+    assert set(case.follows) <= {finding.code for finding in record.findings[1:]}
+    assert all(part in root.message for part in case.says), root.message
+    assert all(finding.root == 0 for finding in worse_than_calibration(record)[1:])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.twin])
+def test_the_healthy_twin_is_not_blamed(name: str, tmp_path: Path) -> None:
+    record = scanned(name, tmp_path, CASES[name].twin)
+    assert worse_than_calibration(record) == []
+    assert record.verdict == "healthy"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code is None])
+def test_what_only_looks_like_a_fault_is_not_blamed(name: str, tmp_path: Path) -> None:
+    record = scanned(name, tmp_path)
+    assert worse_than_calibration(record) == []
+    assert record.verdict == "healthy"
+
+
+def test_every_fault_has_a_twin() -> None:
+    assert [name for name, case in CASES.items() if case.code and not case.twin] == []
