@@ -51,6 +51,15 @@ TIMM = (
     pictured("mobilenetv3_small_100"),
 )
 
+LONG = {"length": 128, "size": 2}
+
+AT_FULL_WIDTH = (
+    Workload(LANGUAGE, "t5", "text_pairs", {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 6}, LONG),
+    Workload(LANGUAGE, "gpt2", "texts", {**EAGER, "n_embd": 768, "n_head": 12, "n_positions": 128}, LONG),
+    Workload(LANGUAGE, "gemma", "texts", {"hidden_size": 2048, "head_dim": 256, "intermediate_size": 4096}, LONG),
+    Workload(SIGHT_AND_SOUND, "vit", "pictures", {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 4}),
+)
+
 RUNS_OTHERWISE = (
     ("train.accumulate=2", "train.clip_grad_norm=1.0"),
     ("precision.loss_scale.growth_interval=3",),
@@ -74,6 +83,12 @@ def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) 
 @pytest.mark.parametrize("workload", TIMM, ids=str)
 def test_a_model_of_timm_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", AT_FULL_WIDTH, ids=str)
+def test_a_model_of_full_width_is_healthy(workload: Workload, tmp_path: Path) -> None:
+    assert_healthy(scanned(workload, tmp_path, 8))
 
 
 @pytest.mark.parametrize("overrides", RUNS_OTHERWISE, ids=" ".join)
