@@ -96,7 +96,7 @@ def _headline(record: Record) -> str:
         return f"{counted(len(starts), 'place')} would overflow in FP16{_hidden(len(starts))}."
     if record.findings:
         return "The forward pass fits FP16; its gradients do not, at any one loss scale."
-    return f"All within FP16's range: {_spare(record.sites)}, and {_scales(window(record.sites))}."
+    return f"All within FP16's range at {_step(record)}: {_spare(record.sites)}, and {_scales(window(record.sites))}."
 
 
 def _hidden(starts: int) -> str:
@@ -252,8 +252,7 @@ def _short(site: Site, with_module: bool) -> str:
 
 
 def _summary(record: Record, config: str, record_path: str) -> Iterator[RenderableType]:
-    step = f"step {max(record.planned_steps - 1, 0)}"
-    facts = (step, counted(len(record.sites), "site"), quantities.duration(record.elapsed))
+    facts = (_step(record), counted(len(record.sites), "site"), quantities.duration(record.elapsed))
     yield Text(" · ".join(facts), style="dim")
     yield Text(" · ".join(environment_facts(record)), style="dim")
     for note in (*record.environment.notes, *record.unseen.notes):
@@ -263,3 +262,10 @@ def _summary(record: Record, config: str, record_path: str) -> Iterator[Renderab
     if record.findings:
         yield Text.assemble(("Next: ", "bold"), "the shadow proposes; a run in FP16 confirms")
         yield indented(verbatim(f"ampdbg scan {config}", "bold cyan"))
+    elif record.sites:
+        yield Text.assemble(("Next: ", "bold"), "the same after some training")
+        yield indented(verbatim(f"ampdbg ranges {config} --steps {record.planned_steps + 50}", "bold cyan"))
+
+
+def _step(record: Record) -> str:
+    return f"step {max(record.planned_steps - 1, 0)}"
