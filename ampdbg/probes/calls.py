@@ -1,24 +1,14 @@
-"""The calls of a training loop whose order matters under mixed precision, seen without changing or keeping anything.
-
-``backward``, ``autograd.grad``, clipping and learning-rate schedulers are replaced here for as long as the loop
-is watched; what the scaler and the optimizers do is handed in by :mod:`ampdbg.probes.watch`.
-"""
+"""The calls of a training loop whose order matters under mixed precision, noted without keeping a tensor."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from ampdbg.record import Misuse
-from ampdbg.replacing import replaced
 
 from .call_order import Call, CallOrder, Hit, Kind
 from .gradient_marks import GradientMarks
@@ -52,6 +42,8 @@ class Calls:
         self._lines: dict[tuple[Kind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
         self._last_error = 0
+        self._explained = 0
+        self._reported = 0
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
@@ -92,14 +84,22 @@ class Calls:
         """The scaler has raised."""
         self._last_error = id(error)
         place = self._places.get(id(optimizer))
+        before = self._reported
         self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=str(error))
+        if self._reported > before:
+            self._explained = id(error)
 
     def failed(self, error: BaseException) -> None:
         """The loop has raised; some errors say of themselves which misuse they are."""
         if id(error) != self._last_error:
             self._last_error = id(error)
             for code, line in refusal_of(error):
+                self._explained = id(error)
                 self._report(Hit(code, Call("backward", self._step(), line=line, raised=str(error))), line)
+
+    def explains(self, error: BaseException | None) -> bool:
+        """Whether a misuse is what raised this error."""
+        return error is not None and id(error) == self._explained
 
     def carries_scale(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients of this optimizer are known to be scaled still."""
@@ -176,6 +176,7 @@ class Calls:
             self._report(hit, innermost_line() if hit.call is call else hit.call.line)
 
     def _report(self, hit: Hit, line: Line | None) -> None:
+        self._reported += 1
         key = (hit.code, line)
         known = self._found.get(key)
         if known is not None:
@@ -210,99 +211,6 @@ def _in_autocast(roots: Sequence[Any]) -> bool:
     return first is not None and bool(torch.is_autocast_enabled(first.device.type))
 
 
-OnBackward = Callable[[Sequence[Any]], None]
-
-
-@contextlib.contextmanager
-def calls_noted(
-    calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward, on_backward: OnBackward
-) -> Iterator[None]:
-    """While this is entered the loop's own calls are noted; undone at the end, also when the loop raises.
-
-    Args:
-        calls: what notes them.
-        is_paused: when it says so, nothing is noted.
-        on_clip: called with the parameters whose gradients are about to be clipped.
-        on_backward: called with the losses that no scaler has scaled, before they go backward.
-    """
-    with ExitStack() as stack:
-        engine = torch.autograd.graph._engine_run_backward
-        noting = functools.partial(_run_backward, engine, calls, is_paused, on_backward)
-        stack.enter_context(replaced(torch.autograd, "_engine_run_backward", noting))
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            stack.enter_context(_clipping_replaced(getattr(torch.nn.utils, name), calls, is_paused, on_clip))
-        for owner in classes_with_own(LRScheduler, "step"):
-            step = _scheduling(vars(owner)["step"], calls, is_paused)
-            stack.enter_context(replaced(owner, "step", step))
-        yield
-
-
-def _run_backward(
-    original: Callable[..., Any],
-    calls: Calls,
-    is_paused: Callable[[], bool],
-    on_backward: OnBackward,
-    roots: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
-    inside_the_engine = torch._C._current_graph_task_id() != -1
-    if is_paused() or inside_the_engine:
-        return original(roots, *args, **kwargs)
-    if not kwargs.get("accumulate_grad", True):
-        calls.grad(roots, creates_graph=bool(args[2]))
-        return original(roots, *args, **kwargs)
-    if not scaler_of(roots):
-        on_backward(roots)
-    return calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
-
-
 def _is_one(gradient: torch.Tensor | None) -> bool:
     """Whether a backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
-
-
-@contextlib.contextmanager
-def _clipping_replaced(
-    function: Any, calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward
-) -> Iterator[None]:
-    """Replaces what a clipping function wraps, so that ``from torch.nn.utils import clip_grad_norm_`` is seen too."""
-    cell = function.__closure__[function.__code__.co_freevars.index("func")]
-    original = cell.cell_contents
-    arguments = tuple(inspect.signature(original).parameters)[:2]  # the parameters, and the limit
-
-    @functools.wraps(original)
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-        if is_paused() or not all(name in given for name in arguments):
-            return original(*args, **kwargs)
-        parameters, limit = (given.pop(name) for name in arguments)
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        on_clip(listed)
-        return calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
-
-    cell.cell_contents = clip
-    try:
-        yield
-    finally:
-        cell.cell_contents = original
-
-
-def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
-    """A class and its subclasses, those that define the method ``name`` themselves."""
-    found = [owner] if name in vars(owner) else []
-    subclasses: list[type] = owner.__subclasses__()
-    for subclass in subclasses:
-        found += classes_with_own(subclass, name)
-    return tuple(dict.fromkeys(found))
-
-
-def _scheduling(original: Callable[..., Any], calls: Calls, is_paused: Callable[[], bool]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_paused():
-            calls.scheduled(scheduler)
-        return original(scheduler, *args, **kwargs)
-
-    return step

@@ -13,7 +13,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,15 +23,12 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.record import GroupTotal, Misuse, Record, Step, TensorCounts, Unseen
 from ampdbg.replacing import replaced
 
-from .calls import Calls, calls_noted, classes_with_own
+from .calls import Calls
 from .environment import environment_of
 from .gradients import gradient_norm, group_name, nonfinite_groups
-from .nonfinite import nonfinite_in_model
-from .open_step import OpenStep, is_finite_scalar, to_host
-from .overflow_tally import OverflowTally
-
-UNREAD_STEPS = 64
-"""On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
+from .open_step import OpenStep, is_finite_scalar
+from .replaced_calls import calls_noted, classes_with_own
+from .step_log import StepLog
 
 _NO_SCALER = 0
 """The key of the open step that belongs to no scaler; ids are never 0."""
@@ -47,19 +43,13 @@ class Watch:
         optimizers: Sequence[torch.optim.Optimizer],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        self._model = model
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._on_step = on_step
+        self._log = StepLog(model, len(self.groups), on_step)
+        self._calls = Calls(optimizers, self._log.closed)
         self._open: dict[int, OpenStep] = {}
-        self._unread: list[OpenStep] = []
-        self._steps: list[Step] = []
         self._fired: set[int] = set()
-        self._batch: list[TensorCounts] = list(nonfinite_in_model(model))
-        self._model_was_bad = bool(self._batch)
-        self._losses: dict[str, torch.Tensor] = {}
-        self._tally = OverflowTally()
-        self._calls = Calls(optimizers, lambda: len(self._steps) + len(self._unread))
         self._paused = False
         self._inside: list[tuple[str, int]] = []
         self._interrupted = False
@@ -69,8 +59,7 @@ class Watch:
     @property
     def steps(self) -> tuple[Step, ...]:
         """One for each step that has ended so far; on a GPU this reads what is still unread (one sync)."""
-        self._read()
-        return tuple(self._steps)
+        return self._log.steps
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -86,21 +75,21 @@ class Watch:
     @property
     def group_totals(self) -> tuple[GroupTotal, ...]:
         """The overflowing groups of the steps that do not list them."""
-        return self._tally.totals
+        return self._log.tally.totals
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out."""
-        return self._tally.notes
+        return self._log.tally.notes
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        policy = "cuda" if device.type == "cuda" or is_emulating() else "native"
+        device, emulated = self._device, is_emulating() and self._device.type == "cpu"
+        policy = "cuda" if device.type == "cuda" or emulated else "native"
         return Record(
             command="watch",
             created=self._created,
-            environment=environment_of(device, policy, emulated=is_emulating() and device.type == "cpu"),
+            environment=environment_of(device, policy, emulated=emulated),
             config={},
             verdict="inconclusive",
             steps=self.steps,
@@ -111,6 +100,10 @@ class Watch:
             interrupted=self._interrupted,
             elapsed=round(time.monotonic() - self._started, 3),
         )
+
+    def explains(self, error: BaseException | None) -> bool:
+        """Whether one of the misuses is what raised this error of the loop's."""
+        return self._calls.explains(error)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -123,13 +116,11 @@ class Watch:
 
     def see_batch(self, found: Sequence[TensorCounts]) -> None:
         """Notes the non-finite leaves of a batch for the step that is under way."""
-        self._batch.extend(found)
+        self._log.batch.extend(found)
 
     def see_losses(self, losses: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
         """Adds unscaled losses (scalar tensors, by name) to the step; without this those that go backward count."""
-        for name, loss in losses.items():
-            part = loss.detach().float() * weight
-            self._losses[name] = self._losses[name] + part if name in self._losses else part
+        self._log.add_losses(losses, weight)
 
     def _step_of(self, scaler: GradScaler) -> OpenStep:
         return self._open.setdefault(id(scaler), OpenStep())
@@ -232,6 +223,7 @@ class Watch:
         bad = self._calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self._calls.bare_step(optimizer, bad)
         step.bare.add(id(optimizer))
+        step.before_closure = len(step.scaled)
 
     def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._paused or self._is_inside("step"):
@@ -263,7 +255,11 @@ class Watch:
         step = self._open.setdefault(_NO_SCALER, OpenStep())
         if step.stepped:
             self._close(_NO_SCALER)
-        self._open.setdefault(_NO_SCALER, OpenStep()).add_losses(roots)
+            step = self._open.setdefault(_NO_SCALER, OpenStep())
+        elif step.bare:
+            # A closure, inside optimizer.step: of all the times that it runs, the last one counts.
+            del step.scaled[step.before_closure :]
+        step.add_losses(roots)
 
     def _measure(self, step: OpenStep, optimizer: torch.optim.Optimizer, divisor: float) -> None:
         if id(optimizer) in self._optimizers and id(optimizer) not in step.norms:
@@ -288,45 +284,12 @@ class Watch:
         """Ends an open step; what others have of losses alone belonged to it too."""
         step = self._open.pop(key)
         self._open = {other: kept for other, kept in self._open.items() if kept.stepped or kept.scaler is not None}
-        if step.scale is None:
-            step.note_scale()
-        step.losses, self._losses = self._losses, {}
-        step.nonfinite, self._batch = self._batch, []
-        self._unread.append(step)
-        on_cpu = all(tensor.device.type == "cpu" for tensor in step.scalars())
-        if step.skipped or on_cpu or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
-            self._read()
-
-    def _read(self) -> None:
-        """Turns the unread steps into Steps, with one transfer for all of them."""
-        unread, self._unread = self._unread, []
-        values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
-        for step in unread:
-            made = step.to_step(len(self._steps), values)
-            if made.skipped or not _is_finite_number(made.loss):
-                made = self._with_bad_tensors(made)
-            if made.groups:
-                listed, hit = self._tally.kept(made.step, made.groups, step.reachable, len(self.groups))
-                made = replace(made, groups=listed, groups_hit=hit)
-            self._steps.append(made)
-            if self._on_step is not None:
-                self._on_step(made)
-
-    def _with_bad_tensors(self, step: Step) -> Step:
-        """Adds the parameters and buffers that are not finite: once, at the first step that shows them."""
-        if self._model_was_bad:
-            return step
-        found = nonfinite_in_model(self._model, "after")
-        self._model_was_bad = bool(found)
-        return replace(step, nonfinite=(*step.nonfinite, *found))
+        self._log.close(step)
 
     def _finish(self) -> None:
-        """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite."""
         for key in [key for key, step in self._open.items() if step.bare and step.stepped]:
             self._close(key)
-        self._read()
-        if self._steps and not self._model_was_bad:
-            self._steps[-1] = self._with_bad_tensors(self._steps[-1])
+        self._log.finish()
 
 
 @contextlib.contextmanager
@@ -402,7 +365,3 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
-
-
-def _is_finite_number(value: float) -> bool:
-    return value - value == 0.0

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record import Step, TensorCounts
+from ampdbg.record import Step, TensorCounts, from_json, to_json
+from ampdbg.report.text import render_text
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1),
@@ -212,8 +215,159 @@ def test_watching_keeps_no_tensor_of_a_step_alive() -> None:
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
         one_step(model, optimizer, scaler, factor=1e38)
-        kept = [value for value in vars(watcher).values() if isinstance(value, (list, dict)) and value]
+        held = {**vars(watcher), **vars(watcher._log)}
+        kept = [value for value in held.values() if isinstance(value, (list, dict)) and value]
         assert not any(isinstance(item, torch.Tensor) for value in kept for item in value)
         assert isinstance(watcher, Watch)
         assert watcher._open == {}
-        assert watcher._unread == []
+        assert watcher._log._unread == []
+
+
+def bare_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0, clip: bool = False
+) -> None:
+    optimizer.zero_grad()
+    (model(torch.ones(2, 3)).square().mean() * factor).backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_loop_without_a_scaler_has_steps_too(make: Callable[[Any], torch.optim.Optimizer], clip: bool) -> None:
+    model, seen = small_model(), list[Step]()
+    loss = model(torch.ones(2, 3)).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with watch(model, make(model.parameters()), on_step=seen.append) as watcher:
+        bare_step(model, next(iter(watcher._optimizers.values())), clip=clip)
+        # As it ends, and not with the next one.
+        [step] = seen
+    assert watcher.steps == (step,)
+    assert (step.scale, step.skipped, step.found_inf) == (1.0, False, False)
+    assert step.loss == pytest.approx(loss.item())
+    assert step.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item())
+
+
+def test_a_bare_step_writes_what_a_scaler_would_withhold() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        bare_step(model, optimizer)
+        bare_step(model, optimizer, factor=math.inf)
+    healthy, bad = watcher.steps
+    assert (healthy.found_inf, healthy.nonfinite) == (False, ())
+    assert (bad.found_inf, bad.skipped, bad.loss) == (True, False, math.inf)
+    assert [group.name for group in bad.groups] == ["group 0"]
+    assert {(found.kind, found.when) for found in bad.nonfinite} == {("parameter", "after")}
+
+
+def test_optimizers_that_step_on_one_backward_pass_share_a_step() -> None:
+    first, second = small_model(), small_model()
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
+    with watch(torch.nn.ModuleList([first, second]), optimizers) as watcher:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    assert len(watcher.steps) == 3
+
+
+def test_optimizers_that_step_on_backward_passes_of_their_own_have_steps_of_their_own() -> None:
+    first, second = small_model(), small_model()
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
+    with watch(torch.nn.ModuleList([first, second]), optimizers) as watcher:
+        for _ in range(3):
+            bare_step(first, optimizers[0])
+            bare_step(second, optimizers[1], factor=100.0)
+    assert len(watcher.steps) == 6
+    assert watcher.steps[1].loss > 10 * watcher.steps[0].loss
+
+
+def test_the_loss_of_a_bare_step_is_the_sum_over_its_micro_batches() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        for factor in (0.25, 0.75):
+            (model(torch.ones(2, 3)).square().mean() * factor).backward()
+        optimizer.step()
+    assert watcher.steps[0].loss == pytest.approx(small_model()(torch.ones(2, 3)).square().mean().item())
+
+
+def test_a_closure_is_a_part_of_its_step() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss.item()
+
+    with watch(model, optimizer) as watcher:
+        losses = [optimizer.step(closure) for _ in range(3)]
+    assert [step.loss for step in watcher.steps] == pytest.approx(losses)
+    assert all(step.grad_norm for step in watcher.steps)
+
+
+def test_the_loss_of_a_closure_that_runs_many_times_is_the_last_one() -> None:
+    model, losses = small_model(), list[float]()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        return loss
+
+    with watch(model, optimizer) as watcher:
+        optimizer.step(closure)
+    assert len(losses) > 1
+    assert [step.loss for step in watcher.steps] == pytest.approx(losses[-1:])
+
+
+def test_a_bare_loop_is_bit_identical_and_leaves_no_hook() -> None:
+    def trained(watched: bool) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with watch(model, optimizer) if watched else torch.enable_grad():
+            for number in range(6):
+                bare_step(model, optimizer, clip=number % 2 == 0)
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+        return list(model.parameters())
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(False), trained(True), strict=True))
+
+
+def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD([{"params": [p], "name": n} for n, p in model.named_parameters()], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with watch(model, optimizer) as watcher:
+        for number in range(12):
+            one_step(model, optimizer, scaler, factor=1e38 if number > 3 else 1.0)
+            assert len(watcher.record().steps) == number + 1
+    record = diagnose(watcher.record())
+    assert (record.command, record.verdict) == ("watch", "inconclusive")
+    assert record.groups == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert (record.environment.device, record.environment.policy, record.environment.emulated) == (
+        "cpu",
+        "native",
+        False,
+    )
+    assert "scale-collapse" in {finding.code for finding in record.findings}
+    assert repr(from_json(to_json(record)).steps) == repr(record.steps)
+    assert "Non-finite gradients" in render_text(record, width=100, color=False)
+
+
+def test_the_record_says_that_cuda_is_emulated() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cuda_on_cpu(), watch(model, optimizer) as watcher:
+        one_step(model, optimizer, GradScaler("cpu"))
+        environment = watcher.record().environment
+    assert (environment.policy, environment.emulated) == ("cuda", True)

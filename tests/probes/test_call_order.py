@@ -1,0 +1,112 @@
+"""The order of calls as a pure state machine: sequences of calls, and the codes that they have."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdbg.probes.call_order import REFUSALS, Call, CallOrder, Hit
+
+SCALED = Call("backward", optimizers=(0,), actor=1)
+FRESH = Call("backward", optimizers=(0,), actor=1, rewritten=(0, 1))
+UNSCALED = Call("backward", optimizers=(0,), rewritten=(0, 1))
+CLIP = Call("clip", optimizers=(0,))
+UNSCALE = Call("unscale", optimizers=(0,))
+STEP = Call("step", optimizers=(0,))
+SKIP = Call("step", optimizers=(0,), skipped=True)
+BARE = Call("bare step", optimizers=(0,))
+UPDATE = Call("update", actor=1)
+OTHER_UPDATE = Call("update", actor=2)
+GET_SCALE = Call("get_scale")
+MOVE = Call("schedule", optimizers=(0,), actor=1)
+PENALTY = Call("grad", actor=1, creates_graph=True)
+
+
+def refused(kind: str, words: str) -> Call:
+    return Call(kind, optimizers=(0,), actor=1, raised=f"{words} and so on")  # type: ignore[arg-type]
+
+
+AGAIN, AFTER_STEP, STEPPED, _, _, NOTHING = REFUSALS
+
+RIGHT: dict[str, tuple[Call, ...]] = {
+    "the reference order": (FRESH, UNSCALE, CLIP, STEP, UPDATE, FRESH, STEP, UPDATE),
+    "accumulation": (FRESH, SCALED, SCALED, UNSCALE, CLIP, STEP, UPDATE, FRESH),
+    "no scaler": (UNSCALED, CLIP, BARE, UNSCALED, BARE),
+    "an update of another scaler": (FRESH, OTHER_UPDATE, STEP, UPDATE),
+    "a skip that is cleared": (FRESH, SKIP, UPDATE, FRESH, SKIP, UPDATE),
+    "gradients rewritten by hand": (FRESH, Call("bare step", optimizers=(0,), rewritten=(0,))),
+    "gradients rewritten by hand before clipping": (FRESH, Call("clip", optimizers=(0,), rewritten=(0,))),
+    "the scale was asked for": (FRESH, GET_SCALE, CLIP, BARE),
+    "the scale was asked for before a penalty": (PENALTY, GET_SCALE, FRESH),
+    "a gradient that makes no graph": (Call("grad", actor=1), FRESH),
+    "a penalty that no loss uses": (PENALTY, UPDATE, FRESH),
+    "a scheduler after a step": (FRESH, STEP, UPDATE, MOVE),
+    "a scheduler once in three steps": (FRESH, STEP, FRESH, STEP, FRESH, SKIP, MOVE),
+    "stale gradients that do no harm": (FRESH, SKIP, UPDATE, SCALED, STEP),
+    "what torch says that nobody knows": (refused("step", "out of memory"),),
+}
+
+WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
+    "clip": ((FRESH, CLIP), Hit("misuse-clip-scaled", CLIP)),
+    "clip in the second micro-batch": ((FRESH, SCALED, CLIP), Hit("misuse-clip-scaled", CLIP)),
+    "bare": ((FRESH, BARE), Hit("misuse-bare-step", BARE)),
+    "unscale between": ((FRESH, UNSCALE, SCALED), Hit("misuse-accumulate", UNSCALE)),
+    "unscale and update between": ((FRESH, UNSCALE, UPDATE, SCALED), Hit("misuse-accumulate", UNSCALE)),
+    "update between": ((FRESH, UPDATE, SCALED, STEP), Hit("misuse-accumulate", UPDATE)),
+    "update before the step": ((FRESH, UPDATE, STEP), Hit("misuse-many-updates", UPDATE)),
+    "update before unscale": ((FRESH, UPDATE, UNSCALE, STEP), Hit("misuse-many-updates", UPDATE)),
+    "stale": ((FRESH, SKIP, UPDATE, SCALED, SKIP), Hit("misuse-stale-gradients", SCALED)),
+    "penalty": ((PENALTY, FRESH), Hit("misuse-gradient-penalty", PENALTY)),
+    "scheduler": ((FRESH, SKIP, UPDATE, MOVE, MOVE), Hit("misuse-scheduler-on-skip", MOVE)),
+    "no scaler": (
+        (half := Call("backward", optimizers=(0,), lowered_to=("float16",)), BARE),
+        Hit("misuse-no-scaler", half),
+    ),
+    "bfloat16": (
+        (wide := Call("backward", optimizers=(0,), actor=1, lowered_to=("bfloat16",)),),
+        Hit("misuse-scaler-bfloat16", wide),
+    ),
+    "in autocast": (
+        (inside := Call("backward", optimizers=(0,), in_autocast=True),),
+        Hit("misuse-backward-in-autocast", inside),
+    ),
+    "twice": ((FRESH, UNSCALE, again := refused("unscale", AGAIN)), Hit("misuse-unscale-twice", again)),
+    "after the step": ((FRESH, STEP, late := refused("unscale", AFTER_STEP)), Hit("misuse-unscale-twice", late)),
+    "a new window": ((FRESH, STEP, FRESH, new := refused("unscale", AFTER_STEP)), Hit("misuse-no-update", new)),
+    "unscaled in the last window": ((FRESH, UNSCALE, BARE, FRESH, again), Hit("misuse-no-update", again)),
+    "stepped in the last window": ((FRESH, STEP, FRESH, no := refused("step", STEPPED)), Hit("misuse-no-update", no)),
+    "an update for nothing": (
+        (FRESH, STEP, UPDATE, idle := refused("update", NOTHING)),
+        Hit("misuse-many-updates", idle),
+    ),
+    "an update too early": ((FRESH, early := refused("update", NOTHING)), Hit("misuse-accumulate", early)),
+}
+
+
+def hits(calls: tuple[Call, ...]) -> list[Hit]:
+    order = CallOrder(2)
+    return [hit for call in calls for hit in order.hits(call)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_order_has_no_hit(name: str) -> None:
+    assert hits(RIGHT[name]) == []
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_order_blames_one_call(name: str) -> None:
+    calls, expected = WRONG[name]
+    assert hits(calls) == [expected]
+
+
+def test_one_root_is_told_once() -> None:
+    bare = (FRESH, BARE, refused("update", NOTHING))
+    assert [hit.code for hit in hits(bare)] == ["misuse-bare-step"]
+    accumulated = (FRESH, UNSCALE, SCALED, refused("unscale", AGAIN))
+    assert [hit.code for hit in hits(accumulated)] == ["misuse-accumulate"]
+
+
+def test_what_one_optimizer_does_is_not_blamed_on_another() -> None:
+    second = Call("bare step", optimizers=(1,))
+    assert hits((FRESH, second, STEP, UPDATE)) == []
+    assert hits((FRESH, Call("clip", optimizers=(1,)), STEP, UPDATE)) == []
+    assert [hit.code for hit in hits((FRESH, Call("clip", optimizers=(0, 1)), STEP))] == ["misuse-clip-scaled"]

@@ -1,0 +1,229 @@
+"""The calls of real loops: no legal one is blamed, several misuses are told apart, and no trace is left."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
+
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes import calls, replaced_calls, source_lines
+from ampdbg.probes.watch import watch
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One iteration of a legal loop: which optimizer, and in which of the ways that are allowed."""
+
+    optimizer: int
+    scaled: bool
+    micro_batches: int
+    clip: bool
+    in_place: bool
+    overflows: bool
+    asks_for_scale: bool
+    reaches_both: bool
+    schedules: bool
+
+
+turns = st.builds(
+    Turn,
+    optimizer=st.integers(0, 1),
+    scaled=st.booleans(),
+    micro_batches=st.integers(1, 3),
+    **dict.fromkeys(("clip", "in_place", "overflows", "asks_for_scale", "reaches_both", "schedules"), st.booleans()),
+)
+
+
+def two_models() -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    models = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    return models, [torch.optim.SGD(models[0].parameters(), 0.01), torch.optim.Adam(models[1].parameters(), 0.01)]
+
+
+def run_turn(turn: Turn, models: nn.ModuleList, optimizer: Any, scaler: GradScaler, scheduler: Any) -> None:
+    optimizer.zero_grad(set_to_none=not turn.in_place)
+    for _ in range(turn.micro_batches):
+        out = models[turn.optimizer](torch.ones(3, 2))
+        if turn.reaches_both:
+            out = out * models[1 - turn.optimizer](torch.ones(3, 2))
+        loss = out.square().mean() * (1e38 if turn.overflows and turn.scaled else 1.0)
+        (scaler.scale(loss) if turn.scaled else loss).backward()
+    parameters = models[turn.optimizer].parameters()
+    if not turn.scaled:
+        if turn.clip:
+            clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return
+    before = scaler.get_scale() if turn.asks_for_scale else math.nan
+    if turn.clip:
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(parameters, 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    if turn.schedules and turn.asks_for_scale and scaler.get_scale() >= before:
+        scheduler.step()
+
+
+@given(st.lists(turns, min_size=1, max_size=8), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_legal_sequence_of_calls_is_blamed(sequence: list[Turn], one_scaler: bool) -> None:
+    models, optimizers = two_models()
+    scalers = [GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=16.0)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    with watch(models, optimizers) as seen:
+        for turn in sequence:
+            scaler = scalers[0 if one_scaler else turn.optimizer]
+            run_turn(turn, models, optimizers[turn.optimizer], scaler, schedulers[turn.optimizer])
+    assert seen.misuses == ()
+    assert len(seen.steps) == len(sequence)
+
+
+def test_several_misuses_are_told_apart_and_counted() -> None:
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with watch(models, optimizer) as seen:
+        for _ in range(40):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False), torch.autocast("cpu"):
+                loss = models[0](torch.ones(3, 2)).float().square().mean()
+                scaler.scale(loss).backward()
+            clip_grad_norm_(models.parameters(), 1.0)
+            clip_grad_norm_(models.parameters(), 2.0)
+            scaler.step(optimizer)
+            scaler.update()
+    found = [(misuse.code, misuse.step, misuse.count) for misuse in seen.misuses]
+    assert found[0][:2] == ("misuse-backward-in-autocast", 0)
+    # Seen in the graph of the 1st, 2nd, 4th … backward pass only; everything else each time.
+    assert found[1] == ("misuse-scaler-bfloat16", 0, 6)
+    assert found[2:] == [("misuse-clip-scaled", 0, 40), ("misuse-clip-scaled", 0, 40)]
+    lines = [misuse.source.line for misuse in seen.misuses if misuse.source]
+    assert lines[3] - lines[2] == 1
+    record = diagnose(seen.record())
+    assert [finding.severity for finding in record.findings] == ["error", "error", "warning", "warning"]
+    assert record.verdict == "other"
+
+
+def state_of_torch() -> tuple[Any, ...]:
+    schedulers = replaced_calls.classes_with_own(torch.optim.lr_scheduler.LRScheduler, "step")
+    clipping = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
+    return (
+        torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+        *(vars(owner)["step"] for owner in schedulers),
+        *(cell.cell_contents for function in clipping for cell in function.__closure__ or ()),
+        *(vars(GradScaler)[name] for name in ("scale", "unscale_", "step", "update", "get_scale")),
+    )
+
+
+class Stop(BaseException):
+    """Not even an Exception."""
+
+
+def loop_that_raises(error: BaseException) -> None:
+    models, optimizers = two_models()
+    with watch(models, optimizers):
+        models[0](torch.ones(1, 2)).sum().backward()
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), Stop()], ids=type)
+def test_everything_is_put_back_when_the_loop_raises(error: BaseException) -> None:
+    before = state_of_torch()
+    models, optimizers = two_models()
+    with watch(models, optimizers):
+        assert not any(now is then for now, then in zip(state_of_torch(), before, strict=True))
+    with pytest.raises(type(error)):
+        loop_that_raises(error)
+    assert all(now is then for now, then in zip(state_of_torch(), before, strict=True))
+
+
+def test_an_interrupt_is_said_in_the_record() -> None:
+    models, optimizers = two_models()
+    with pytest.raises(KeyboardInterrupt), watch(models, optimizers) as seen:
+        raise KeyboardInterrupt
+    assert seen.record().interrupted
+
+
+def test_no_graph_or_loss_is_kept_alive() -> None:
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu")
+    with watch(models, optimizer):
+        out = models[0](torch.ones(1, 2))
+        scaled = scaler.scale(out.sum())
+        scaled.backward()
+        kept = [weakref.ref(out), weakref.ref(scaled)]
+        del out, scaled
+        gc.collect()
+        assert [ref() for ref in kept] == [None, None]
+
+
+def test_frames_are_walked_for_the_first_calls_of_each_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[source_lines.Line | None] = []
+
+    def walk() -> source_lines.Line | None:
+        walks.append(source_lines.innermost_line())
+        return walks[-1]
+
+    monkeypatch.setattr(calls, "innermost_line", walk)
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with watch(models, optimizer) as seen:
+        for _ in range(50):
+            run_turn(Turn(0, True, 1, True, *[False] * 5), models, optimizer, scaler, None)
+    assert seen.misuses == ()
+    kinds = 5  # backward, unscale, clip, step, update
+    assert len(walks) == kinds * calls.FEW
+
+
+def test_what_runs_while_paused_is_no_part_of_the_loop() -> None:
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with watch(models, optimizer) as seen, seen.paused():
+        scaler.scale(models[0](torch.ones(1, 2)).sum()).backward()
+        clip_grad_norm_(models.parameters(), 1.0)
+        optimizer.step()
+    assert seen.misuses == ()
+    assert seen.steps == ()
+
+
+def test_a_subclass_that_unscales_by_itself_is_understood() -> None:
+    class Sharded(GradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            state = self._per_optimizer_states[id(optimizer)]
+            inverse, found = torch.tensor(1 / self.get_scale()), torch.zeros(())
+            state["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, True)
+            state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED
+
+    models, [optimizer, _] = two_models()
+    scaler = Sharded("cpu", init_scale=8.0)
+    with watch(models, optimizer) as seen:
+        for _ in range(3):
+            run_turn(Turn(0, True, 2, True, *[False] * 5), models, optimizer, scaler, None)
+    assert seen.misuses == ()
+    assert len(seen.steps) == 3
+
+
+def test_a_wrapped_optimizer_is_watched_through_its_wrapper() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer = inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self.optimizer.step(closure)
+
+    models, [optimizer, _] = two_models()
+    wrapper = Wrapper(optimizer)
+    with watch(models, wrapper) as seen:
+        models[0](torch.ones(1, 2)).sum().backward()
+        wrapper.step()
+    assert len(seen.steps) == 1

@@ -1,0 +1,138 @@
+"""ampdbg's own loop is in the right order, whatever the workload does that is right; what is wrong in it is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ampdbg.config import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.record import Record
+from ampdbg.training.loop import train
+
+WORKLOAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh()).squeeze(-1)
+
+
+class Lit(Net):
+    def training_step(self, batch, index):
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        optimizers = [torch.optim.SGD(self.body.parameters(), 0.01), torch.optim.Adam(self.head.parameters(), 0.01)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 3) for optimizer in optimizers]
+
+
+def data():
+    torch.manual_seed(3)
+    return [(torch.randn(16, 4), torch.randn(16)) for _ in range(3)]
+
+
+def two_losses(model, batch):
+    out = model(batch[0])
+    return {"first": F.mse_loss(out, batch[1]), "second": out.square().mean()}
+
+
+def penalised(model, batch):
+    x = batch[0].requires_grad_()
+    loss = F.mse_loss(model(x), batch[1])
+    [grad] = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum(1).sqrt().mean()
+
+
+def checkpointed(model, batch):
+    return F.mse_loss(checkpoint(model, batch[0], use_reentrant=False), batch[1])
+
+
+def overflowing(model, batch):
+    return (model.body(batch[0]) * 60000 * 2).float().mean()
+
+
+def steep(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1]) * 1e6
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad  # misuse-custom-function
+
+
+def custom(model, batch):
+    return Squared.apply(model(batch[0])[:, None], model.head.weight[:, :1].detach().clone().requires_grad_()).mean()
+"""
+
+MSE = {"target": "torch.nn.functional:mse_loss"}
+MODEL = {"target": "work.py:Net"}
+CLIPPED = {"steps": 6, "accumulate": 3, "clip_grad_norm": 0.1}
+
+
+def step(name: str, **keys: Any) -> dict[str, Any]:
+    return {"model": MODEL, "step": {"target": f"work.py:{name}"}, **keys}
+
+
+def scanned(folder: Path, spec: dict[str, Any]) -> Record:
+    (folder / "work.py").write_text(WORKLOAD)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({"data": {"target": "work.py:data"}, "train": {"steps": 6}, **spec}))
+    return diagnose(train(load_config(path)))
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "plain": {"model": MODEL, "loss": MSE},
+    "accumulated and clipped": {"model": MODEL, "loss": MSE, "train": CLIPPED},
+    "bfloat16": {"model": MODEL, "loss": MSE, "precision": {"dtype": "bfloat16"}, "train": CLIPPED},
+    "float32": {"model": MODEL, "loss": MSE, "precision": {"level": "O0"}, "train": CLIPPED},
+    "a static scale of 1": {"model": MODEL, "loss": MSE, "precision": {"loss_scale": 1}},
+    "the device's own policy": {"model": MODEL, "loss": MSE, "precision": {"policy": "native"}},
+    "several optimizers and schedulers": {"model": {"target": "work.py:Lit"}, "train": CLIPPED},
+    "several losses": step("two_losses", train=CLIPPED),
+    "a gradient penalty": step("penalised"),
+    "checkpoints": step("checkpointed"),
+    "a loss that overflows": step("overflowing"),
+    "gradients that overflow": step("steep", train={"steps": 12, "clip_grad_norm": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_scan_misuses_nothing_itself(name: str, tmp_path: Path) -> None:
+    record = scanned(tmp_path, RIGHT[name])
+    assert record.misuses == ()
+    assert len(record.steps) == record.planned_steps
+
+
+def test_what_a_misuse_raises_is_a_finding_and_no_failure_to_run(tmp_path: Path) -> None:
+    record = scanned(tmp_path, step("custom"))
+    [finding] = record.findings
+    assert (finding.code, finding.severity, record.verdict) == ("misuse-custom-function", "error", "other")
+    assert finding.source is not None
+    assert "misuse-custom-function" in finding.source.text
+    assert "torch says: " in finding.message
+
+
+def test_replays_are_no_part_of_the_loop(tmp_path: Path) -> None:
+    record = scanned(tmp_path, RIGHT["a loss that overflows"])
+    assert record.investigations
+    assert record.misuses == ()
