@@ -78,7 +78,7 @@ def _watched(
             interrupted = True
         except UserCodeError as raised:
             error = autocast_error(raised, step=len(watcher.steps))
-            if error is None:
+            if error is None and not watcher.explains(raised.__cause__):
                 raise
     return replace(
         record,
