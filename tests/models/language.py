@@ -38,33 +38,33 @@ def t5(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) 
     """T5 1.1 (gated GELU, untied head); ``feed_forward_proj="relu", tie_word_embeddings=True`` is the first T5."""
     shape = {"d_model": WIDTH, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": VOCABULARY}
     kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0}
-    return _ready(T5ForConditionalGeneration(T5Config(**{**shape, **kind, **changes})), grow, checkpointing)
+    return ready(T5ForConditionalGeneration(T5Config(**{**shape, **kind, **changes})), grow, checkpointing)
 
 
 def gpt2(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
     """GPT-2 with tied embeddings."""
     shape = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-    return _ready(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})), grow, checkpointing)
+    return ready(GPT2LMHeadModel(GPT2Config(**{**shape, **changes})), grow, checkpointing)
 
 
 def gemma(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
     """Gemma: multi-query attention, gated GELU, embeddings multiplied by the root of the width."""
     shape = {"num_key_value_heads": 1, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"}
     config = GemmaConfig(**{**_decoder_shape(), **shape, **changes})
-    return _ready(GemmaForCausalLM(config), grow, checkpointing)
+    return ready(GemmaForCausalLM(config), grow, checkpointing)
 
 
 def llama(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
     """Llama: grouped queries, SwiGLU, untied head."""
     config = LlamaConfig(**{**_decoder_shape(), "num_key_value_heads": 2, **changes})
-    return _ready(LlamaForCausalLM(config), grow, checkpointing)
+    return ready(LlamaForCausalLM(config), grow, checkpointing)
 
 
 def opt(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
     """OPT: ReLU, norms before each block; ``do_layer_norm_before=False`` is the 350m layout."""
     shape = {"hidden_size": WIDTH, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     sizes = {"vocab_size": VOCABULARY, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 64}
-    return _ready(OPTForCausalLM(OPTConfig(**{**shape, **sizes, **changes})), grow, checkpointing)
+    return ready(OPTForCausalLM(OPTConfig(**{**shape, **sizes, **changes})), grow, checkpointing)
 
 
 def bert(
@@ -73,8 +73,16 @@ def bert(
     """BERT for masked language modelling, or with ``classes`` for classification."""
     shape = {**_decoder_shape(), **changes}
     if classes is None:
-        return _ready(BertForMaskedLM(BertConfig(**shape)), grow, checkpointing)
-    return _ready(BertForSequenceClassification(BertConfig(**{**shape, "num_labels": classes})), grow, checkpointing)
+        return ready(BertForMaskedLM(BertConfig(**shape)), grow, checkpointing)
+    return ready(BertForSequenceClassification(BertConfig(**{**shape, "num_labels": classes})), grow, checkpointing)
+
+
+def ready(model: PreTrainedModel, grow: Growth | None, checkpointing: bool) -> nn.Module:
+    """The model with its outliers, and with every block checkpointed where that is asked for."""
+    if checkpointing:
+        # Its later name, activation_checkpointing_enable, is not in the last transformers for Python 3.10.
+        model.gradient_checkpointing_enable()
+    return grown(model, grow)
 
 
 def texts(count: int = 3, size: int = 4, length: int = 24, padding: str = "right") -> list[dict[str, torch.Tensor]]:
@@ -126,9 +134,3 @@ def _padded(size: int, length: int, padding: str = "right") -> tuple[torch.Tenso
 def _decoder_shape() -> dict[str, Any]:
     width = {"hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     return {**width, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
-
-
-def _ready(model: PreTrainedModel, grow: Growth | None, checkpointing: bool) -> nn.Module:
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    return grown(model, grow)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, WhisperConfig, WhisperForConditionalGeneration
 
-from tests.models.language import IGNORED
+from tests.models.language import IGNORED, ready
 from tests.models.outliers import Growth, grown
 
 CLASSES = 10
@@ -25,9 +25,7 @@ def vit(grow: Growth | None = None, checkpointing: bool = False, **changes: Any)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     images = {"image_size": PIXELS, "patch_size": 8, "num_labels": CLASSES}
     model = ViTForImageClassification(ViTConfig(**{**shape, **images, **changes}))
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    return grown(model, grow)
+    return ready(model, grow, checkpointing)
 
 
 def whisper(grow: Growth | None = None, checkpointing: bool = False, **changes: Any) -> nn.Module:
@@ -37,9 +35,7 @@ def whisper(grow: Growth | None = None, checkpointing: bool = False, **changes: 
     places = {"num_mel_bins": MELS, "max_source_positions": FRAMES // 2, "max_target_positions": 32}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     model = WhisperForConditionalGeneration(WhisperConfig(**{**shape, **depth, **places, **tokens, **changes}))
-    if checkpointing:
-        model.activation_checkpointing_enable()
-    return grown(model, grow)
+    return ready(model, grow, checkpointing)
 
 
 def timm_model(name: str, grow: Growth | None = None, **changes: Any) -> nn.Module:
