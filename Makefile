@@ -30,7 +30,7 @@ slow: setup ## the tests that take longer than ten seconds each
 	@$(PYTEST) -m slow
 
 bench: setup ## the measured claims: speed of the emulation and of watching
-	@for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit $$?; done
+	@$(BIN)/python benchmarks/steps.py
 
 lint: setup ## only lint, format and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
