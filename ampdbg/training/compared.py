@@ -42,10 +42,13 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
     met = _largest_by_key(fp32.trace.ops) if fp32.trace else {}
+    starts = [index for index, seen in enumerate(trace.ops) if seen.produces]
+    if replayed is fp32 and not starts:
+        # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
+        starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
     found = [
-        _producer(seen, met.get(_key(seen)), trace.circumstances.get(index, NOTHING_SPECIAL))
-        for index, seen in enumerate(trace.ops)
-        if seen.produces
+        _producer(trace.ops[i], met.get(_key(trace.ops[i])), trace.circumstances.get(i, NOTHING_SPECIAL))
+        for i in starts
     ]
     return replace(replayed.replay, producers=tuple(found[:PRODUCERS_KEPT]))
 
