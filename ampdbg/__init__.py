@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .commands.ranges import ranges as ranges
     from .commands.scan import scan as scan
+    from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
+    from .record import write_record as write_record
 
 __version__ = "0.1.0"
 
@@ -18,6 +20,8 @@ _HOMES = {
     "scan": ".commands.scan",
     "ranges": ".commands.ranges",
     "watch": ".probes.watch",
+    "diagnose": ".diagnosis.diagnose",
+    "write_record": ".record",
     "pin_fp32": ".precision.pins",
 }
 

@@ -56,23 +56,24 @@ def diagnose(record: Record) -> Record:
     for family in ORDER_OF_DECISION:
         for finding in family(record):
             findings.append(_beside(finding, findings))
-    findings = [finding for finding in findings if finding.severity != "info" or not _errors(findings)]
+    findings = _told(findings) or findings
     return replace(record, findings=tuple(findings), verdict=_verdict(record, findings))
 
 
 def _beside(finding: Finding, found: list[Finding]) -> Finding:
-    """An error of a later family follows from the first one that was found."""
-    if finding.severity == "info" or not found:
+    """What a later family finds follows from the first thing that was found; information is no cause."""
+    if finding.severity == "info" or not _told(found):
         return replace(finding, root=None)
     return replace(finding, root=0)
 
 
-def _errors(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.severity == "error"]
+def _told(findings: list[Finding]) -> list[Finding]:
+    """Everything but information, which is left out where there is more to tell."""
+    return [finding for finding in findings if finding.severity != "info"]
 
 
 def _verdict(record: Record, findings: list[Finding]) -> Verdict:
-    told = [finding for finding in findings if finding.severity != "info"]
+    told = _told(findings)
     if not told:
         return "healthy"
     root = told[0]

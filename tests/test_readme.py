@@ -1,0 +1,36 @@
+"""The README's Python runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from ampdbg.record import read_record
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = GradScaler("cpu")
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_the_example_of_a_watched_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [example] = [text for text in EXAMPLES if "ampdbg.watch(" in text]
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "record.json"
+    exec(example, {"model": model, "optimizer": optimizer, "train": train, "path": path})
+    assert capsys.readouterr().out.startswith("misuse-clip-scaled Source(file=")
+    record = read_record(path)
+    assert (record.command, record.verdict, len(record.steps)) == ("watch", "other", 3)
