@@ -159,7 +159,9 @@ def _overflowing_gradients(found: Skips, record: Record) -> Finding:
     """The groups of the step that hit the fewest: where few groups are hit, they name the place."""
     telling = found.new_lows if len(found.new_lows) >= LOWS_OF_A_COLLAPSE else found.all
     telling = tuple(step for step in telling if math.isfinite(step.loss)) or found.all
-    narrowest = min(telling, key=lambda step: (len(step.groups), step.step))
+    # A long run does not list the groups of every step.
+    listed = [step for step in telling if step.groups] or [step for step in found.all if step.groups] or telling
+    narrowest = min(listed, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return Finding(

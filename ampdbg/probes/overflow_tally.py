@@ -12,7 +12,7 @@ DETAILED_STEPS = 50
 """So many unhealthy steps list their groups and parameters."""
 
 DETAILED_PARAMETERS = 10_000
-"""So many parameters are listed over all steps: about 2 MB of JSON."""
+"""So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step always is."""
 
 NARROW = 20
 """A later step that hits fewer groups than any before, and at most so many, is listed too: it says most about where."""
@@ -68,7 +68,7 @@ class OverflowTally:
         return (), len(groups)
 
     def _is_listed(self, groups: Sequence[GroupOverflow]) -> bool:
-        if len(groups) < self._fewest:
+        if self._parameters == 0 or len(groups) < self._fewest:
             return True
         size = sum(len(group.parameters) for group in groups)
         return self._steps <= DETAILED_STEPS and self._parameters + size <= DETAILED_PARAMETERS

@@ -41,7 +41,7 @@ def calls_noted(
         noting = functools.partial(_run_backward, engine, calls, is_paused, on_backward)
         stack.enter_context(replaced(torch.autograd, "_engine_run_backward", noting))
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            stack.enter_context(_clipping_replaced(getattr(torch.nn.utils, name), calls, is_paused, on_clip))
+            stack.enter_context(_clipping_replaced(name, calls, is_paused, on_clip))
         for owner in classes_with_own(LRScheduler, "step"):
             step = _scheduling(vars(owner)["step"], calls, is_paused)
             stack.enter_context(replaced(owner, "step", step))
@@ -70,12 +70,11 @@ def _run_backward(
 
 
 @contextlib.contextmanager
-def _clipping_replaced(
-    function: Any, calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward
-) -> Iterator[None]:
+def _clipping_replaced(name: str, calls: Calls, is_paused: Callable[[], bool], on_clip: OnBackward) -> Iterator[None]:
     """Replaces what a clipping function wraps, so that ``from torch.nn.utils import clip_grad_norm_`` is seen too."""
-    cell = function.__closure__[function.__code__.co_freevars.index("func")]
-    original = cell.cell_contents
+    function = getattr(torch.nn.utils, name)
+    cell = _wrapped(function)
+    original = cell.cell_contents if cell is not None else function
     arguments = tuple(inspect.signature(original).parameters)[:2]  # the parameters, and the limit
 
     @functools.wraps(original)
@@ -88,11 +87,21 @@ def _clipping_replaced(
         on_clip(listed)
         return calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
+    if cell is None:
+        with replaced(torch.nn.utils, name, clip):
+            yield
+        return
     cell.cell_contents = clip
     try:
         yield
     finally:
         cell.cell_contents = original
+
+
+def _wrapped(function: Any) -> Any:
+    """The cell in which a clipping function of torch's keeps what it wraps; None for one that somebody has replaced."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index("func")] if "func" in names else None
 
 
 def classes_with_own(owner: type, name: str) -> tuple[type, ...]:

@@ -185,6 +185,23 @@ def test_frames_are_walked_for_the_first_calls_of_each_kind_only(monkeypatch: py
     assert len(walks) == kinds * calls.FEW
 
 
+def test_a_clipping_function_that_somebody_has_replaced_is_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped: list[int] = []
+
+    def clip(parameters: Any, max_norm: float) -> None:
+        clipped.append(len(list(parameters)))
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with watch(models, optimizer) as seen:
+        scaler.scale(models[0](torch.ones(1, 2)).sum()).backward()
+        torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
+    assert [misuse.code for misuse in seen.misuses] == ["misuse-clip-scaled"]
+    assert clipped == [4]
+    assert vars(torch.nn.utils)["clip_grad_norm_"] is clip
+
+
 def test_what_runs_while_paused_is_no_part_of_the_loop() -> None:
     models, [optimizer, _] = two_models()
     scaler = GradScaler("cpu", init_scale=8.0)

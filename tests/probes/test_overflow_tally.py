@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.overflow_tally import DETAILED_PARAMETERS, DETAILED_STEPS, OverflowTally
 from ampdbg.probes.watch import watch
 from ampdbg.record import GroupOverflow, GroupTotal, ParameterCounts, Record, Step, Unseen, from_json, to_json
@@ -96,6 +97,20 @@ def test_few_parameters_of_many_steps_are_bounded_too() -> None:
     kept = [bool(tally.kept(number, wide, 20_000, 20_000)[0]) for number in range(6)]
     assert kept == [True] * 4 + [False] * 2
     assert tally.totals[0] == GroupTotal(0, group(0).name, 2, 4, 1, 0, 100, group(0).name, 1)
+
+
+def test_the_first_step_is_listed_however_many_parameters_it_has() -> None:
+    tally = OverflowTally()
+    wide = [group(index) for index in range(DETAILED_PARAMETERS + 1)]
+    assert [bool(tally.kept(number, wide, 20_000, 20_000)[0]) for number in range(3)] == [True, False, False]
+
+
+def test_the_diagnosis_names_the_narrowest_step_that_is_listed() -> None:
+    hits = [[group(index) for index in range(8)] for _ in range(DETAILED_STEPS)] + [[group(1), group(2)]] * 40
+    record = diagnose(replace(run(hits, 40), verdict="inconclusive"))
+    [unknown] = [finding for finding in record.findings if finding.code == "unknown"]
+    assert unknown.evidence["narrowest_step"] == DETAILED_STEPS
+    assert unknown.evidence["groups"] == [group(1).name, group(2).name]
 
 
 def test_a_healthy_step_and_an_empty_one_are_no_part_of_it() -> None:
