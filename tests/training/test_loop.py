@@ -151,7 +151,11 @@ def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
 def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
     # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse: dict[str, Any] = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    sparse: dict[str, Any] = {
+        "model": {"target": "work.py:sparse"},
+        "data": {"target": "work.py:tokens"},
+        "optimizer": sgd,
+    }
     one, three = (
         run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 2, "accumulate": accumulate})
         for accumulate in (1, 3)
@@ -176,7 +180,11 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
 
 def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
-    sparse: dict[str, Any] = {"model": {"target": "work.py:sparse"}, "data": {"target": "work.py:tokens"}, "optimizer": sgd}
+    sparse: dict[str, Any] = {
+        "model": {"target": "work.py:sparse"},
+        "data": {"target": "work.py:tokens"},
+        "optimizer": sgd,
+    }
     assert run(tmp_path, **sparse, **step_function("embed_loss"), train={"steps": 4}).verdict == "healthy"
     assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
 
