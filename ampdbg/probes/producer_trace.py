@@ -18,6 +18,8 @@ from ampdbg.probes.ops import OpSeen, OpTrace, Place
 POLES_AT_ZERO = frozenset("div reciprocal rsqrt log log2 log10 pow true_divide".split())
 """Ops that are infinite where their last operand is zero."""
 
+PRODUCTS = frozenset({"mul", "multiply", "div"})
+
 SAMPLE = 64
 """So many elements of an op's output stand for all of them when two replays are compared."""
 
@@ -57,10 +59,18 @@ class ProducerTrace(OpTrace):
     def _circumstances(self, seen: OpSeen) -> Circumstances:
         base_name = seen.op.split(".")[1].rstrip("_")
         return Circumstances(
-            is_constant=any(abs(number) >= FLOAT16.overflow_threshold for number in self._numbers)
-            or (base_name in ("_to_copy", "copy") and _overflows_on_a_constant(self._given)),
+            is_constant=self._is_constant(base_name),
             divides_by_zero=base_name in POLES_AT_ZERO and bool(self._given) and bool((self._given[-1] == 0).any()),
         )
+
+    def _is_constant(self, base_name: str) -> bool:
+        if base_name in ("_to_copy", "copy"):
+            return _overflows_on_a_constant(self._given)
+        beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
+        if base_name in PRODUCTS:
+            # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
+            return any(_is_one_value_times(self._given, number) for number in beyond)
+        return bool(beyond)
 
 
 class SampleTrace(OpTrace):
@@ -84,6 +94,15 @@ def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.empty(0)
     flat = values.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].double().cpu()
+
+
+def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
+    """Whether one value, several times, is all that a product with ``number`` carries beyond FP16."""
+    values = float_values(given[0]) if given else None
+    if values is None:
+        return False
+    beyond = values[(values.double() * number).abs() >= FLOAT16.overflow_threshold]
+    return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
 
 
 def _overflows_on_a_constant(given: Sequence[torch.Tensor]) -> bool:

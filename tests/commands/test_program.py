@@ -219,7 +219,7 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
 def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Step] = []
     record = ampdbg.scan(folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], on_step=seen.append)
-    assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("inconclusive", 2, 5)
+    assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("precision", 2, 5)
     assert tuple(seen) == record.steps
     assert not (folder / ".ampdbg").exists()
     assert "printed at import" in capfd.readouterr().out

@@ -1,0 +1,41 @@
+"""Activations are multiplied by a number that half cannot hold: a product that overflows, and no mask."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="forward-overflow",
+    verdict="precision",
+    module="",
+    op="aten.mul.Tensor",
+    step=0,
+    phase="forward",
+    says=("FP16 ends at 65504",),
+    twin=("model.args.gain=100.0",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, gain: float = 1e5) -> None:
+        super().__init__()
+        self.gain = gain
+        self.body = nn.Linear(4, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).relu() * self.gain  # <- here
+        return self.head(hidden)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
