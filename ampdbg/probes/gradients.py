@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from ampdbg.record import GroupOverflow, ParameterCounts
 
@@ -24,7 +25,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float = 1.0) -> tor
     """
     # Thousands of small gradients are not rare: what is spent on each of them here adds up to part of a step.
     values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in _gradients(optimizer)]
-    present = [value for value in values if value is not None and value.numel() > 0]
+    present = [value for value in values if value is not None and value.numel()]
     if not present:
         return None
     norm = _norm(present)
@@ -76,15 +77,19 @@ def _is_plain(gradient: torch.Tensor) -> bool:
 
 
 def _norm(values: list[torch.Tensor]) -> torch.Tensor:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    small: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     parts = []
     for value in values:
         if value.numel() <= SMALL:
-            by_kind.setdefault((value.device, value.dtype), []).append(value)
+            small.setdefault((value.get_device(), value.dtype), []).append(value)
         else:
             parts.append(value)
-    parts += [torch.cat([v if v.dim() == 1 else v.reshape(-1) for v in small]) for small in by_kind.values()]
-    norms = torch._foreach_norm([part.float() if part.dtype.itemsize < 4 else part for part in parts])
-    on_one_device = [norm.to(parts[0].device, norms[0].dtype) for norm in norms]
+    parts += [_flatten_dense_tensors(alike) for alike in small.values()]
+    flat = [part.reshape(-1).float() if part.dtype.itemsize < 4 else part.reshape(-1) for part in parts]
+    if all(part.device.type == "cpu" for part in flat):
+        # On a CPU a dot product takes half the time of a norm.
+        return torch.stack([torch.dot(part, part).double() for part in flat]).sum().sqrt().float()
+    norms = torch._foreach_norm(flat)
+    on_one_device = [norm.to(flat[0].device, norms[0].dtype) for norm in norms]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_one_device))
     return total
