@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import RecordError
+from .experiments import Pin, Proof, Search, Trial
 from .findings import Finding, Phase, Source
 
 RECORD_FORMAT = "ampdbg.record"
@@ -294,9 +295,10 @@ class Record:
     steps: tuple[Step, ...] = ()
     sites: tuple[Site, ...] = ()
     findings: tuple[Finding, ...] = ()
-    pins: tuple[Mapping[str, Any], ...] = ()
-    trials: tuple[Mapping[str, Any], ...] = ()
-    verification: Mapping[str, Any] | None = None
+    pins: tuple[Pin, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    search: Search | None = None
+    verification: Proof | None = None
     unseen: Unseen = field(default_factory=Unseen)
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()

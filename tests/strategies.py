@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ampdbg.experiments import Pin, PinCost, PinSite, Proof, ProofStep, Search, Trial
 from ampdbg.findings import Finding, Source
 from ampdbg.record import (
     AutocastError,
@@ -109,6 +110,57 @@ environments = st.builds(
     notes=tuples(texts),
 )
 
+costs = st.builds(PinCost, flops=floats, activations=floats, activation_bytes=counts)
+pins = st.builds(
+    Pin,
+    module=texts,
+    own=st.booleans(),
+    reason=st.none() | counts,
+    source=st.none() | sources,
+    sites=tuples(
+        st.builds(
+            PinSite,
+            phase=st.sampled_from(["forward", "backward"]),
+            **dict.fromkeys(("module", "op", "parameter"), texts),
+            source=st.none() | sources,
+            value=st.none() | floats,
+            call=counts,
+        )
+    ),
+    **dict.fromkeys(("without", "class_name"), texts),
+    cost=st.none() | costs,
+    is_library=st.booleans(),
+)
+trials = st.builds(
+    Trial,
+    pins=tuples(texts),
+    healthy=st.booleans(),
+    **dict.fromkeys(("why", "stage"), texts),
+    suspects=tuples(texts),
+    runs=counts,
+    healthy_runs=counts,
+    loss=st.none() | floats,
+    seconds=floats,
+)
+searches = st.builds(
+    Search,
+    strategy=st.sampled_from(["guided", "ddmin", "prefix"]),
+    outcome=st.sampled_from(["found", "nothing-to-pin", "fp32-fails"]),
+    message=texts,
+    step=st.none() | counts,
+    scale=st.none() | floats,
+    **dict.fromkeys(("failed", "tried", "modules", "further", "further_healthy"), counts),
+    losses=st.dictionaries(texts, floats, max_size=2),
+    cost=st.none() | costs,
+    classes=st.dictionaries(texts, tuples(counts), max_size=2),
+)
+proofs = st.builds(
+    Proof,
+    passed=st.booleans(),
+    steps=tuples(st.builds(ProofStep, name=texts, passed=st.booleans(), detail=texts)),
+    figures=st.dictionaries(texts, floats, max_size=2),
+)
+
 
 def records() -> st.SearchStrategy[Record]:
     """Records of every shape, sensible or not."""
@@ -122,9 +174,10 @@ def records() -> st.SearchStrategy[Record]:
         steps=tuples(steps, max_size=6),
         sites=tuples(sites),
         findings=tuples(findings),
-        pins=tuples(st.dictionaries(texts, plain_data, max_size=2)),
-        trials=tuples(st.dictionaries(texts, plain_data, max_size=2)),
-        verification=st.none() | st.dictionaries(texts, plain_data, max_size=2),
+        pins=tuples(pins),
+        trials=tuples(trials),
+        search=st.none() | searches,
+        verification=st.none() | proofs,
         unseen=st.builds(Unseen, *[tuples(texts)] * 3),
         autocast_error=st.none()
         | st.builds(AutocastError, code=texts, step=counts, message=texts, source=st.none() | sources),

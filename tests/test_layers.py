@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("findings",),
     ("codes",),
+    ("experiments",),
     ("record",),
     ("calibration", "agreement"),
     ("config",),
