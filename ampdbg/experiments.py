@@ -12,9 +12,18 @@ OWN = ":own"
 """Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
 
 Outcome = Literal[
-    "found", "nothing-to-pin", "fp32-fails", "not-in-a-module", "not-reproduced", "no-set-helps", "out-of-trials"
+    "found",
+    "nothing-to-pin",
+    "fp32-fails",
+    "no-pin-helps",
+    "not-in-a-module",
+    "not-reproduced",
+    "no-set-helps",
+    "out-of-trials",
 ]
-"""How a search ended. ``out-of-trials`` also means interrupted: the set is healthy where one was found, not minimal."""
+"""How a search ended. ``fp32-fails`` and ``no-pin-helps`` were not searched: FP32 is no better, or the cause is
+the data or the order of calls. ``out-of-trials`` also means interrupted: a set that was found is healthy, not
+minimal."""
 
 
 @dataclass(frozen=True)

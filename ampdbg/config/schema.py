@@ -130,7 +130,7 @@ class Precision(_Section):
         tuple[Annotated[str, Field(min_length=1)], ...],
         BeforeValidator(_not_text),
         BeforeValidator(lambda value: () if value is None else value),
-        Field(description="a list of module names, fnmatch patterns allowed"),
+        Field(description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone"),
     ] = ()
 
 

@@ -1,0 +1,182 @@
+"""Pins: what runs in FP32, what runs as before, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.errors import WorkloadError
+from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.pins import pin_fp32
+
+
+class Seen(nn.Module):
+    """A linear layer that notes the dtypes of its product and whether autocast was on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[tuple[torch.dtype, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        self.seen.append((output.dtype, torch.is_autocast_enabled("cpu")))
+        return output
+
+
+class Block(nn.Module):
+    """Two children, a product of its own between them, and a list of layers that it loops over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Seen(), Seen()
+        self.layers = nn.ModuleList([Seen(), Seen()])
+        self.own: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        product = x @ x.T
+        self.own.append(product.dtype)
+        x = self.second(product @ x)
+        for layer in self.layers:
+            x = layer(x)
+        self.own.append(x.dtype)
+        return x
+
+
+class Model(nn.Module):
+    """A block, and a block in FP32 by the user's own hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.wide = Seen()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.wide(x.float())
+
+
+HALF, WIDE = (torch.float16, True), (torch.float32, False)
+
+
+@pytest.fixture(autouse=True)
+def _emulated() -> Iterator[None]:
+    with cuda_on_cpu():
+        yield
+
+
+def run(model: Model | Block) -> torch.Tensor:
+    with torch.autocast("cuda", dtype=torch.float16):
+        output: torch.Tensor = model(torch.randn(3, 4))
+    return output
+
+
+def inside(block: Block) -> list[Seen]:
+    return [module for module in block.modules() if isinstance(module, Seen)]
+
+
+def test_without_a_pin_all_is_half() -> None:
+    model = Model()
+    run(model)
+    assert model.block.first.seen == [HALF]
+    assert model.block.own == [torch.float16, torch.float16]
+
+
+def test_a_whole_module_runs_in_fp32_with_its_children() -> None:
+    model = Model()
+    with pin_fp32(model, ["block"]):
+        run(model)
+    assert model.block.own == [torch.float32, torch.float32]
+    assert [seen for inner in inside(model.block) for seen in inner.seen] == [WIDE] * 4
+
+
+def test_own_lines_run_in_fp32_and_children_as_before() -> None:
+    model = Model()
+    with pin_fp32(model, ["block:own"]) as pins:
+        output = run(model)
+    assert pins.modules == ("block:own",)
+    assert model.block.own == [torch.float32, torch.float32]
+    assert [seen for inner in inside(model.block) for seen in inner.seen] == [HALF] * 4
+    assert output.dtype is torch.float32
+
+
+def test_own_lines_of_the_root_leave_the_users_own_region_alone() -> None:
+    model = Model()
+    with pin_fp32(model, [":own"]):
+        run(model)
+    assert model.block.own == [torch.float16, torch.float16]
+    assert model.wide.seen == [WIDE]
+
+
+def test_a_child_that_is_pinned_itself_stays_in_fp32() -> None:
+    model = Model()
+    with pin_fp32(model, ["block:own", "block.second"]):
+        run(model)
+    assert (model.block.first.seen, model.block.second.seen) == ([HALF], [WIDE])
+
+
+def test_own_lines_inside_a_whole_pin_change_nothing() -> None:
+    model = Model()
+    with pin_fp32(model, ["block", "block.first:own"]):
+        run(model)
+    assert model.block.first.seen == [WIDE]
+    with pin_fp32(model, ["block", "block:own"]) as pins:
+        assert pins.modules == ("block",)
+
+
+def test_own_lines_twice_over() -> None:
+    model = Model()
+    with pin_fp32(model, [":own", "block:own", "block.first:own"]):
+        run(model)
+    assert model.block.own == [torch.float32, torch.float32]
+    assert model.block.first.seen[0][0] is torch.float32  # its own line reads the cast result of its linear layer
+    assert model.block.second.seen == [HALF]
+
+
+def test_without_autocast_nothing_is_turned_on() -> None:
+    model = Model()
+    with pin_fp32(model, ["block:own"]):
+        model(torch.randn(3, 4))
+    assert model.block.first.seen == [WIDE]
+    assert model.block.own == [torch.float32] * 2
+
+
+def test_nothing_stays_behind() -> None:
+    model = Model()
+    with pin_fp32(model, ["block:own", "wide"]):
+        assert "forward" in vars(model.block.first)
+        assert "forward" in vars(model.wide)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_own_lines_that_raise_can_be_called_again() -> None:
+    class Picky(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 2:
+                raise ValueError("two rows")
+            return super().forward(x)
+
+    model = Picky()
+    with pin_fp32(model, [":own"]), torch.autocast("cuda", dtype=torch.float16):
+        with pytest.raises(ValueError, match="two rows"):
+            model(torch.randn(2, 4))
+        model(torch.randn(3, 4))
+    assert model.first.seen == [HALF]
+
+
+def test_gradients_come_back_in_the_parameters_dtype() -> None:
+    model = Model()
+    with pin_fp32(model, ["block:own"]):
+        run(model).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("pattern", ["blok", "blok:own"])
+def test_a_misspelt_name_is_refused(pattern: str) -> None:
+    with pytest.raises(WorkloadError, match="no module is named 'blok'; the model has 'block'"):
+        pin_fp32(Model(), [pattern])
