@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -57,12 +57,13 @@ def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
     return tuple(_counts("batch", named))
 
 
-def nonfinite_in_model(model: torch.nn.Module, when: When = "before") -> tuple[TensorCounts, ...]:
-    """The parameters and buffers of a model that hold inf or NaN; ``when`` is passed on."""
-    return (
-        *_counts("parameter", model.named_parameters(), when),
-        *_counts("buffer", model.named_buffers(), when),
-    )
+def nonfinite_in_model(
+    model: torch.nn.Module, when: When = "before", but: Container[str] = ()
+) -> tuple[TensorCounts, ...]:
+    """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
+    parameters = (pair for pair in model.named_parameters() if pair[0] not in but)
+    buffers = (pair for pair in model.named_buffers() if pair[0] not in but)
+    return (*_counts("parameter", parameters, when), *_counts("buffer", buffers, when))
 
 
 When = Literal["before", "after"]

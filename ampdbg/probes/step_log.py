@@ -30,7 +30,7 @@ class StepLog:
         self.batch: list[TensorCounts] = list(nonfinite_in_model(model))
         self.tally = OverflowTally()
         self._model = model
-        self._model_was_bad = bool(self.batch)
+        self._known_bad = {counts.name for counts in self.batch}
         self._groups = groups
         self._on_step = on_step
         self._losses: dict[str, torch.Tensor] = {}
@@ -67,7 +67,7 @@ class StepLog:
     def finish(self) -> None:
         """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite."""
         self._read()
-        if self._steps and not self._model_was_bad:
+        if self._steps:
             self._steps[-1] = self._with_bad_tensors(self._steps[-1])
 
     def _read(self) -> None:
@@ -86,11 +86,9 @@ class StepLog:
                 self._on_step(made)
 
     def _with_bad_tensors(self, step: Step) -> Step:
-        """Adds the parameters and buffers that are not finite: once, at the first step that shows them."""
-        if self._model_was_bad:
-            return step
-        found = nonfinite_in_model(self._model, "after")
-        self._model_was_bad = bool(found)
+        """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""
+        found = nonfinite_in_model(self._model, "after", but=self._known_bad)
+        self._known_bad |= {counts.name for counts in found}
         return replace(step, nonfinite=(*step.nonfinite, *found))
 
 

@@ -142,6 +142,22 @@ def test_bad_weights_are_seen_before_the_first_step_and_bad_buffers_after_the_la
     ]
 
 
+def test_a_mask_of_infinities_does_not_hide_the_buffer_that_is_poisoned_beside_it() -> None:
+    norm = torch.nn.BatchNorm1d(2, affine=False)
+    assert norm.running_mean is not None
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), norm, torch.nn.Linear(2, 1))
+    model.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=1.0)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+        norm.running_mean[0] = math.inf
+        one_step(model, optimizer, scaler)
+    assert [[(found.name, found.when) for found in step.nonfinite] for step in watcher.steps] == [
+        [("mask", "before")],
+        [("1.running_mean", "after")],
+    ]
+
+
 def test_each_step_is_reported_as_it_ends() -> None:
     model, scaler, seen = small_model(), GradScaler("cpu"), list[Step]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
