@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,22 @@ from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, take_snapshot
 
 
+OnInvestigated = Callable[[Snapshot, float, Investigation], None]
+"""Called with a step that was replayed, its loss scale and what came of it, while the weights are still its own."""
+
+
 class Investigator:
     """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
 
-    def __init__(self, run: Run, watcher: Watch, limit: int, on_replay: OnReplay) -> None:
+    def __init__(
+        self, run: Run, watcher: Watch, limit: int, on_replay: OnReplay, on_investigated: OnInvestigated
+    ) -> None:
         self.found: list[Investigation] = []
         self._run = run
         self._watcher = watcher
         self._limit = limit
         self._on_replay = on_replay
+        self._on_investigated = on_investigated
         self._is_low = low_dtype(run.config.precision) is not torch.float32
         self._first_buffers = self.snapshot(()).buffers
         self._skips_in_a_row = 0
@@ -69,10 +77,10 @@ class Investigator:
         if len(before) >= self._limit or same_root or not self._weights_are_finite():
             return
         steps = self._watcher.steps[: snapshot.step]
+        unpoisoned = self._unpoisoned(snapshot)
         with self._watcher.paused():
-            made = investigate(
-                self._run, self._unpoisoned(snapshot), why, scale, before=steps, on_replay=self._on_replay
-            )
+            made = investigate(self._run, unpoisoned, why, scale, before=steps, on_replay=self._on_replay)
+            self._on_investigated(unpoisoned, scale, made)
         self.found.append(made)
 
     def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:

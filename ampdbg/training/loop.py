@@ -21,7 +21,7 @@ from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.environment import describe_environment
 from ampdbg.training.investigation import OnReplay
-from ampdbg.training.investigator import Investigator
+from ampdbg.training.investigator import Investigator, OnInvestigated
 from ampdbg.training.run import Run, prepared
 
 
@@ -52,17 +52,37 @@ def train(
     """
     started = time.monotonic()
     with prepared(config) as run:
-        record = Record(
-            command=command,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            environment=describe_environment(config, run.device),
-            config=config.resolved(),
-            verdict="inconclusive",
-            planned_steps=config.train.steps,
-        )
-        record = _watched(run, record, lambda watcher: Investigator(run, watcher, replays, on_replay), on_step)
-        record = replace(record, environment=describe_environment(config, run.device))
+        record = train_prepared(run, on_step=on_step, on_replay=on_replay, command=command, replays=replays)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
+
+
+def train_prepared(
+    run: Run,
+    *,
+    on_step: Callable[[Step], None],
+    on_replay: OnReplay,
+    command: str,
+    replays: int,
+    on_investigated: OnInvestigated = lambda snapshot, scale, made: None,
+) -> Record:
+    """As :func:`train`, on a run that is prepared already and goes on to be used; says nothing of the time it took.
+
+    ``on_investigated`` is called while the weights are still those of the step.
+    """
+    record = Record(
+        command=command,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        environment=describe_environment(run.config, run.device),
+        config=run.config.resolved(),
+        verdict="inconclusive",
+        planned_steps=run.config.train.steps,
+    )
+
+    def investigator(watcher: Watch) -> Investigator:
+        return Investigator(run, watcher, replays, on_replay, on_investigated)
+
+    record = _watched(run, record, investigator, on_step)
+    return replace(record, environment=describe_environment(run.config, run.device))
 
 
 def _watched(
