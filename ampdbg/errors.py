@@ -9,9 +9,13 @@ EXIT_INTERRUPTED = 130
 
 
 class AmpdbgError(Exception):
-    """ampdbg could not run; the message says what was given, what is allowed and what to type next."""
+    """ampdbg could not run; the message says what was given, what is allowed and what to type next.
+
+    ``record`` is the Record of the steps that had ended by then, where a run was under way, else None.
+    """
 
     exit_code = EXIT_COULD_NOT_RUN
+    record: object | None = None
 
 
 class ConfigError(AmpdbgError):

@@ -283,7 +283,8 @@ class Unseen:
 class Record:
     """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
 
-    ``interrupted`` says that the run was stopped before its last step; ``steps`` has what was seen by then.
+    ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
+    stopped it; ``steps`` has what was seen by then.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     """
 
@@ -307,6 +308,7 @@ class Record:
     group_totals: tuple[GroupTotal, ...] = ()
     planned_steps: int = 0
     interrupted: bool = False
+    error: str = ""
     elapsed: float = 0.0
     format: str = RECORD_FORMAT
     version: int = RECORD_VERSION

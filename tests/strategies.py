@@ -186,5 +186,6 @@ def records() -> st.SearchStrategy[Record]:
         group_totals=tuples(group_totals),
         planned_steps=counts,
         interrupted=st.booleans(),
+        error=texts,
         elapsed=st.floats(min_value=0, max_value=1e9),
     )

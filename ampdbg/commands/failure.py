@@ -5,24 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
+from ampdbg.record import Record
 
+from .record_files import try_to_save
 from .terminal import say
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
     """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
 
-    A ``debug`` option of the command, when set, shows the traceback after all.
+    A ``debug`` option of the command, when set, shows the traceback after all. What was seen before the error is
+    written as the whole record would have been: to the ``record`` option, where there is one.
     """
 
     @functools.wraps(command)
@@ -33,6 +38,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)
+            _keep(error, options.get("record"))
         except KeyboardInterrupt:
             say("interrupted: nothing was recorded")
             code = EXIT_INTERRUPTED
@@ -50,6 +56,19 @@ def _explain(error: AmpdbgError, debug: bool) -> int:
         say(error.user_traceback.rstrip())
     say(f"error: {error}")
     return error.exit_code
+
+
+def _keep(error: AmpdbgError, path: Path | None) -> None:
+    """Writes the record that an error carries, and says where it is."""
+    if not isinstance(error.record, Record):
+        return
+    written, failure = try_to_save(error.record, path)
+    if written is None:
+        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    else:
+        steps = len(error.record.steps)
+        before = "the step before it" if steps == 1 else f"the {steps} steps before it"
+        say(f"{before}: ampdbg report {shlex.quote(str(written))}")
 
 
 def _confess(error: Exception, debug: bool) -> int:

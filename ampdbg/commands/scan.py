@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED
+from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgError
 from ampdbg.record import Record, Step, to_json
 
 from . import options, progress
@@ -42,7 +42,7 @@ def scan(
     Raises:
         ConfigError: the config is missing or holds mistakes.
         WorkloadError: a target cannot be found or used.
-        UserCodeError: the workload's own code raised.
+        UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
     """
     from ampdbg.config import load_config
 
@@ -52,7 +52,12 @@ def scan(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
 
-    return diagnose(train(checked, on_step=on_step, on_replay=on_replay, replays=replays))
+    try:
+        return diagnose(train(checked, on_step=on_step, on_replay=on_replay, replays=replays))
+    except AmpdbgError as error:
+        if isinstance(error.record, Record):
+            error.record = diagnose(error.record)
+        raise
 
 
 def command(

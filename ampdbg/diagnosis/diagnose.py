@@ -75,7 +75,7 @@ def _told(findings: list[Finding]) -> list[Finding]:
 def _verdict(record: Record, findings: list[Finding]) -> Verdict:
     told = _told(findings)
     if not told:
-        return "healthy"
+        return "inconclusive" if record.error else "healthy"
     root = told[0]
     # Only a buffer that FP32 keeps finite has an op.
     if root.code in PRECISION or (root.code == "buffer-poisoned" and root.op):

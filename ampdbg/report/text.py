@@ -63,6 +63,8 @@ def _shortened(folder: str, source: Source | None) -> Source | None:
 def _sections(record: Record, width: int, config: str, record_path: str) -> Iterator[RenderableType]:
     first = headline(record)
     yield Text(f"{first.mark} {first.sentence}", style=first.style)
+    if record.error:
+        yield Text(record.error, style="bold red")
     if record.findings:
         yield Group(*findings_text(record.findings))
     if _worth_a_chart(record):

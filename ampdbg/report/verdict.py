@@ -97,16 +97,15 @@ LOOK: Mapping[str, tuple[str, str]] = {
 
 
 def headline(record: Record) -> Headline:
-    """One sentence made from the first finding and the verdict; an interrupted run says so first."""
+    """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
     mark, style = LOOK[record.verdict]
     if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
         mark, style = LOOK["other"]
     sentence = _sentence(record)
-    if record.interrupted:
+    if record.interrupted or record.error:
+        why = "Stopped by an error" if record.error else "Interrupted"
         planned = f" of {record.planned_steps}" if record.planned_steps else ""
-        return Headline(
-            "!", "bold yellow", f"Interrupted after {len(record.steps)}{planned} steps. {sentence}".rstrip()
-        )
+        return Headline("!", "bold yellow", f"{why} after {len(record.steps)}{planned} steps. {sentence}".rstrip())
     return Headline(mark, style, sentence)
 
 
@@ -136,6 +135,8 @@ def _told(finding: Finding) -> str:
 
 def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
+    if record.error:
+        return NextStep("once that is repaired", f"ampdbg scan {config}")
     if record.verdict == "healthy":
         longer = 10 * max(record.planned_steps, 1)
         return NextStep("a longer run", f"ampdbg scan {config} --steps {longer}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ampdbg.errors import UserCodeError
+from ampdbg.errors import AmpdbgError
 from ampdbg.findings import Source
 from ampdbg.record import AutocastError
 
@@ -23,7 +23,7 @@ CAUSED_BY_AUTOCAST = (
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # torch, ampdbg
 
 
-def autocast_error(raised: UserCodeError, step: int) -> AutocastError | None:
+def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
     """The finding that an exception is, or None when autocast did not cause it."""
     cause = raised.__cause__
     if cause is None:

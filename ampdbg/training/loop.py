@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampdbg.config import Config
-from ampdbg.errors import UserCodeError
+from ampdbg.errors import AmpdbgError
 from ampdbg.precision.levels import autocast_region, loss_scaler
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
@@ -49,6 +49,7 @@ def train(
     Raises:
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
+            Either has the steps that had ended by then as its ``record``.
     """
     started = time.monotonic()
     with prepared(config) as run:
@@ -81,14 +82,14 @@ def train_prepared(
     def investigator(watcher: Watch) -> Investigator:
         return Investigator(run, watcher, replays, on_replay, on_investigated)
 
-    record = _watched(run, record, investigator, on_step)
-    return replace(record, environment=describe_environment(run.config, run.device))
+    return _watched(run, record, investigator, on_step)
 
 
 def _watched(
     run: Run, record: Record, make: Callable[[Watch], Investigator], on_step: Callable[[Step], None]
 ) -> Record:
-    error, interrupted, unseen = None, False, Unseen()
+    started = time.monotonic()
+    error, failure, interrupted, unseen = None, None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
         investigator = make(watcher)
         try:
@@ -96,21 +97,27 @@ def _watched(
                 pass
         except KeyboardInterrupt:
             interrupted = True
-        except UserCodeError as raised:
+        except AmpdbgError as raised:
             error = autocast_error(raised, step=len(watcher.steps))
-            if error is None and not watcher.explains(raised.__cause__):
-                raise
-    return replace(
+            failure = None if error or watcher.explains(raised.__cause__) else raised
+    record = replace(
         record,
+        environment=describe_environment(run.config, run.device),
         steps=watcher.steps,
         groups=watcher.groups,
         group_totals=watcher.group_totals,
         misuses=watcher.misuses,
         unseen=replace(unseen, notes=(*unseen.notes, *watcher.notes)),
         interrupted=interrupted,
+        error=str(failure or ""),
         autocast_error=error,
         investigations=tuple(investigator.found),
+        elapsed=round(time.monotonic() - started, 3),
     )
+    if failure is not None:
+        failure.record = record if record.steps else None
+        raise failure
+    return record
 
 
 def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Unseen]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.commands.app import main
+from ampdbg.record import read_record
 from tests.broken.cases import BROKEN, Broken
 
 IN_A_SUBPROCESS = ("empty file", "unclosed bracket")
@@ -38,7 +39,8 @@ def test_a_mistake_gives_one_message_and_exit_code_2(
     captured = capfd.readouterr()
     assert isinstance(exit_code.value.code, int)
     check(case, exit_code.value.code, captured.out, captured.err)
-    assert not list(tmp_path.glob(".ampdbg/*.json"))
+    # Only a mistake that shows in mid-run leaves a record: of the steps before it.
+    assert all(record.steps and record.error for record in map(read_record, tmp_path.glob(".ampdbg/*.json")))
 
 
 @pytest.mark.parametrize("name", IN_A_SUBPROCESS)

@@ -19,7 +19,7 @@ from tests.commands.program import command, environment, start
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
 
 WORKLOAD = '''
-import ctypes, os, subprocess, sys, time
+import ctypes, itertools, os, subprocess, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -38,11 +38,11 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x)) * self.gain)
 
 
-def batches(delay=0.0, loud=False, fail=False):
+def batches(delay=0.0, loud=False, fail_at=-1):
     generator = torch.Generator().manual_seed(0)
-    while True:
+    for number in itertools.count():
         time.sleep(delay)
-        if fail:
+        if number == fail_at:
             raise KeyError("no such column")
         if loud:
             print("from print")
@@ -193,12 +193,51 @@ def test_a_terminal_that_cannot_show_the_chart_gets_ascii(folder: Path) -> None:
 
 
 def test_a_users_error_shows_the_users_frames_alone(folder: Path) -> None:
-    result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail=true")
+    result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=0")
     assert (result.code, result.stdout) == (2, "")
     assert 'raise KeyError("no such column")' in result.stderr
     assert os.path.join("ampdbg", "") not in result.stderr.replace(str(folder), "")
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert not (folder / ".ampdbg").exists()
+
+
+def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> None:
+    result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=2")
+    assert (result.code, result.stdout) == (2, "")
+    error, hint = result.stderr.splitlines()[-2:]
+    assert error.startswith("error: ")
+    assert hint.startswith("the 2 steps before it: ampdbg report .ampdbg")
+    record = read_record(folder / ".ampdbg" / "latest.json")
+    assert [step.step for step in record.steps] == [0, 1]
+    assert (record.verdict, record.error) == ("inconclusive", error.removeprefix("error: "))
+    report = start(folder, *hint.partition(": ampdbg ")[2].split()).stdout
+    assert report.startswith("! Stopped by an error after 2 of 3 steps.")
+    assert record.error in " ".join(report.split())
+
+
+def test_what_went_wrong_before_an_error_is_diagnosed_and_kept_where_asked(folder: Path) -> None:
+    overflows = ("--set", "model.args.gain=1e5", "--set", "data.args.fail_at=2", "--record", "here.json")
+    result = start(folder, "scan", "c.yaml", "--quiet", *overflows)
+    assert result.code == 2
+    assert result.stderr.splitlines()[-1] == "the 2 steps before it: ampdbg report here.json"
+    record = read_record(folder / "here.json")
+    assert (record.verdict, record.findings[0].code) == ("precision", "forward-overflow")
+    assert not (folder / ".ampdbg").exists()
+
+
+def test_the_same_seed_gives_the_same_record_byte_for_byte_but_for_times(folder: Path) -> None:
+    def scanned(*settings: str) -> str:
+        result = start(folder, "scan", "c.yaml", "--json", "--quiet", "--set", "model.args.gain=1e5", *settings)
+        assert result.code == 1, result.stderr
+        lines = result.stdout.splitlines(keepends=True)
+        timeless = [line for line in lines if not line.startswith((' "created": ', ' "elapsed": '))]
+        assert len(timeless) == len(lines) - 2
+        return "".join(timeless)
+
+    first = scanned()
+    assert '"why": "loss"' in first
+    assert first == scanned()
+    assert first != scanned("--seed", "1")
 
 
 @posix

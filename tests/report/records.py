@@ -165,6 +165,12 @@ def interrupted() -> Record:
     return replace(run([healthy_step(number) for number in range(12)]), interrupted=True, planned_steps=50)
 
 
+def stopped_by_an_error() -> Record:
+    steps = [healthy_step(number) for number in range(12)]
+    error = "the training data raised KeyError: 'no such column'"
+    return run(steps, verdict="inconclusive", error=error, planned_steps=50)
+
+
 def poisoned_buffer() -> Record:
     buffer = TensorCounts("buffer", "encoder.bn.running_var", inf=12, nan=0, size=64, first_index=(4,), when="after")
     steps = [healthy_step(0), replace(skipped_step(1, 65536.0, overflow(0, 1, 2)), nonfinite=(buffer,))]
@@ -239,6 +245,7 @@ RECORDS = {
         forward_nan,
         bad_data,
         interrupted,
+        stopped_by_an_error,
         poisoned_buffer,
         long_run,
         several_optimizers,
