@@ -1,6 +1,6 @@
 """The YAML config: validated, frozen, every mistake reported at once with its line (no torch)."""
 
-from ampdbg.config.loading import load_config
+from ampdbg.config.loading import config_of, config_of_record, load_config
 from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
 from ampdbg.config.target_names import Target, parse_target
 
@@ -12,6 +12,8 @@ __all__ = [
     "Target",
     "TargetSpec",
     "Train",
+    "config_of",
+    "config_of_record",
     "load_config",
     "parse_target",
 ]

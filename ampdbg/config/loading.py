@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ampdbg.config.mistakes import Mistake, Place, dotted, explain, in_one_message, shown
 from ampdbg.config.schema import Config, ConfigFile
@@ -35,16 +36,60 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         Mistake(Place(line, f"{path}:{line}"), dotted(keys), f"given twice; the first is in line {first}")
         for keys, line, first in document.duplicates
     ]
+    return _checked(data, places, overrides, path.parent, str(path), mistakes)
+
+
+def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Checks a config that stands in no YAML file; messages name ``source`` in the place of a line.
+
+    Args:
+        data: the keys and values of a config file; it is left as it is.
+        source: what the user gave instead of a config, such as ``"--module model.py"``.
+        folder: targets and the checkpoint are relative to it.
+        overrides: as for :func:`load_config`.
+
+    Raises:
+        ConfigError: the message lists every mistake.
+    """
+    places: dict[KeyPath, Place] = {keys: Place(0, source) for keys in ((), *((key,) for key in data))}
+    return _checked(copy.deepcopy(dict(data)), places, overrides, folder, source, [])
+
+
+def config_of_record(resolved: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Checks the config of a record again; the arguments are those of :func:`config_of`.
+
+    A key that holds its default is taken as not given: a record does not tell the two apart, and an optimizer
+    that is given would come before the model's own ``configure_optimizers``.
+    """
+    given = {key: value for key, value in resolved.items() if value != _default(key)}
+    return config_of(given, source, folder, overrides)
+
+
+def _default(key: str) -> object:
+    """The default of a key as plain data."""
+    field = ConfigFile.model_fields.get(key)
+    value = field.default if field is not None else None
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _checked(
+    data: dict[Any, Any],
+    places: dict[KeyPath, Place],
+    overrides: Sequence[str],
+    folder: Path,
+    source: str,
+    mistakes: list[Mistake],
+) -> Config:
+    """The config that ``data`` and ``overrides`` make; raises with ``mistakes`` and all that are found here."""
     for index, override in enumerate(overrides):
         place = Place(_AFTER_THE_FILE + index, f"--set {override}")
         mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
-    folder = path.parent
     try:
         parsed = ConfigFile.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         mistakes += explain(error, places)
     if mistakes:
-        raise ConfigError(in_one_message(mistakes, str(path)))
+        raise ConfigError(in_one_message(mistakes, source))
     given = {name: getattr(parsed, name) for name in parsed.model_fields_set}
     return Config(**given, folder=folder, places={dotted(keys): place.text for keys, place in places.items()})
 

@@ -28,6 +28,8 @@ _ABSENT = object()
 
 # The top-level modules that builds have imported out of the users' folders.
 _imported: set[str] = set()
+# Those among them that wait for the next build.
+_ahead: set[str] = set()
 
 
 @dataclass
@@ -62,9 +64,7 @@ class Importer:
     def _from_file(self, where: str, target: Target) -> ModuleType:
         path = target.path(self.config.folder)
         if path not in self.files:
-            own_first = UserCode((path.parent, *self.user.folders))
-            with own_first.running(f"{where}: importing {target.file}"), _noting(own_first.folders):
-                self.files[path] = _import_file(path)
+            self.files[path] = _imported_from(path, self.user, f"{where}: importing {target.file}")
         return self.files[path]
 
     def _from_module(self, where: str, target: Target) -> ModuleType:
@@ -78,12 +78,36 @@ class Importer:
             raise
 
 
+def import_ahead(path: Path, doing: str) -> ModuleType:
+    """Imports the file at the absolute ``path`` before a build, which takes it over as it is.
+
+    Raises:
+        UserCodeError: importing it raised; ``doing`` starts the message.
+    """
+    _ahead.clear()
+    forget_user_modules()
+    module = _imported_from(path, UserCode((Path.cwd(),)), doing)
+    _ahead.update(_imported)
+    return module
+
+
 def forget_user_modules() -> None:
-    """Forgets the modules of earlier builds, so that the next one imports the files as they are now."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in _imported]:
+    """Forgets the modules of earlier builds, so that the next one imports the files as they are now.
+
+    What was imported ahead of that one is kept for it.
+    """
+    old = _imported - _ahead
+    for name in [name for name in sys.modules if name.partition(".")[0] in old]:
         del sys.modules[name]
-    _imported.clear()
+    _imported.intersection_update(_ahead)
+    _ahead.clear()
     importlib.invalidate_caches()
+
+
+def _imported_from(path: Path, user: UserCode, doing: str) -> ModuleType:
+    own_first = UserCode((path.parent, *user.folders))
+    with own_first.running(doing), _noting(own_first.folders):
+        return _import_file(path)
 
 
 @contextlib.contextmanager
