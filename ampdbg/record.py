@@ -210,6 +210,24 @@ class Investigation:
 
 
 @dataclass(frozen=True)
+class HalfUpdates:
+    """The updates of float16 parameters, each held against the same optimizer step on float32 copies.
+
+    ``steps`` is how many were. ``lost_energy`` is the share of the sum of squares of float32's updates that fell
+    on weights which did not change at all, and ``lost`` names the parameters that lost more than half of theirs.
+    ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
+    float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
+    """
+
+    steps: int
+    lost_energy: float | None = None
+    lost: tuple[str, ...] = ()
+    vanishing_eps: float | None = None
+    spoilt_step: int | None = None
+    spoilt: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Site:
     """One line's tensors of one op, over all its calls in one step: how near they come to what FP16 can hold.
 
@@ -304,6 +322,7 @@ class Record:
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
+    half_updates: HalfUpdates | None = None
     groups: tuple[str, ...] = ()
     group_totals: tuple[GroupTotal, ...] = ()
     planned_steps: int = 0

@@ -11,6 +11,7 @@ from ampdbg.record import (
     Environment,
     GroupOverflow,
     GroupTotal,
+    HalfUpdates,
     Misuse,
     ParameterCounts,
     Record,
@@ -81,6 +82,15 @@ findings = st.builds(
     source=st.none() | sources,
     evidence=st.dictionaries(texts, plain_data, max_size=2),
     root=st.none() | st.integers(-1, 3),
+)
+half_updates = st.builds(
+    HalfUpdates,
+    steps=counts,
+    lost_energy=st.none() | floats,
+    lost=tuples(texts),
+    vanishing_eps=st.none() | floats,
+    spoilt_step=st.none() | counts,
+    spoilt=tuples(texts),
 )
 misuses = st.builds(
     Misuse,
@@ -182,6 +192,7 @@ def records() -> st.SearchStrategy[Record]:
         autocast_error=st.none()
         | st.builds(AutocastError, code=texts, step=counts, message=texts, source=st.none() | sources),
         misuses=tuples(misuses),
+        half_updates=st.none() | half_updates,
         groups=tuples(texts, max_size=8),
         group_totals=tuples(group_totals),
         planned_steps=counts,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ampdbg.diagnosis.forward import autocast_errors, nonfinite_loss
+from ampdbg.diagnosis.half_weights import lost_updates, spoilt_weights
 from ampdbg.diagnosis.hidden import hidden_faults
 from ampdbg.diagnosis.misuse import doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
@@ -17,6 +18,7 @@ Family = Callable[[Record], Iterator[Finding]]
 
 
 ORDER_OF_DECISION: tuple[Family, ...] = (
+    spoilt_weights,
     weights_nonfinite,
     data_nonfinite,
     misuses,
@@ -26,6 +28,7 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     skips,
     runaway,
     hidden_faults,
+    lost_updates,
     doubtful_misuses,
 )
 
@@ -41,6 +44,7 @@ NO_PIN_HELPS = (
     "data-",
     "weights-nonfinite",
     "misuse-",
+    "optimizer-underflow",
     "mask-constant",
     "true-nan",
     "infinite-loss",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ampdbg.diagnosis.cause import cause_of
+from ampdbg.diagnosis.half_weights import spoilt_weights
 from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
 from ampdbg.findings import Finding
 from ampdbg.record import Record, Step
@@ -62,7 +63,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 
 def _is_explained(step: Step, record: Record) -> bool:
-    spoilt = next((finding.step for finding in weights_nonfinite(record)), math.inf)
+    spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
     return step.step >= spoilt or blamed_in_batch(step, record) is not None
 
 

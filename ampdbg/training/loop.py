@@ -20,6 +20,7 @@ from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.environment import describe_environment
+from ampdbg.training.half_updates import ComparedUpdates
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.investigator import Investigator, OnInvestigated
 from ampdbg.training.run import Run, prepared
@@ -91,9 +92,9 @@ def _watched(
     started = time.monotonic()
     error, failure, interrupted, unseen = None, None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
-        investigator = make(watcher)
+        investigator, updates = make(watcher), ComparedUpdates(run)
         try:
-            for unseen in _steps(run, watcher, investigator):  # noqa: B007 - the last one stays after an interrupt
+            for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
                 pass
         except KeyboardInterrupt:
             interrupted = True
@@ -112,6 +113,7 @@ def _watched(
         error=str(failure or ""),
         autocast_error=error,
         investigations=tuple(investigator.found),
+        half_updates=updates.seen,
         elapsed=round(time.monotonic() - started, 3),
     )
     if failure is not None:
@@ -120,7 +122,7 @@ def _watched(
     return record
 
 
-def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Unseen]:
+def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
     scaler = loss_scaler(run.config.precision, run.device)
     batches = run.workload.batches()
@@ -132,7 +134,10 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator) -> Iterator[Uns
             loss_is_finite = accumulate_gradients(run, watcher, scaler, step_batches)
             unseen = covered.unseen() if covered else unseen
         investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
+        updates.before_update()
         update_weights(run, scaler)
+        with watcher.paused():
+            updates.after_update(number)
         investigator.after_update(snapshot, watcher.steps[-1])
         yield unseen
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from ampdbg.probes.nonfinite import float_values, is_finite
 from ampdbg.probes.ops import OpTrace, placed
 from ampdbg.record import Replay
 from ampdbg.training.altered import Alteration, altered_batch, altered_model, rounding_to, widening
+from ampdbg.training.kept_weights import weights_kept
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, rewound
 
@@ -100,7 +100,7 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
     if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
         return ()  # The optimizer's state is of the parameters' own dtype.
     losses: list[float] = []
-    with rewound(run.workload.model, snapshot), _weights_kept(run):
+    with rewound(run.workload.model, snapshot), weights_kept(run):
         for _ in range(steps):
             for optimizer in run.workload.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -179,39 +179,3 @@ def _copied_gradients(model: torch.nn.Module, scale: float) -> Iterator[tuple[st
         if parameter.grad is not None:
             gradient = parameter.grad.detach()
             yield name, (gradient.to_dense() if gradient.layout is not torch.strided else gradient).float() / scale
-
-
-@contextlib.contextmanager
-def _weights_kept(run: Run) -> Iterator[None]:
-    """Parameters and optimizer states are copied, and put back afterwards into the very same tensors."""
-    parameters = [(parameter, parameter.detach().clone()) for parameter in run.workload.model.parameters()]
-    optimizers = [(optimizer, _state_of(optimizer)) for optimizer in run.workload.optimizers]
-    groups = [(group, dict(group)) for optimizer in run.workload.optimizers for group in optimizer.param_groups]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in parameters:
-                parameter.copy_(value)
-            for optimizer, state in optimizers:
-                _write_state(optimizer, state)
-        for group, values in groups:
-            group.update(values)
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, tuple[Any, Any]]]:
-    """For each parameter its state as it is, each value with a copy."""
-    return {
-        parameter: {key: (value, copy.deepcopy(value)) for key, value in state.items()}
-        for parameter, state in optimizer.state.items()
-    }
-
-
-def _write_state(optimizer: torch.optim.Optimizer, kept: dict[Any, dict[str, tuple[Any, Any]]]) -> None:
-    optimizer.state.clear()
-    for parameter, state in kept.items():
-        optimizer.state[parameter] = {key: _put_back(value, before) for key, (value, before) in state.items()}
-
-
-def _put_back(value: Any, before: Any) -> Any:
-    return value.copy_(before) if isinstance(value, torch.Tensor) else before
