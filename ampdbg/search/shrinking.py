@@ -1,0 +1,94 @@
+"""Makes a healthy set smaller, and proves that it is 1-minimal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ampdbg.search.atoms import Atoms
+from ampdbg.search.found import Found, without
+from ampdbg.search.trial import Trials
+
+NOTHING: Atoms = frozenset()
+
+
+def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
+    """The parts of a healthy set that are needed when they are dropped in turn, the last one first.
+
+    A needed part costs one trial, a run of superfluous ones about twice the logarithm of its length. A part that
+    lies within the others goes at no cost.
+    """
+    kept = list(parts)
+    undecided = len(kept)
+
+    def is_healthy_without(count: int) -> bool:
+        rest = kept[: undecided - count] + kept[undecided:]
+        return trials.test(NOTHING.union(*rest), "dropping").healthy
+
+    while undecided:
+        superfluous = _most(is_healthy_without, undecided)
+        del kept[undecided - superfluous : undecided]
+        undecided -= superfluous + 1  # the one before them is needed
+    return kept
+
+
+def _most(works: Callable[[int], bool], limit: int) -> int:
+    """The largest count up to ``limit`` that works where all below it do: 1, 2, 4, 8 …, then by halves."""
+    good, bad = 0, limit + 1
+    while good < limit and bad > limit:
+        count = min(max(1, 2 * good), limit)
+        good, bad = (count, bad) if works(count) else (good, count)
+    while bad - good > 1:
+        count = (good + bad) // 2
+        good, bad = (count, bad) if works(count) else (good, count)
+    return good
+
+
+def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
+    """Those of the units that are needed beside ``base``; with all of them it must be healthy.
+
+    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and looks on in front of it: for
+    each needed unit one trial, and one for each halving. Splits between the largest blocks near the middle.
+
+    Whatever the predicate is like, each step has an unhealthy prefix and a longer healthy one, so that this always
+    ends with a healthy set. Where pins never harm, the set is also 1-minimal.
+    """
+    levels = [trials.tree.levels[min(map(trials.tree.place, unit))] for unit in units]
+    needed: list[Atoms] = []
+    rest = list(units)
+    while not trials.test(base.union(*needed), "narrowing").healthy:
+        low, high = 0, len(rest)
+        while high - low > 1:
+            middle = _boundary(levels, low, high)
+            healthy = trials.test(base.union(*needed, *rest[:middle]), "narrowing").healthy
+            low, high = (low, middle) if healthy else (middle, high)
+        needed.append(rest[low])
+        del rest[low:]
+    return needed
+
+
+def _boundary(levels: Sequence[int], low: int, high: int) -> int:
+    """Where to split ``low`` to ``high``: in the middle third, before the largest block, as central as can be."""
+    third = -((low - high) // 3)
+    return min(range(low + third, high - third + 1), key=lambda place: (levels[place], abs(2 * place - low - high)))
+
+
+def certified(trials: Trials, parts: Sequence[Atoms]) -> Found:
+    """Drops each part of a healthy set alone, then each pin, until every such trial is unhealthy.
+
+    Trials made before are not made again. A healthy one, which there is only where pins can harm, makes the set
+    smaller and begins the round again, so that there are never more rounds than parts and pins.
+    """
+    parts = [part for part in parts if part]
+    while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
+        parts = [part & smaller for part in parts if part & smaller]
+    pins = trials.tree.compress(NOTHING.union(*parts))
+    dropped = {pin: trials.test(without(trials, pins, pin), "dropping") for pin in pins}
+    return Found(pins, healthy=True, minimal=True, dropped=dropped)
+
+
+def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
+    atoms = NOTHING.union(*parts)
+    pins = trials.tree.compress(atoms)
+    for rest in (*(atoms - part for part in reversed(parts)), *(without(trials, pins, pin) for pin in pins)):
+        if trials.test(rest, "dropping").healthy:
+            yield rest
