@@ -16,8 +16,14 @@ class Coverage:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._called: set[int] = set()
+        self._called: dict[int, None] = {}
         self._scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The names of the modules that were called, in the order of their first calls."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        return tuple(names[called] for called in self._called if called in names)
 
     def unseen(self) -> Unseen:
         """What was not touched; to be asked after the backward pass, while the gradients are there."""
@@ -48,7 +54,7 @@ def coverage(model: torch.nn.Module) -> Iterator[Coverage]:
     with ExitStack() as stack:
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                hook = module.register_forward_pre_hook(lambda module, args: seen._called.add(id(module)))
+                hook = module.register_forward_pre_hook(lambda module, args: seen._called.setdefault(id(module)))
                 stack.callback(hook.remove)
         yield seen
 

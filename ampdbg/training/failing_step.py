@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ampdbg.record import Investigation
-from ampdbg.training.snapshot import Snapshot
+from ampdbg.training.run import Run
+from ampdbg.training.snapshot import RandomState, Snapshot
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,15 @@ def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
         yield
     finally:
         _write(model, now)
+
+
+def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapshot]:
+    """The failing step on the batches that come after its own in the data, ``count`` times."""
+    micro = len(failing.snapshot.batches)
+    batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)
+    for _ in range(count):
+        taken = tuple(itertools.islice(batches, micro))
+        yield replace(failing.snapshot, batches=taken, random_state=RandomState.now())
 
 
 def _write(model: torch.nn.Module, weights: tuple[torch.Tensor, ...] | list[torch.Tensor]) -> None:

@@ -1,0 +1,125 @@
+"""From a config to the smallest set of pins: train until a step fails, then run that step with sets of pins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ampdbg.config import Config
+from ampdbg.diagnosis.diagnose import PRECISION, diagnose
+from ampdbg.experiments import Outcome, Search, Trial
+from ampdbg.findings import Finding
+from ampdbg.record import Investigation, Record, Step
+from ampdbg.remedy.pin_search import Strategy, search_pins
+from ampdbg.remedy.set_found import Events
+from ampdbg.training.failing_step import FailingStep, failing_step, weights_of
+from ampdbg.training.investigation import OnReplay
+from ampdbg.training.loop import train_prepared
+from ampdbg.training.run import prepared
+from ampdbg.training.snapshot import Snapshot
+
+REPLAYED_STEPS = 2
+"""At most so many unhealthy steps of each kind are replayed, and kept, while the run is trained."""
+
+WRONG_IN_FP32 = frozenset("true-nan divergence infinite-loss weights-nonfinite data-nonfinite".split())
+"""Codes whose steps fail in FP32 too."""
+
+CURABLE = PRECISION | {"buffer-poisoned", "unknown"}
+"""Codes of steps that a pin may cure; where the cause is not known, the experiment decides."""
+
+Kept = dict[tuple[int, str], FailingStep]
+
+
+def bisect_run(
+    config: Config,
+    *,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: OnReplay = lambda step, doing: None,
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    journal_folder: Path | None = None,
+) -> Record:
+    """Trains the workload of ``config``, and finds the smallest set of modules that cures the step that fails first.
+
+    Args:
+        config: a checked config.
+        strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree, ``prefix`` by execution order.
+        max_trials: no more experiments than that.
+        on_step: called after each optimizer step.
+        on_replay: called before each replay of the diagnosis.
+        on_search: called once with the qualified names of the modules that ran, in tree order.
+        on_trial: called after each experiment.
+        on_trial_start: called before each experiment, with its pins.
+        journal_folder: experiments are noted here as they are made, so that a search whose process was killed
+            goes on where it was.
+
+    Returns:
+        The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt the best set so far.
+
+    Raises:
+        WorkloadError: a target cannot be used, or the device is not there.
+        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    """
+    started = time.monotonic()
+    kept: Kept = {}
+    with prepared(config) as run:
+
+        def keep(snapshot: Snapshot, scale: float, made: Investigation) -> None:
+            kept[made.step, made.why] = failing_step(run.workload.model, snapshot, scale, made)
+
+        record = diagnose(
+            train_prepared(
+                run,
+                on_step=on_step,
+                on_replay=on_replay,
+                command="bisect",
+                replays=REPLAYED_STEPS,
+                on_investigated=keep,
+            )
+        )
+        failing = _failing_steps(record, kept)
+        told = _without_a_search(record, failing, strategy)
+        if told is not None or record.interrupted:
+            record = replace(record, search=told)
+        else:
+            with weights_of(run.workload.model, failing[0]):
+                record = search_pins(
+                    run,
+                    record,
+                    failing,
+                    strategy=strategy,
+                    max_trials=max_trials,
+                    events=Events(on_search, on_trial_start, on_trial),
+                    journal_folder=journal_folder,
+                )
+    return replace(record, elapsed=round(time.monotonic() - started, 3))
+
+
+def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
+    """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
+    told = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
+    steps = dict.fromkeys(finding.step for finding in told if finding.code in CURABLE)
+    return [failing for step in steps for (number, _), failing in kept.items() if number == step]
+
+
+def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
+    """What there is to say where no experiment is needed; None where there is one to make."""
+    if record.interrupted:
+        return None
+    root = next((finding for finding in record.findings if finding.severity != "info"), None)
+    if root is None:
+        return Search(strategy, "nothing-to-pin", f"nothing failed in {len(record.steps)} steps")
+    if root.code in WRONG_IN_FP32:
+        return _told(strategy, "fp32-fails", root)
+    if record.verdict == "other":
+        return _told(strategy, "no-pin-helps", root)
+    return None if failing else _told(strategy, "not-reproduced", root)
+
+
+def _told(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
+    return Search(strategy, outcome, f"{root.message}; {root.remedy}" if root.remedy else root.message)

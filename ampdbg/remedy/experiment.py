@@ -1,0 +1,105 @@
+"""The experiment of a search: failing steps run with a set of pins, judged, and what went wrong noted by module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ampdbg.diagnosis.producers import Suspect
+from ampdbg.experiments import PinSite
+from ampdbg.remedy.health import Health, health_of
+from ampdbg.search import AtomTree, Seen
+from ampdbg.training.failing_step import FailingStep, weights_of
+from ampdbg.training.pinned import PinnedReplays
+from ampdbg.training.run import Run
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to be cured; the model has its weights only while it is run."""
+
+    failing: FailingStep
+    replays: PinnedReplays
+
+
+class Experiment:
+    """Runs failing steps with pins: a set is healthy when it is on all of them, and the first that it is not on ends
+    the trial. Each op that was seen to go wrong in any trial is kept with its atom.
+
+    Args:
+        run: the workload; it has the weights of the first step meanwhile.
+        cases: the steps, the one that the search is about first.
+        tree: what can be pinned.
+        is_silent: see :func:`~ampdbg.remedy.health.health_of`.
+    """
+
+    def __init__(self, run: Run, cases: Sequence[Case], tree: AtomTree, *, is_silent: bool) -> None:
+        self.cases = tuple(cases)
+        self.is_silent = is_silent
+        self.outside: list[PinSite] = []
+        """What went wrong although the module that it seems to be in was pinned: lines of the step or the loss."""
+        self._run = run
+        self.tree = tree
+        self._sites: dict[str, list[PinSite]] = {}
+
+    def run(self, pins: Sequence[str]) -> Seen:
+        """One trial. Its loss is that of the first step, in FP16."""
+        started = time.perf_counter()
+        health, loss = self._tried(self.cases[0], pins)
+        for case in self.cases[1:] if health.healthy else ():
+            with weights_of(self._run.workload.model, case.failing):
+                health, _ = self._tried(case, pins)
+            if not health.healthy:
+                health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
+                break
+        self._note(health.guilty, pins)
+        return Seen(
+            healthy=health.healthy,
+            why=health.why,
+            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, health.guilty)) if atom in self.tree),
+            loss=loss,
+            seconds=round(time.perf_counter() - started, 3),
+        )
+
+    def _tried(self, case: Case, pins: Sequence[str]) -> tuple[Health, float]:
+        made = case.replays.with_pins(pins)
+        return health_of(made, is_silent=self.is_silent), made.replays[0].loss
+
+    @property
+    def seen_atoms(self) -> tuple[str, ...]:
+        """The atoms in which something was seen to go wrong, in any trial."""
+        return tuple(self._sites)
+
+    def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
+        """What was seen to go wrong in these atoms, each op once."""
+        return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
+
+    def _atom(self, suspect: Suspect) -> str:
+        return self.tree.own(suspect.producer.module)
+
+    def _note(self, guilty: Iterable[Suspect], pins: Sequence[str]) -> None:
+        pinned = self.tree.expand(pins)
+        for suspect in guilty:
+            atom = self._atom(suspect)
+            site = _site(suspect)
+            into = self.outside if atom in pinned or atom not in self.tree else self._sites.setdefault(atom, [])
+            if not any(_is_same(site, known) for known in into):
+                into.append(site)
+
+
+def _site(suspect: Suspect) -> PinSite:
+    producer = suspect.producer
+    return PinSite(
+        phase=producer.phase,
+        module=producer.module,
+        op=producer.op,
+        source=producer.source,
+        value=suspect.value,
+        call=producer.call,
+        parameter=producer.parameter,
+    )
+
+
+def _is_same(one: PinSite, other: PinSite) -> bool:
+    return (one.phase, one.module, one.op, one.source) == (other.phase, other.module, other.op, other.source)

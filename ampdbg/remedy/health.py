@@ -1,0 +1,76 @@
+"""Whether a replay with pins is healthy, and if not, why and which modules go wrong in it (no torch)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
+from ampdbg.diagnosis.producers import Suspect, suspects
+from ampdbg.diagnosis.remedies import named
+from ampdbg.record import Investigation, Producer
+
+
+@dataclass(frozen=True)
+class Health:
+    """``guilty`` are the ops that go wrong, in order of execution; empty where the replay is healthy."""
+
+    healthy: bool
+    why: str = ""
+    guilty: tuple[Suspect, ...] = ()
+
+
+def health_of(made: Investigation, *, is_silent: bool) -> Health:
+    """Judges the first replay of ``made`` against the second, FP32's.
+
+    Healthy means: loss, gradients and buffers finite, the loss and the gradients within the noise floor of FP32's.
+
+    Args:
+        made: what ``PinnedReplays.with_pins`` returned.
+        is_silent: an overflow that erases itself is what is being cured: then none may be left, although
+            everything that leaves the step is finite.
+    """
+    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
+    if low.error:
+        return Health(False, f"raised: {low.error}")
+    guilty = _guilty(made)
+    if not is_finite(low) or low.buffers:
+        return Health(False, _nonfinite(made, guilty), guilty)
+    if not agrees(low, fp32, floor):
+        far = (Suspect(made, made.first_far),) if made.first_far else ()
+        why = f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32"
+        return Health(False, f"finite, but far from FP32: {why}", guilty or far)
+    if not keeps_its_gradients(low):
+        return Health(False, f"{low.lost_energy or 0.0:.0%} of the gradient's energy is flushed to zero", guilty)
+    if is_silent and guilty:
+        return Health(False, f"{named(guilty[0].producer)} still overflows and erases itself", guilty)
+    return Health(True)
+
+
+def _guilty(made: Investigation) -> tuple[Suspect, ...]:
+    """What goes wrong in FP16 alone; masks do so on purpose. Behind a loss that is not finite gradients say nothing."""
+    found = [suspect for suspect in suspects(made) if not suspect.is_constant]
+    if not math.isfinite(made.replays[0].loss):
+        found = [suspect for suspect in found if suspect.producer.phase == "forward"]
+    return tuple(found)
+
+
+def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
+    low = made.replays[0]
+    if guilty:
+        return f"{_what(low.loss, low.gradients)}: {_reaches(guilty[0])}"
+    return _what(low.loss, low.gradients) or f"buffer {low.buffers[0]} is not finite"
+
+
+def _what(loss: float, gradients: tuple[str, ...]) -> str:
+    if math.isnan(loss) or math.isinf(loss):
+        return f"loss {'NaN' if math.isnan(loss) else 'inf'}"
+    more = f" and {len(gradients) - 1} more" if len(gradients) > 1 else ""
+    return f"gradient of {gradients[0]}{more} not finite" if gradients else ""
+
+
+def _reaches(suspect: Suspect) -> str:
+    producer: Producer = suspect.producer
+    value = f" reaches {suspect.value:.4g}" if suspect.value is not None else ""
+    line = f" (line {producer.source.line})" if producer.source else ""
+    return f"{named(producer)}{line}{value}"

@@ -1,0 +1,182 @@
+"""The search for the smallest set of pins of one failing step, from its preconditions to the proven set."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ampdbg.agreement import is_finite
+from ampdbg.experiments import Search
+from ampdbg.probes.coverage import coverage
+from ampdbg.record import Record
+from ampdbg.remedy.candidates import proposed_by_shadow
+from ampdbg.remedy.experiment import Case, Experiment
+from ampdbg.remedy.journals import journal_of
+from ampdbg.remedy.set_found import (
+    Events,
+    FailsSometimes,
+    Setting,
+    record_of_best,
+    record_of_found,
+    record_without_set,
+)
+from ampdbg.remedy.tying import tied_modules
+from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_debug, first_overflowing, guided
+from ampdbg.training.failing_step import FailingStep, weights_of
+from ampdbg.training.pinned import PinnedReplays
+from ampdbg.training.run import Run
+
+Strategy = Literal["guided", "ddmin", "prefix"]
+
+TRIES = 10
+"""A step that does not fail every time it is run is run so often to learn how often it does."""
+
+DOUBT = 0.02
+"""A trial of a step that fails sometimes is repeated until it would pass by chance less often than this."""
+
+MOST_REPEATS = 20
+
+
+def search_pins(
+    run: Run,
+    record: Record,
+    failing: Sequence[FailingStep],
+    *,
+    strategy: Strategy,
+    max_trials: int | None,
+    events: Events,
+    journal_folder: Path | None,
+) -> Record:
+    """Searches on the first of the failing steps, whose weights the model must have; the set has to cure all of them.
+
+    Returns:
+        The record with ``search``, ``trials`` and, where a set was found, ``pins``.
+    """
+    first = failing[0]
+    search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
+    case = Case(first, PinnedReplays(run, first))
+    with coverage(run.workload.model) as covered:
+        fp32 = case.replays.fp32.replay
+    if not is_finite(fp32):
+        why = fp32.error or f"the loss is {fp32.loss:g} in FP32 too"
+        return replace(record, search=replace(search, outcome="fp32-fails", message=why))
+    tree = atom_tree(covered.called)
+    events.on_search(covered.called)
+    is_silent = record.findings[0].code == "silent-overflow"
+    experiment = Experiment(run, (case, *_others(run, failing[1:])), tree, is_silent=is_silent)
+    search = replace(search, modules=len(covered.called), **_how_often(experiment))
+    if search.failed == 0:
+        message = f"the step failed while it was trained, and in none of {search.tried} replays"
+        return replace(record, search=replace(search, outcome="not-reproduced", message=message))
+    make = functools.partial(_setting, run, first, experiment, covered.called, events, max_trials, journal_folder)
+    try:
+        return _concluded(make(search.repeats), record, search)
+    except FailsSometimes:
+        search = replace(search, **_how_often(experiment, TRIES), repeats=MOST_REPEATS)
+        return _concluded(make(MOST_REPEATS), record, search)
+
+
+def _setting(
+    run: Run,
+    failing: FailingStep,
+    experiment: Experiment,
+    called: tuple[str, ...],
+    events: Events,
+    max_trials: int | None,
+    journal_folder: Path | None,
+    repeats: int,
+) -> Setting:
+    tree = experiment.tree
+    trials = Trials(
+        _announced(experiment, events),
+        tree,
+        max_trials=max_trials,
+        repeats=repeats,
+        journal=journal_of(journal_folder, run, failing, repeats),
+        on_trial=events.on_trial,
+        together=tied_modules(run.workload.model, tree),
+    )
+    return Setting(run, failing, experiment, trials, called, events, repeats)
+
+
+def _others(run: Run, failing: Sequence[FailingStep]) -> Iterator[Case]:
+    """The further steps that are finite in FP32."""
+    for other in failing:
+        replays = PinnedReplays(run, other)
+        with weights_of(run.workload.model, other):
+            if is_finite(replays.fp32.replay):
+                yield Case(other, replays)
+
+
+def _concluded(setting: Setting, record: Record, search: Search) -> Record:
+    """Searches, proves what was found and writes it down; after an interrupt it is the best so far, not proven.
+
+    Raises:
+        FailsSometimes: what was seen does not fit together, and trials were made only once.
+    """
+    try:
+        found = STRATEGIES[search.strategy](setting)
+        search = replace(search, candidates=len(setting.trials.made[0].pins) if setting.trials.made else 0)
+        if not found.healthy:
+            return record_without_set(setting, record, search, found)
+        if not found.out_of_trials:
+            return record_of_found(setting, record, search, found)
+        interrupted = False
+    except KeyboardInterrupt:
+        found, interrupted = best_so_far(setting.trials, out_of_trials=True), True
+    search = replace(search, outcome="out-of-trials")
+    record = replace(record, interrupted=interrupted, search=search, trials=setting.trials.made)
+    return record_of_best(setting, record, search, found) if found.healthy else record
+
+
+def _candidates(setting: Setting) -> list[str]:
+    """The atoms where a failing step goes beyond FP16, then those where only its shadow does."""
+    tree = setting.trials.tree
+    proposed = list(setting.experiment.seen_atoms)
+    for case in setting.experiment.cases:
+        scale = case.failing.scale if case.failing.made.why == "gradients" else None
+        with weights_of(setting.run.workload.model, case.failing):
+            shadow = proposed_by_shadow(setting.run, case.failing.snapshot, scale)
+        proposed += [tree.own(name) for name in shadow if name in tree]
+    return list(dict.fromkeys(proposed))
+
+
+def _guided(setting: Setting) -> Found:
+    """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
+    found = guided(setting.trials, _candidates(setting))
+    return found if found.healthy or found.out_of_trials else delta_debug(setting.trials)
+
+
+STRATEGIES: dict[Strategy, Callable[[Setting], Found]] = {
+    "guided": _guided,
+    "ddmin": lambda setting: delta_debug(setting.trials),
+    "prefix": lambda setting: first_overflowing(setting.trials, setting.order),
+}
+
+
+def _announced(experiment: Experiment, events: Events) -> Callable[[tuple[str, ...]], Seen]:
+    def run(pins: tuple[str, ...]) -> Seen:
+        events.on_start(pins)
+        return experiment.run(pins)
+
+    return run
+
+
+def _how_often(experiment: Experiment, tries: int = 2) -> dict[str, Any]:
+    """How often the step fails without pins, and how many repeats a trial needs for that."""
+    seen = [experiment.run(()) for _ in range(tries)]
+    if seen[0].healthy or (seen[0].why, seen[0].suspects) != (seen[1].why, seen[1].suspects):
+        seen += [experiment.run(()) for _ in range(TRIES - len(seen))]
+    failed = sum(not one.healthy for one in seen)
+    return {"failed": failed, "tried": len(seen), "repeats": _repeats(failed / len(seen))}
+
+
+def _repeats(rate: float) -> int:
+    """So many runs of a step that fails with this rate are all healthy with a chance below ``DOUBT``."""
+    if rate in (0.0, 1.0):
+        return 1
+    return min(MOST_REPEATS, math.ceil(math.log(DOUBT) / math.log(1.0 - rate)))

@@ -1,0 +1,160 @@
+"""What a search has found, proven and written down: the set run again, its pins described, or why there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ampdbg.agreement import is_finite
+from ampdbg.experiments import OWN, Search, Trial
+from ampdbg.record import Record
+from ampdbg.remedy.costs import step_costs, step_seconds
+from ampdbg.remedy.experiment import Case, Experiment
+from ampdbg.remedy.found_pins import classes_of, described, reason_of, statements
+from ampdbg.remedy.ownership import is_library_class
+from ampdbg.search import Found, OutOfTrials, Trials
+from ampdbg.training.failing_step import FailingStep, further_steps
+from ampdbg.training.pinned import PinnedReplays
+from ampdbg.training.run import Run
+
+FURTHER_BATCHES = 3
+"""The set that was found is tried on so many more batches."""
+
+AGAIN = "the whole set once more"
+
+
+class FailsSometimes(Exception):  # noqa: N818 - not an error: what was learnt, by which the search begins again
+    """A step that seemed to fail every time does not."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a search calls: ``on_search`` once with the modules that ran, ``on_start`` with the pins of an
+    experiment and ``on_trial`` with its end."""
+
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None
+    on_start: Callable[[tuple[str, ...]], None] = lambda pins: None
+    on_trial: Callable[[Trial], None] = lambda trial: None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every part of one search needs; ``order`` are the modules in order of their first calls."""
+
+    run: Run
+    failing: FailingStep
+    experiment: Experiment
+    trials: Trials
+    order: tuple[str, ...]
+    events: Events
+    repeats: int
+
+
+def record_of_found(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """A set that is healthy and was searched to the end: run once more, on further batches too, and costed."""
+    if not found.pins and setting.repeats == 1:
+        raise FailsSometimes
+    pins = _library_modules_whole(setting, found.pins)
+    again = _run_beside(setting.experiment, pins, AGAIN, setting.repeats, setting.events)
+    if not again.healthy and setting.repeats == 1:
+        raise FailsSometimes
+    further = [
+        _run_beside(experiment, pins, f"further batch {number}", setting.repeats, setting.events)
+        for number, experiment in enumerate(_on_further_batches(setting), start=1)
+    ]
+    search = replace(
+        search,
+        message=found.note if again.healthy else f"run once more, the set is not healthy: {again.why}",
+        minimal=found.minimal and again.healthy,
+        further=len(further),
+        further_healthy=sum(trial.healthy for trial in further),
+        losses={"float32": setting.experiment.cases[0].replays.fp32.replay.loss, "pinned": again.loss or math.nan},
+        step_seconds=step_seconds(setting.run, setting.failing, pins),
+    )
+    record = record_of_best(setting, record, search, replace(found, pins=pins))
+    return replace(record, trials=(*record.trials, again, *further))
+
+
+def record_without_set(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """No set is healthy: for want of trials, or because what goes wrong is in no module."""
+    outside = setting.experiment.outside
+    if found.out_of_trials:
+        return replace(record, search=replace(search, outcome="out-of-trials"), trials=setting.trials.made)
+    if not outside:
+        last = setting.trials.made[-1].why if setting.trials.made else ""
+        search = replace(
+            search, outcome="no-set-helps", message=f"with every module in FP32 the step still fails: {last}"
+        )
+        return replace(record, search=search, trials=setting.trials.made)
+    search = replace(search, outcome="not-in-a-module", message="what goes wrong is a line of the step or the loss")
+    return replace(record, search=search, trials=setting.trials.made, pins=statements(outside))
+
+
+def record_of_best(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs."""
+    costs = step_costs(setting.run, setting.failing)
+    dropped = {pin: trial.why for pin, trial in found.dropped.items()}
+    pins = [described(setting.run.workload.model, name, setting.trials.tree) for name in found.pins]
+    pins = [
+        replace(
+            pin,
+            reason=reason_of(pin, record.findings),
+            sites=setting.experiment.sites(setting.trials.tree.under(pin.name)),
+            without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
+            cost=costs.of(setting.trials.tree.under(pin.name)),
+        )
+        for pin in pins
+    ]
+    search = replace(
+        search,
+        cost=costs.of(setting.trials.tree.expand(found.pins)),
+        classes=classes_of(setting.run.workload.model, found.pins, setting.order),
+    )
+    return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))
+
+
+def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
+    """A line inside a library cannot be patched: where the whole module is healthy too, it is the pin to take."""
+    modules = dict(setting.run.workload.model.named_modules())
+    whole = tuple(
+        pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins
+    )
+    try:
+        if whole != pins and setting.trials.test(whole, "library modules whole").healthy:
+            return whole
+    except OutOfTrials:
+        pass  # What was found stands without it.
+    return pins
+
+
+def _run_beside(experiment: Experiment, pins: tuple[str, ...], stage: str, repeats: int, events: Events) -> Trial:
+    """One more run that is no part of the search; as often as each trial of it was repeated."""
+    events.on_start(pins)
+    seen = [experiment.run(pins) for _ in range(repeats)]
+    bad = next((one for one in seen if not one.healthy), None)
+    shown = bad or seen[-1]
+    trial = Trial(
+        pins=pins,
+        healthy=bad is None,
+        why=shown.why,
+        stage=stage,
+        suspects=shown.suspects,
+        runs=len(seen),
+        healthy_runs=sum(one.healthy for one in seen),
+        loss=shown.loss,
+        seconds=sum(one.seconds for one in seen),
+    )
+    events.on_trial(trial)
+    return trial
+
+
+def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
+    """The step on the batches that come after its own, where FP32 is finite on them."""
+    first = setting.experiment.cases[0]
+    for snapshot in further_steps(setting.run, setting.failing, FURTHER_BATCHES):
+        further = replace(setting.failing, snapshot=snapshot, scale=first.replays.scale)
+        replays = PinnedReplays(setting.run, further)
+        if is_finite(replays.fp32.replay):
+            case = Case(further, replays)
+            yield Experiment(setting.run, (case,), setting.trials.tree, is_silent=setting.experiment.is_silent)
