@@ -73,7 +73,7 @@ def skips(record: Record) -> Iterator[Finding]:
         if any(math.isfinite(step.loss) for step in every):
             made = next(iter(faults or investigated), None)
             yield _cause(made, record) if made else _overflowing_gradients(sorted_skips, record)
-        if record.steps[-1].scale < every[0].scale:
+        if record.steps[-1].scale < every[0].scale and not _works_below_one(record.steps):
             yield _collapse(sorted_skips, record)
     elif faults:
         yield _cause(faults[0], record)
@@ -85,12 +85,19 @@ def runaway(record: Record) -> Iterator[Finding]:
     """``scale-runaway``: a loss scale that nothing limits, or that only works below 1."""
     if not record.steps:
         return
-    step = record.steps[-1]
-    if step.scale >= LIMITLESS:
+    first, step = record.steps[0], record.steps[-1]
+    if step.scale >= LIMITLESS and step.scale > first.scale:
         yield _runaway(step, f"the loss scale has grown to {step.scale:g}, and no gradient limits it", "warning")
-    elif step.scale < 1.0 and not step.skipped:
+    elif _works_below_one(record.steps):
         message = f"only a loss scale below 1 works ({step.scale:g}): the loss itself is too large for half gradients"
         yield _runaway(step, message, "error")
+
+
+def _works_below_one(steps: Sequence[Step]) -> bool:
+    """Whether a scale of 1 was too large for the gradients of a finite loss, and the run goes on below it."""
+    last = steps[-1]
+    too_large = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
+    return last.scale < 1.0 and not last.skipped and any(too_large)
 
 
 def _runaway(step: Step, message: str, severity: Severity) -> Finding:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ampdbg.codes import CODES
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.findings import Finding
@@ -94,6 +95,14 @@ def test_what_only_looks_like_a_fault_is_not_blamed(name: str, tmp_path: Path) -
     record = scanned(name, tmp_path)
     assert worse_than_calibration(record) == []
     assert record.verdict == "healthy"
+    assert set(CASES[name].follows) <= {finding.code for finding in record.findings}
+
+
+def test_every_code_is_found_in_some_case_or_by_the_order_of_calls() -> None:
+    found = {code for case in CASES.values() for code in (case.code, *case.follows)}
+    missing = {code for code in CODES if not code.startswith("misuse-")} - found
+    # It takes a second kernel or device to tell that one computes wrongly.
+    assert missing == {"hardware"}
 
 
 def test_every_fault_has_a_twin() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
+    follows=("scale-calibration",),
     steps=6,
 )
 
