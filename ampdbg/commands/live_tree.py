@@ -22,15 +22,6 @@ from ampdbg.report.search_tree import (
     states,
     trying,
 )
-    SearchTree,
-    State,
-    counts_text,
-    rows,
-    search_tree,
-    smallest_healthy,
-    states,
-    trying,
-)
 from ampdbg.report.trial_text import pins_text, result_text
 
 from . import progress
