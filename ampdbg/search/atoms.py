@@ -104,7 +104,7 @@ def atom_tree(names: Sequence[str]) -> AtomTree:
     for name in reversed(nodes):  # a node comes after all that it holds, so that the outermost has the last word
         last = children[name][-1] if name in children else None
         spans[name] = spans[name] if last is None else (starts[name], spans[last][1])
-        levels[starts[name]] = len(name.split(".")) if name else 0
+        levels[starts[name]] = name.count(".") + 1 if name else 0
         if name in ran:
             modules[starts[name]] = (name, spans[name][1])
     return AtomTree(tuple(atoms), tuple(levels), tuple(modules), spans)
@@ -115,12 +115,12 @@ def _children(names: Iterable[str]) -> dict[str, list[str]]:
     children: dict[str, list[str]] = {}
     seen = {""}
     for name in names:
-        parts = name.split(".")
-        for length in range(1, len(parts) + 1):
-            node = ".".join(parts[:length])
-            if node not in seen:
-                seen.add(node)
-                children.setdefault(".".join(parts[: length - 1]), []).append(node)
+        node = name
+        while node not in seen:
+            seen.add(node)
+            parent = node.rpartition(".")[0]
+            children.setdefault(parent, []).append(node)
+            node = parent
     return children
 
 

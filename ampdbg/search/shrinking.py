@@ -24,7 +24,7 @@ def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
         rest = kept[: undecided - count] + kept[undecided:]
         return trials.test(NOTHING.union(*rest), "dropping").healthy
 
-    while undecided:
+    while undecided > 0:
         superfluous = _most(is_healthy_without, undecided)
         del kept[undecided - superfluous : undecided]
         undecided -= superfluous + 1  # the one before them is needed

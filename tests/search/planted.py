@@ -1,0 +1,74 @@
+"""Planted failures for searches: trees of modules, and steps that are healthy exactly when the culprits are pinned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from ampdbg.search.atoms import AtomTree, atom_tree
+from ampdbg.search.trial import Seen, Trials
+
+SMALL = ("", "embed", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc", "blocks.1", "head")
+"""A model whose container ``blocks`` never runs; its second block is a leaf."""
+
+
+@dataclass
+class Step:
+    """A failing step, tried with pins: healthy when it has all culprits of one of ``ways`` to cure it.
+
+    ``suspects`` are the culprits of the first way that are missing, all of them or, with ``masking``, the first.
+    """
+
+    tree: AtomTree
+    ways: Sequence[Sequence[str]]
+    masking: bool = False
+    ran: list[tuple[str, ...]] = field(default_factory=list)
+
+    def __call__(self, pins: tuple[str, ...]) -> Seen:
+        self.ran.append(pins)
+        pinned = self.tree.expand(pins)
+        if any(pinned >= self.tree.expand(way) for way in self.ways):
+            return Seen(healthy=True, loss=1.0, seconds=0.5)
+        missing = tuple(name for name in self.ways[0] if not pinned >= self.tree.expand([name]))
+        return Seen(healthy=False, why="inf", suspects=missing[:1] if self.masking else missing)
+
+
+def planted(*culprits: str, names: Sequence[str] = SMALL, masking: bool = False) -> tuple[Step, Trials]:
+    """A step with these culprits, and trials of it."""
+    step = Step(atom_tree(names), [culprits], masking)
+    return step, Trials(step, step.tree)
+
+
+def random_names(count: int, source: random.Random, recent: int) -> list[str]:
+    """``count`` names of modules that ran; each was put into one of the ``recent`` ones before it (1 makes a chain).
+
+    One in ten of those that hold others is a container, which never runs and is not among them.
+    """
+    nodes = [""]
+    names = [""]
+    while len(names) < count:
+        parent = source.choice(nodes[-recent:])
+        nodes.append(f"{parent}.m{len(nodes)}".lstrip("."))
+        if source.random() < 0.9:
+            names.append(nodes[-1])
+    return names
+
+
+@st.composite
+def trees(draw: st.DrawFn, sizes: Iterable[int] = (50, 500, 2000)) -> AtomTree:
+    """Trees of so many modules: chains, bushes and all between."""
+    count = draw(st.sampled_from(list(sizes)))
+    recent = draw(st.sampled_from([1, 2, 8, 64, 10_000]))
+    return atom_tree(random_names(count, random.Random(draw(st.integers(0, 2**32))), recent))
+
+
+@st.composite
+def steps(draw: st.DrawFn, sizes: Iterable[int] = (50, 500, 2000), masking: bool = False) -> Step:
+    """Steps of 1 to 8 culprits, which are atoms in any order."""
+    tree = draw(trees(sizes))
+    places = st.integers(0, len(tree.atoms) - 1)
+    culprits = draw(st.lists(places, min_size=1, max_size=8, unique=True))
+    return Step(tree, [[tree.atoms[place] for place in culprits]], masking)

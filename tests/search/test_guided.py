@@ -1,0 +1,237 @@
+"""The guided search: candidates together, what shows next joins, and each is dropped in turn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampdbg.experiments import Trial
+from ampdbg.search.atoms import AtomTree, atom_tree
+from ampdbg.search.found import best_so_far
+from ampdbg.search.guided import guided
+from ampdbg.search.trial import Seen, Trials
+from tests.search.planted import SMALL, Step, planted, steps
+
+TREE = atom_tree(SMALL)
+
+
+def stages(trials: Trials) -> list[tuple[str, tuple[str, ...], bool]]:
+    return [(trial.stage, trial.pins, trial.healthy) for trial in trials.made]
+
+
+def merged(tree: AtomTree, pins: Sequence[str]) -> int:
+    """How many pins stand for several atoms; each is dropped as a whole too."""
+    return sum(len(tree.under(pin)) > 1 for pin in pins)
+
+
+def test_right_candidates_cost_one_trial_and_one_each() -> None:
+    _, trials = planted("embed", "head")
+    found = guided(trials, ["embed", "head"])
+    assert (found.pins, found.healthy, found.minimal, found.note) == (("embed", "head"), True, True, "")
+    assert stages(trials) == [
+        ("candidates", ("embed", "head"), True),
+        ("dropping", ("embed",), False),
+        ("dropping", ("head",), False),
+    ]
+
+
+def test_it_tells_what_dropping_each_pin_does() -> None:
+    _, trials = planted("embed", "head")
+    found = guided(trials, ["embed", "head"])
+    assert {pin: (trial.pins, trial.healthy, trial.suspects) for pin, trial in found.dropped.items()} == {
+        "embed": (("head",), False, ("embed",)),
+        "head": (("embed",), False, ("head",)),
+    }
+
+
+def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
+    _, trials = planted("embed", "blocks.0.attn", "head", masking=True)
+    assert guided(trials, ["embed"]).pins == ("embed", "blocks.0.attn", "head")
+    assert stages(trials)[:3] == [
+        ("candidates", ("embed",), False),
+        ("suspects", ("embed", "blocks.0.attn"), False),
+        ("suspects", ("embed", "blocks.0.attn", "head"), True),
+    ]
+
+
+def test_without_candidates_the_suspects_of_the_bare_step_are_tried() -> None:
+    _, trials = planted("embed", "head")
+    assert guided(trials, []).pins == ("embed", "head")
+
+
+def test_of_two_sets_that_would_do_the_earlier_candidate_is_kept() -> None:
+    for candidates in (["embed", "head"], ["head", "embed"]):
+        trials = Trials(Step(TREE, [["embed"], ["head"]]), TREE)
+        assert guided(trials, candidates).pins == (candidates[0],)
+
+
+def test_a_healthy_step_needs_no_pins() -> None:
+    for candidates in ([], ["head"], list(TREE.atoms)):
+        _, trials = planted()
+        found = guided(trials, candidates)
+        assert (found.pins, found.healthy, found.minimal, found.dropped) == ((), True, True, {})
+
+
+def test_candidates_that_never_ran_are_passed_over() -> None:
+    _, trials = planted("head")
+    assert guided(trials, ["tail", "head", "head", "blocks.1.fc"]).pins == ("head",)
+    assert stages(trials)[0] == ("candidates", ("head",), True)
+
+
+def test_a_candidate_within_another_costs_nothing() -> None:
+    _, trials = planted("blocks.0.mlp.fc")
+    assert guided(trials, ["blocks.0.mlp", "blocks.0.mlp.fc"]).pins == ("blocks.0.mlp",)
+    assert len(trials.made) == 2
+
+
+def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
+    _, trials = planted("blocks.0.mlp:own", "blocks.0.mlp.fc", "head")
+    found = guided(trials, ["blocks.0.mlp:own", "blocks.0.mlp.fc", "head"])
+    assert found.pins == ("blocks.0.mlp", "head")
+    assert found.dropped["blocks.0.mlp"].pins == ("head",)
+    assert len(trials.made) == 1 + 3 + 1
+
+
+def test_a_pin_stays_as_wide_as_it_was_given() -> None:
+    _, trials = planted("blocks.0.mlp.fc")
+    assert guided(trials, ["blocks.0"]).pins == ("blocks.0",)
+
+
+def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -> None:
+    """The step names a block's own lines; what must be pinned is a module inside another part of that block."""
+
+    def blames_the_block(pins: tuple[str, ...]) -> Seen:
+        healthy = "blocks.0.mlp.fc" in TREE.expand(pins)
+        return Seen(healthy, suspects=() if healthy else ("blocks.0:own",))
+
+    trials = Trials(blames_the_block, TREE)
+    found = guided(trials, ["head"])
+    assert (found.pins, found.minimal) == (("blocks.0.mlp.fc",), True)
+    assert [stage for stage, _, _ in stages(trials)][:3] == ["candidates", "suspects", "widened"]
+
+
+def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_root() -> None:
+    trials = Trials(lambda pins: Seen("embed" in TREE.expand(pins), why="loss is far off"), TREE)
+    found = guided(trials, ["blocks.0.mlp.fc"])
+    assert (found.pins, found.minimal) == (("embed",), True)
+    widened = [pins for stage, pins, _ in stages(trials) if stage == "widened"]
+    assert widened == [("blocks.0.mlp",), ("blocks.0",), ("blocks.0", "blocks.1"), ("",)]
+
+
+def test_where_even_the_root_does_not_help_nothing_is_found() -> None:
+    trials = Trials(lambda pins: Seen(healthy=False, why="nan"), TREE)
+    found = guided(trials, ["head"])
+    assert (found.pins, found.healthy, found.minimal, found.out_of_trials) == ((), False, False, False)
+    assert found.note == "no candidates are left to try: nan"
+    assert trials.made[-1].pins == ("",)
+
+
+def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
+    trials = Trials(lambda pins: Seen(healthy=False, why="nan"), TREE)
+    assert not guided(trials, []).healthy
+    assert len(trials.made) == 1
+
+
+def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
+    """Pinning one block without the other raises, say, for their dtypes no longer meet."""
+
+    def harmed(pins: tuple[str, ...]) -> Seen:
+        pinned = TREE.expand(pins)
+        blocks = pinned & {*TREE.under("blocks")}
+        return Seen("head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
+
+    found = guided(Trials(harmed, TREE), ["head", "blocks.1"])
+    assert (found.pins, found.minimal) == (("head",), True)
+
+
+def test_tied_candidates_are_dropped_as_one() -> None:
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, together=[frozenset({"embed", "head"})])
+    found = guided(trials, ["head", "embed", "blocks.1"])
+    assert (found.pins, found.minimal) == (("embed", "head"), True)
+    assert [trial.pins for trial in found.dropped.values()] == [(), ()]
+
+
+@given(steps(), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_right_candidates_are_proven_within_the_bound(step: Step, source: random.Random) -> None:
+    (culprits,) = step.ways
+    trials = Trials(step, step.tree)
+    found = guided(trials, source.sample(list(culprits), len(culprits)))
+    assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
+    # The caller narrows each pin and runs the whole set once more: 2k + 3 in all.
+    assert len(trials.made) <= len(culprits) + 1 + merged(step.tree, found.pins)
+    assert len(trials.made) + len(found.pins) + 1 <= 2 * len(culprits) + 3
+
+
+@given(steps(), st.integers(1, 40), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_superfluous_candidates_cost_their_logarithm(step: Step, count: int, last: bool, source: random.Random) -> None:
+    (culprits,) = step.ways
+    false = source.sample(sorted({*step.tree.atoms} - {*culprits}), count)
+    candidates = [*culprits, *false]
+    if not last:
+        source.shuffle(candidates)
+    trials = Trials(step, step.tree)
+    found = guided(trials, candidates)
+    assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
+    needed = len(culprits)
+    proof = 1 + needed + merged(step.tree, found.pins)
+    if last:
+        assert len(trials.made) <= proof + 2 * math.log2(1 + count) + 1
+    else:
+        runs = needed + 1
+        assert len(trials.made) <= proof + runs * (2 * math.log2(1 + count / runs) + 2)
+
+
+@given(steps(masking=True))
+@settings(max_examples=60)
+def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
+    (culprits,) = step.ways
+    trials = Trials(step, step.tree)
+    found = guided(trials, culprits[:1])
+    assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
+    assert len(trials.made) <= 2 * len(culprits) + merged(step.tree, found.pins)
+
+
+@given(steps([50]), st.integers(0, 20), st.integers(0, 10))
+def test_out_of_trials_the_best_set_so_far_is_returned(step: Step, count: int, limit: int) -> None:
+    (culprits,) = step.ways
+    candidates = [*culprits, *(atom for atom in step.tree.atoms[:count] if atom not in culprits)]
+    trials = Trials(step, step.tree, max_trials=limit)
+    found = guided(trials, candidates)
+    assert found.healthy == (trials.best is not None)
+    assert found.pins == (trials.best or ())
+    assert found.minimal != found.out_of_trials
+    assert len(step.ran) <= limit
+    if limit > 0:
+        assert found.healthy
+
+
+def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
+    def interrupt(trial: Trial) -> None:
+        if len(trial.pins) == 2:
+            raise KeyboardInterrupt
+
+    trials = Trials(Step(TREE, [["head"]]), TREE, on_trial=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        guided(trials, ["head", "embed", "blocks.1"])
+    found = best_so_far(trials)
+    assert (found.pins, found.healthy, found.minimal, found.out_of_trials) == (("embed", "head"), True, False, False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -> None:
+    source = random.Random(seed)
+
+    def flaky(pins: tuple[str, ...]) -> Seen:
+        cured = {"head", "embed"} <= TREE.expand(pins)
+        return Seen(cured or source.random() >= 0.3)
+
+    trials = Trials(flaky, TREE, repeats=30)
+    assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")

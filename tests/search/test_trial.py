@@ -1,0 +1,122 @@
+"""Trials: each set is tried once, the best is kept, tied modules move together, and the limit holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ampdbg.experiments import Trial
+from ampdbg.search.atoms import atom_tree
+from ampdbg.search.trial import OutOfTrials, Seen, Trials
+from tests.search.planted import SMALL, Step, planted
+
+TREE = atom_tree(SMALL)
+
+
+def test_a_set_is_tried_once_however_it_is_named() -> None:
+    step, trials = planted("head")
+    first = trials.test(["blocks.0.mlp"], "one")
+    assert trials.test(["blocks.0.mlp.fc", "blocks.0.mlp:own", "blocks.0.mlp.fc"], "two") is first
+    assert trials.made == (first,)
+    assert step.ran == [("blocks.0.mlp",)]
+
+
+def test_a_trial_says_what_was_seen() -> None:
+    _, trials = planted("head", "embed")
+    assert trials.test(["head"], "candidates") == Trial(
+        ("head",), healthy=False, why="inf", stage="candidates", suspects=("embed",), runs=1, healthy_runs=0
+    )
+    assert trials.test(["head", "embed"], "joined") == Trial(
+        ("embed", "head"), healthy=True, why="", stage="joined", runs=1, healthy_runs=1, loss=1.0, seconds=0.5
+    )
+
+
+def test_only_what_was_tried_is_known() -> None:
+    _, trials = planted("head")
+    made = trials.test(["head"], "")
+    assert (trials.known(["head"]), trials.known(["embed"])) == (made, None)
+
+
+def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
+    _, trials = planted("head")
+    bests = []
+    for pins in (["embed"], ["blocks.0", "head"], ["embed", "head"], ["head", "blocks.1"], ["head"]):
+        trials.test(pins, "")
+        bests.append(trials.best)
+    assert bests == [None, ("blocks.0", "head"), ("embed", "head"), ("embed", "head"), ("head",)]
+
+
+def test_no_pins_may_be_the_best() -> None:
+    trials = Trials(lambda pins: Seen(healthy=True), TREE)
+    trials.test([], "")
+    assert trials.best == ()
+
+
+def test_beyond_the_limit_only_what_is_known_is_answered() -> None:
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, max_trials=1)
+    known = trials.test(["head"], "")
+    with pytest.raises(OutOfTrials):
+        trials.test(["embed"], "")
+    assert trials.test(["head"], "") is known
+    assert (trials.count, len(step.ran)) == (1, 1)
+
+
+def test_each_trial_is_told_once_as_it_ends() -> None:
+    told: list[Trial] = []
+    trials = Trials(Step(TREE, [["head"]]), TREE, on_trial=told.append)
+    for pins in (["head"], ["embed"], ["head"]):
+        trials.test(pins, "")
+    assert tuple(told) == trials.made
+
+
+def flaky(answers: str) -> tuple[Trials, Iterator[str]]:
+    """Trials of three repeats whose runs are healthy where there is a "+"."""
+    left = iter(answers)
+    return Trials(lambda pins: Seen(healthy=next(left) == "+", why="nan", seconds=1.0), TREE, repeats=3), left
+
+
+@pytest.mark.parametrize(("answers", "runs", "healthy_runs"), [("+++", 3, 3), ("++-", 3, 2), ("+-", 2, 1), ("-", 1, 0)])
+def test_repeats_end_with_the_first_unhealthy_run(answers: str, runs: int, healthy_runs: int) -> None:
+    trials, left = flaky(answers + "+")
+    trial = trials.test(["head"], "")
+    assert (trial.healthy, trial.runs, trial.healthy_runs) == ("-" not in answers, runs, healthy_runs)
+    assert (trial.seconds, list(left), trials.count) == (runs, ["+"], 1)
+
+
+def test_an_experiment_may_itself_be_of_several_runs() -> None:
+    trials = Trials(lambda pins: Seen(healthy=False, runs=5, healthy_runs=3), TREE)
+    trial = trials.test([], "")
+    assert (trial.runs, trial.healthy_runs) == (5, 3)
+
+
+def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
+    def interrupted(pins: tuple[str, ...]) -> Seen:
+        if pins == ("embed",):
+            raise KeyboardInterrupt
+        return Seen(healthy=True)
+
+    trials = Trials(interrupted, TREE)
+    trials.test(["head"], "")
+    with pytest.raises(KeyboardInterrupt):
+        trials.test(["embed"], "")
+    assert (trials.best, trials.count, len(trials.made), trials.known(["embed"])) == (("head",), 1, 1, None)
+
+
+def test_tied_modules_move_together() -> None:
+    step = Step(TREE, [["head"]])
+    trials = Trials(step, TREE, together=[frozenset({"embed", "head"}), frozenset({"head", "blocks.1", "never ran"})])
+    assert trials.test(["embed"], "").pins == ("embed", "blocks.1", "head")
+    assert trials.test(["head"], "") is trials.made[0]
+    assert trials.test(["blocks.0.attn"], "").pins == ("blocks.0.attn",)
+    assert trials.units(["head", "blocks.0.attn", "embed"]) == (
+        frozenset({"embed", "blocks.1", "head"}),
+        frozenset({"blocks.0.attn"}),
+    )
+
+
+def test_pins_of_what_never_ran_are_refused() -> None:
+    _, trials = planted("head")
+    with pytest.raises(KeyError):
+        trials.test(["tail"], "")
