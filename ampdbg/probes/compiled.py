@@ -22,3 +22,8 @@ def compiled_modules(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
+
+
+def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """What there is to say of an analysis of the model: one note for each compiled module."""
+    return tuple(f"module {name!r} is compiled; its eager code was analysed" for name in compiled_modules(model))

@@ -14,6 +14,7 @@ import torch
 from ampdbg.config import Config
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.levels import autocast_region, loss_scaler
+from ampdbg.probes.compiled import compiled_notes
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
@@ -101,6 +102,7 @@ def _watched(
         except AmpdbgError as raised:
             error = autocast_error(raised, step=len(watcher.steps))
             failure = None if error or watcher.explains(raised.__cause__) else raised
+    notes = compiled_notes(run.workload.model) if investigator.found else ()
     record = replace(
         record,
         environment=describe_environment(run.config, run.device),
@@ -108,7 +110,7 @@ def _watched(
         groups=watcher.groups,
         group_totals=watcher.group_totals,
         misuses=watcher.misuses,
-        unseen=replace(unseen, notes=(*unseen.notes, *watcher.notes)),
+        unseen=replace(unseen, notes=(*unseen.notes, *notes, *watcher.notes)),
         interrupted=interrupted,
         error=str(failure or ""),
         autocast_error=error,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ampdbg.errors import UserCodeError
-from ampdbg.probes.compiled import compiled_modules
+from ampdbg.probes.compiled import compiled_notes
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.ops import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
@@ -44,7 +44,7 @@ def shadow_and_unseen(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ..
         with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:
             _forward_and_backward(run, snapshot)
         unseen = covered.unseen()
-    notes = [f"module {name!r} is compiled; its eager code was analysed" for name in compiled_modules(model)]
+    notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)
     return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))

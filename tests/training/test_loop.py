@@ -34,6 +34,12 @@ class Net(nn.Module):
     def forward(self, x):
         return self.head(F.dropout(self.norm(self.body(x)).relu(), 0.3, self.training)).squeeze(-1)
 
+def compiled():
+    net = Net()
+    net.body.compile(backend="eager")
+    net.unused = torch.jit.script(net.unused)
+    return net
+
 def data(bad=-1):
     generator = torch.Generator().manual_seed(3)
     batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(5)]
@@ -196,6 +202,15 @@ def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
     assert finding.source is not None
     assert finding.source.text == "return (model.body(batch[0]) * 60000 * 2).float().mean()"
     assert record.verdict == "precision"
+
+
+def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
+    record = run(tmp_path, model={"target": "work.py:compiled"}, **step_function("overflowing"), train={"steps": 2})
+    assert record.findings[0].code == "forward-overflow"
+    assert record.unseen.notes == (
+        "module 'unused' is scripted and cannot be watched inside",
+        "module 'body' is compiled; its eager code was analysed",
+    )
 
 
 def test_a_pin_cures_what_it_pins(tmp_path: Path) -> None:
