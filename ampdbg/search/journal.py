@@ -83,9 +83,8 @@ class Journal:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self.problem = (
-            f"{self._path}: {error.strerror or error}; should this be killed, it will start from the beginning"
-        )
+        reason = error.strerror or str(error)
+        self.problem = f"{self._path}: {reason}; what is tried from here on is lost if the process is killed"
         with contextlib.suppress(OSError):
             # On a full disk a trial can begin and not end: it must not seem to have killed the process.
             os.truncate(self._path, self._settled)
