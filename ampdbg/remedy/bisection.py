@@ -26,7 +26,7 @@ REPLAYED_STEPS = 2
 WRONG_IN_FP32 = frozenset("true-nan divergence infinite-loss weights-nonfinite data-nonfinite".split())
 """Codes whose steps fail in FP32 too."""
 
-CURABLE = PRECISION | {"buffer-poisoned", "unknown"}
+CURABLE = (PRECISION - {"gradient-underflow"}) | {"buffer-poisoned", "unknown"}
 """Codes of steps that a pin may cure; where the cause is not known, the experiment decides."""
 
 Kept = dict[tuple[int, str], FailingStep]
@@ -116,7 +116,7 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
         return Search(strategy, "nothing-to-pin", f"nothing failed in {len(record.steps)} steps")
     if root.code in WRONG_IN_FP32:
         return _told(strategy, "fp32-fails", root)
-    if record.verdict == "other":
+    if record.verdict == "other" or root.code not in CURABLE:
         return _told(strategy, "no-pin-helps", root)
     return None if failing else _told(strategy, "not-reproduced", root)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import named
-from ampdbg.record import Investigation, Producer
+from ampdbg.record import Investigation, Producer, Replay
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,19 @@ def _guilty(made: Investigation) -> tuple[Suspect, ...]:
 
 
 def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
-    low = made.replays[0]
-    if guilty:
-        return f"{_what(low.loss, low.gradients)}: {_reaches(guilty[0])}"
-    return _what(low.loss, low.gradients) or f"buffer {low.buffers[0]} is not finite"
+    return f"{_what(made.replays[0])}: {_reaches(guilty[0])}" if guilty else _what(made.replays[0])
 
 
-def _what(loss: float, gradients: tuple[str, ...]) -> str:
-    if math.isnan(loss) or math.isinf(loss):
-        return f"loss {'NaN' if math.isnan(loss) else 'inf'}"
-    more = f" and {len(gradients) - 1} more" if len(gradients) > 1 else ""
-    return f"gradient of {gradients[0]}{more} not finite" if gradients else ""
+def _what(low: Replay) -> str:
+    if not math.isfinite(low.loss):
+        return f"loss {'NaN' if math.isnan(low.loss) else 'inf'}"
+    if low.gradients:
+        return f"gradient of {_first(low.gradients)} not finite"
+    return f"buffer {_first(low.buffers)} not finite"
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _reaches(suspect: Suspect) -> str:

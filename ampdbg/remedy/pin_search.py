@@ -40,6 +40,9 @@ DOUBT = 0.02
 
 MOST_REPEATS = 20
 
+SCALE_IS_AT_FAULT = frozenset({"gradient-overflow", "no-usable-scale", "unknown"})
+"""Codes of steps whose gradients overflow at a loss scale that has to be usable."""
+
 
 def search_pins(
     run: Run,
@@ -58,7 +61,7 @@ def search_pins(
     """
     first = failing[0]
     search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
-    case = Case(first, PinnedReplays(run, first))
+    case = _case(run, record, first)
     with coverage(run.workload.model) as covered:
         fp32 = case.replays.fp32.replay
     if not is_finite(fp32):
@@ -67,7 +70,7 @@ def search_pins(
     tree = atom_tree(covered.called)
     events.on_search(covered.called)
     is_silent = record.findings[0].code == "silent-overflow"
-    experiment = Experiment(run, (case, *_others(run, failing[1:])), tree, is_silent=is_silent)
+    experiment = Experiment(run, (case, *_others(run, record, failing[1:])), tree, is_silent=is_silent)
     search = replace(search, modules=len(covered.called), **_how_often(experiment))
     if search.failed == 0:
         message = f"the step failed while it was trained, and in none of {search.tried} replays"
@@ -103,13 +106,20 @@ def _setting(
     return Setting(run, failing, experiment, trials, called, events, repeats)
 
 
-def _others(run: Run, failing: Sequence[FailingStep]) -> Iterator[Case]:
+def _case(run: Run, record: Record, failing: FailingStep) -> Case:
+    """The step, at a loss scale that is kept where the scale is static or its own fault is that it is too high."""
+    codes = {finding.code for finding in record.findings if finding.step == failing.snapshot.step}
+    is_static = isinstance(run.config.precision.loss_scale, float)
+    keeps_scale = is_static or not codes.isdisjoint(SCALE_IS_AT_FAULT)
+    return Case(failing, PinnedReplays(run, failing, keeps_scale=keeps_scale))
+
+
+def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[Case]:
     """The further steps that are finite in FP32."""
-    for other in failing:
-        replays = PinnedReplays(run, other)
-        with weights_of(run.workload.model, other):
-            if is_finite(replays.fp32.replay):
-                yield Case(other, replays)
+    for case in (_case(run, record, other) for other in failing):
+        with weights_of(run.workload.model, case.failing):
+            if is_finite(case.replays.fp32.replay):
+                yield case
 
 
 def _concluded(setting: Setting, record: Record, search: Search) -> Record:

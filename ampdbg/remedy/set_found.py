@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ampdbg.agreement import is_finite
-from ampdbg.experiments import OWN, Search, Trial
+from ampdbg.experiments import OWN, PinSite, Search, Trial
 from ampdbg.record import Record
 from ampdbg.remedy.costs import step_costs, step_seconds
 from ampdbg.remedy.experiment import Case, Experiment
@@ -87,8 +88,16 @@ def record_without_set(setting: Setting, record: Record, search: Search, found: 
             search, outcome="no-set-helps", message=f"with every module in FP32 the step still fails: {last}"
         )
         return replace(record, search=search, trials=setting.trials.made)
-    search = replace(search, outcome="not-in-a-module", message="what goes wrong is a line of the step or the loss")
+    search = replace(search, outcome="not-in-a-module", message=_no_module_cures(outside[0]))
     return replace(record, search=search, trials=setting.trials.made, pins=statements(outside))
+
+
+def _no_module_cures(site: PinSite) -> str:
+    where = f"line {site.source.line} of {Path(site.source.file).name}" if site.source else site.op
+    return (
+        f"{where} goes wrong even with every module in FP32: it belongs to the step or the loss, "
+        f"or casts to half itself"
+    )
 
 
 def record_of_best(setting: Setting, record: Record, search: Search, found: Found) -> Record:
@@ -154,7 +163,7 @@ def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
     first = setting.experiment.cases[0]
     for snapshot in further_steps(setting.run, setting.failing, FURTHER_BATCHES):
         further = replace(setting.failing, snapshot=snapshot, scale=first.replays.scale)
-        replays = PinnedReplays(setting.run, further)
+        replays = PinnedReplays(setting.run, further, keeps_scale=first.replays.keeps_scale)
         if is_finite(replays.fp32.replay):
             case = Case(further, replays)
             yield Experiment(setting.run, (case,), setting.trials.tree, is_silent=setting.experiment.is_silent)

@@ -25,12 +25,14 @@ LOWEST_SCALE = 1.0
 class PinnedReplays:
     """Runs one step with any set of pins; the model must have the step's weights meanwhile.
 
-    What a failing loss has hidden is the loss scale that the gradients need: such a step goes on at S/4,
-    S/16 … 1 until its gradients are finite, as a dynamic scaler would, and stays there for later replays.
+    The step's loss scale is kept with ``keeps_scale``: where it is the gradients that overflow at a scale which has
+    to be usable. Any other fault has hidden how large a scale the gradients bear: such a step goes on at S/4, S/16
+    … 1 until they are finite, as a dynamic scaler would, and stays there for later replays.
     """
 
-    def __init__(self, run: Run, failing: FailingStep) -> None:
+    def __init__(self, run: Run, failing: FailingStep, *, keeps_scale: bool) -> None:
         self.scale = failing.scale
+        self.keeps_scale = keeps_scale
         self._run = run
         self._failing = failing
         self._low = str(low_dtype(run.config.precision)).rpartition(".")[2]
@@ -78,7 +80,7 @@ class PinnedReplays:
     def _scales(self) -> Iterator[float]:
         scale = self.scale
         yield scale
-        while self._failing.made.why == "loss" and scale > LOWEST_SCALE:
+        while not self.keeps_scale and scale > LOWEST_SCALE:
             scale = max(LOWEST_SCALE, scale / 4.0)
             yield scale
 
