@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands."""
+"""What the README shows is so: its Python runs as it stands, and its screen is what scan prints."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+import ampdbg
 from ampdbg.record import read_record
+from ampdbg.report.text import render_text
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
@@ -23,6 +26,14 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+
+
+def test_the_finding_on_its_screen_is_what_scan_prints() -> None:
+    [(config, screen)] = re.findall(r"^```console\n\$ ampdbg scan (\S+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    text = render_text(ampdbg.scan(ROOT / config, steps=1), width=80, color=False, folder=str(ROOT))
+    start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
+    assert text[text.index(start) : text.index(end)] in screen
+    assert end in screen
 
 
 def test_the_example_of_a_watched_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
