@@ -48,12 +48,13 @@ def render_text(
 
 def named_from(folder: str, record: Record) -> Record:
     """The record with the source files below ``folder`` named as they are typed there."""
-    findings = tuple(replace(finding, source=_shortened(folder, finding.source)) for finding in record.findings)
-    sites = tuple(replace(site, source=_shortened(folder, site.source)) for site in record.sites)
+    findings = tuple(replace(finding, source=source_from(folder, finding.source)) for finding in record.findings)
+    sites = tuple(replace(site, source=source_from(folder, site.source)) for site in record.sites)
     return replace(record, findings=findings, sites=sites)
 
 
-def _shortened(folder: str, source: Source | None) -> Source | None:
+def source_from(folder: str, source: Source | None) -> Source | None:
+    """A source file below ``folder``, named as it is typed there; any other as it was."""
     start = folder.rstrip("/\\")
     if not start or source is None or not source.file.startswith((start + "/", start + "\\")):
         return source

@@ -1,0 +1,236 @@
+"""Records of searches made by hand, one for each way in which a search ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ampdbg.experiments import Pin, PinCost, PinSite, Search, Trial
+from ampdbg.findings import Finding, Source
+from ampdbg.record import Record
+from tests.report.records import healthy_step, overflow, run, skipped_step
+
+SCORES = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)")
+RESIDUAL = Source("/home/me/model.py", 58, "forward", "        return x + self.mlp(self.norm2(x))")
+LOSS_LINE = Source("/home/me/train.py", 12, "training_step", "    return (logits * 1000.0).square().sum()")
+
+BMM = "aten.bmm.default"
+
+OVERFLOW = Finding(
+    code="forward-overflow",
+    severity="error",
+    step=3,
+    phase="forward",
+    module="blocks.2.attn",
+    op="aten.bmm.default",
+    message="aten.bmm.default of blocks.2.attn is 81920 in FP32, and infinite in float16",
+    remedy="run blocks.2.attn in FP32",
+    source=SCORES,
+)
+
+ATTENTION = Pin(
+    module="blocks.2.attn",
+    reason=0,
+    sites=(
+        PinSite("forward", "blocks.2.attn", BMM, SCORES, 81920.0),
+        PinSite("forward", "blocks.2.attn", "aten.add.Tensor", SCORES, 90000.0),
+    ),
+    without="loss NaN: blocks.2.attn bmm (line 41) reaches 8.192e+04",
+    cost=PinCost(0.031, 0.042, 1_200_000),
+    class_name="Attention",
+)
+BLOCK = Pin(
+    module="blocks.3",
+    own=True,
+    reason=0,
+    sites=(PinSite("forward", "blocks.3", "aten.add.Tensor", RESIDUAL, 1.5e9, call=2),),
+    without="loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09",
+    cost=PinCost(0.0, 0.0004, 12_000),
+    class_name="Block",
+)
+NAMES = (ATTENTION.name, BLOCK.name)
+
+
+def searched(search: Search, **fields: object) -> Record:
+    """A record of ``ampdbg bisect`` whose step 3 fails."""
+    steps = [healthy_step(number) for number in range(3)]
+    steps += [skipped_step(number, 65536.0, overflow(0), loss=math.nan) for number in range(3, 8)]
+    record = run(steps, command="bisect", verdict="precision", findings=(OVERFLOW,), search=search, groups=("a",) * 38)
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+def trial(pins: tuple[str, ...], stage: str, why: str = "") -> Trial:
+    return Trial(pins, not why, why, stage, runs=1, healthy_runs=int(not why), loss=2.31, seconds=0.3)
+
+
+NAN = "loss NaN: blocks.2.attn bmm (line 41) reaches 8.192e+04"
+TRIALS = (
+    trial(("blocks.2.attn",), "candidates", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
+    trial(("blocks.2.attn", "blocks.3:own", "head"), "suspects"),
+    trial(("blocks.2.attn", "blocks.3:own"), "dropping"),
+    trial(("blocks.2.attn",), "dropping", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
+    trial(("blocks.3:own",), "dropping", NAN),
+    trial(NAMES, "the whole set once more"),
+    trial(NAMES, "further batch 1"),
+    trial(NAMES, "further batch 2"),
+    trial(NAMES, "further batch 3", "finite, but far from FP32: the loss is 1.2, and 2.31 in FP32"),
+)
+FOUND = Search(
+    "guided",
+    "found",
+    step=3,
+    scale=65536.0,
+    failed=2,
+    tried=2,
+    modules=48,
+    candidates=1,
+    minimal=True,
+    further=3,
+    further_healthy=2,
+    losses={"float32": 2.3102, "pinned": 2.3101},
+    step_seconds={"float16": 0.031, "pinned": 0.0325, "float32": 1.4},
+    cost=PinCost(0.031, 0.0424, 1_212_000),
+    classes={"Block": (1, 6), "Attention": (1, 6)},
+)
+
+
+def found() -> Record:
+    return searched(FOUND, pins=(ATTENTION, BLOCK), trials=TRIALS)
+
+
+def every_instance() -> Record:
+    """Twelve blocks need the same, by a blind search that was long."""
+    pins = tuple(
+        replace(
+            ATTENTION,
+            module=f"transformer.layers.{number}.self_attention",
+            class_name="SelfAttention",
+            sites=(PinSite("forward", f"transformer.layers.{number}.self_attention", BMM, SCORES, 7e4 + 1e3 * number),),
+        )
+        for number in range(12)
+    )
+    names = tuple(pin.name for pin in pins)
+    trials = tuple(trial(names[: number % 12], "narrowing", NAN) for number in range(48))
+    search = replace(FOUND, strategy="ddmin", candidates=0, classes={"SelfAttention": (12, 12)}, further_healthy=3)
+    return searched(search, pins=pins, trials=(*trials, trial(names, "the whole set once more")))
+
+
+def flaky() -> Record:
+    """A step that fails three times in ten."""
+    trials = tuple(replace(one, runs=11, healthy_runs=11 if one.healthy else 4) for one in TRIALS[4:6])
+    search = replace(FOUND, failed=3, tried=10, repeats=11, further=1, further_healthy=1, classes={}, step_seconds={})
+    return searched(search, pins=(BLOCK,), trials=(replace(trials[0], pins=()), replace(trials[1], pins=(BLOCK.name,))))
+
+
+def not_minimal() -> Record:
+    search = replace(
+        FOUND,
+        strategy="prefix",
+        minimal=False,
+        further=0,
+        message="blocks.3:own alone is not enough: some of the 1 before it must be pinned too",
+    )
+    return searched(search, pins=(ATTENTION, BLOCK), trials=TRIALS[:3])
+
+
+def not_again() -> Record:
+    last = trial(NAMES, "the whole set once more", NAN)
+    search = replace(FOUND, minimal=False, message=f"run once more, the set is not healthy: {NAN}", further=0)
+    return searched(search, pins=(ATTENTION, BLOCK), trials=(*TRIALS[:5], last))
+
+
+def nothing_to_pin() -> Record:
+    record = searched(Search("guided", "nothing-to-pin", "nothing failed in 50 steps"), findings=(), verdict="healthy")
+    return replace(record, steps=tuple(healthy_step(number) for number in range(50)), planned_steps=50)
+
+
+def fp32_fails() -> Record:
+    finding = Finding(
+        "true-nan", "error", 3, "forward", "The loss is NaN in FP32 and in FP64 too.", remedy="Clamp inside the root."
+    )
+    search = Search("guided", "fp32-fails", f"{finding.message}; {finding.remedy}")
+    return searched(search, findings=(finding,), verdict="other")
+
+
+def no_pin_helps() -> Record:
+    finding = Finding("misuse-no-update", "error", 0, "optimizer", "scaler.update() is never called.")
+    return searched(Search("guided", "no-pin-helps", finding.message), findings=(finding,), verdict="other")
+
+
+def not_in_a_module() -> Record:
+    pin = Pin("", source=LOSS_LINE, reason=0, sites=(PinSite("forward", "", "aten.pow.default", LOSS_LINE, 1e12),))
+    why = "loss inf: pow (line 12) reaches 1e+12"
+    search = replace(
+        FOUND,
+        outcome="not-in-a-module",
+        message="what goes wrong is a line of the step or the loss",
+        **dict.fromkeys(("further", "further_healthy"), 0),  # type: ignore[arg-type]
+        minimal=False,
+        losses={},
+        step_seconds={},
+        cost=None,
+        classes={},
+    )
+    return searched(search, pins=(pin,), trials=(trial(("head",), "candidates", why), trial(("",), "widened", why)))
+
+
+def not_reproduced() -> Record:
+    search = Search(
+        "guided",
+        "not-reproduced",
+        "the step failed while it was trained, and in none of 10 replays",
+        step=3,
+        scale=65536.0,
+        tried=10,
+        modules=48,
+    )
+    return searched(search, verdict="inconclusive")
+
+
+def no_set_helps() -> Record:
+    search = Search(
+        "guided",
+        "no-set-helps",
+        f"with every module in FP32 the step still fails: {NAN}",
+        step=3,
+        scale=65536.0,
+        failed=2,
+        tried=2,
+        modules=48,
+    )
+    return searched(search, trials=(trial(("head",), "candidates", NAN), trial(("",), "widened", NAN)))
+
+
+def out_of_trials() -> Record:
+    search = replace(FOUND, outcome="out-of-trials", minimal=False, further=0, losses={}, step_seconds={}, classes={})
+    return searched(search, pins=(ATTENTION, BLOCK), trials=TRIALS[:3])
+
+
+def out_of_trials_without_a_set() -> Record:
+    search = Search("ddmin", "out-of-trials", step=3, scale=65536.0, failed=2, tried=2, modules=48)
+    return searched(search, trials=TRIALS[:1])
+
+
+def search_interrupted() -> Record:
+    return replace(out_of_trials(), interrupted=True)
+
+
+BISECTIONS = {
+    make.__name__: make
+    for make in (
+        found,
+        every_instance,
+        flaky,
+        not_minimal,
+        not_again,
+        nothing_to_pin,
+        fp32_fails,
+        no_pin_helps,
+        not_in_a_module,
+        not_reproduced,
+        no_set_helps,
+        out_of_trials,
+        out_of_trials_without_a_set,
+        search_interrupted,
+    )
+}

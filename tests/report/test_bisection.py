@@ -1,0 +1,172 @@
+"""A search for pins as text: golden files for each way it ends, sentences, lines to paste, and every record."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampdbg.config.yaml_lines import read_yaml
+from ampdbg.experiments import Outcome, Pin, PinCost, PinSite, Search, Trial
+from ampdbg.record import Record
+from ampdbg.report.bisection import render_bisection, step_time
+from ampdbg.report.bisection_verdict import OUTCOMES
+from ampdbg.report.pin_text import percent, pins_yaml, size_text
+from tests.conftest import Golden
+from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
+from tests.report.records import interrupted
+from tests.strategies import pins, records, searches, trials
+
+FOLDER = Path(__file__).parent / "golden"
+
+
+def plain(record: Record, *, width: int = 80, unicode: bool = True, config: str = "config.yaml") -> str:
+    return render_bisection(
+        record,
+        width=width,
+        color=False,
+        unicode=unicode,
+        config=config,
+        record_path=".ampdbg/b.json",
+        folder="/home/me",
+    )
+
+
+def first_sentence(record: Record) -> str:
+    return plain(record, width=200).splitlines()[0]
+
+
+@pytest.mark.parametrize("name", BISECTIONS)
+def test_each_way_to_end_looks_as_in_its_golden_file(name: str, golden: Golden) -> None:
+    text = plain(BISECTIONS[name]())
+    assert max(map(len, text.splitlines())) <= 80
+    golden(FOLDER / f"bisect_{name}.txt", text)
+
+
+def test_it_uses_the_width_of_the_terminal(golden: Golden) -> None:
+    golden(FOLDER / "bisect_found_120.txt", plain(found(), width=120))
+
+
+@pytest.mark.parametrize("name", BISECTIONS)
+def test_without_unicode_it_is_drawn_in_ascii(name: str) -> None:
+    assert plain(BISECTIONS[name](), unicode=False).isascii()
+
+
+def test_every_outcome_has_a_sentence_of_its_own() -> None:
+    assert set(OUTCOMES) == set(typing.get_args(Outcome))
+    assert {BISECTIONS[name]().search.outcome for name in BISECTIONS} == set(OUTCOMES)  # type: ignore[union-attr]
+
+
+ONE = "1 of 48 modules must run in FP32"
+SENTENCES = {
+    "one module": ((ATTENTION,), {"further": 0}, f"{ONE}; with it the failing step is healthy."),
+    "own lines": (
+        (BLOCK,),
+        {"further": 1, "further_healthy": 1},
+        f"{ONE}, in its own lines alone; with it the failing step is healthy, and so is 1 of 1 further batch.",
+    ),
+    "no further batch": (
+        (ATTENTION,),
+        {"further_healthy": 0},
+        f"{ONE}; with it the failing step is healthy, but not on any of 3 further batches.",
+    ),
+    "none": ((), {}, "Step 3 fails now and then, and in no trial: nothing was found that must run in FP32."),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_verdict_is_one_exact_sentence(name: str) -> None:
+    chosen, fields, sentence = SENTENCES[name]
+    record = searched(replace(FOUND, **fields), pins=chosen)  # type: ignore[arg-type]
+    assert first_sentence(record) == f"✗ {sentence}"
+
+
+def test_a_record_that_ended_before_its_search_is_told_like_a_scan() -> None:
+    assert first_sentence(replace(interrupted(), command="bisect")).startswith("! Interrupted after 12 of 50 steps.")
+
+
+def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
+    assert "must run in FP32" in first_sentence(searched(FOUND, pins=found().pins, trials=TRIALS))
+    assert "but not when it was run again" in first_sentence(BISECTIONS["not_again"]())
+
+
+def test_the_next_search_keeps_how_this_one_was_started() -> None:
+    text = plain(BISECTIONS["out_of_trials_without_a_set"](), config="--module model.py")
+    assert text.splitlines()[-1].strip() == "ampdbg bisect --module model.py --strategy ddmin --max-trials 2"
+
+
+def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
+    def shown(value: float) -> str:
+        pin = replace(ATTENTION, sites=(replace(ATTENTION.sites[0], value=value),))
+        return plain(searched(FOUND, pins=(pin,)))
+
+    assert "-70000 in FP32, above FP16's" in shown(-7e4)
+    assert "1e-09 in FP32, below FP16's" in shown(1e-9)
+    assert "12 in FP32\n" in shown(12.0)
+
+
+def test_a_trial_of_a_large_set_is_told_by_what_it_leaves_out() -> None:
+    names = tuple(f"blocks.{number}" for number in range(5))
+    record = searched(
+        FOUND,
+        pins=tuple(Pin(name) for name in names),
+        trials=(trial(names, "candidates"), trial((*names[:3], names[4]), "dropping", "loss NaN")),
+    )
+    assert "candidates  the set                   healthy" in plain(record)
+    assert "dropping    the set without blocks.3  fails: loss NaN" in plain(record)
+
+
+def test_findings_are_listed_only_where_there_is_no_set() -> None:
+    assert OVERFLOW.message not in plain(found(), width=200)
+    assert OVERFLOW.message in plain(BISECTIONS["no_set_helps"](), width=200)
+
+
+NAMES = st.from_regex(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+){0,3}(:own)?", fullmatch=True) | st.sampled_from(
+    [":own", "*", "blocks.*:own", "1", "1.5", "on", "null", "é"]
+)
+
+
+@given(st.lists(NAMES, unique=True), st.lists(NAMES, unique=True))
+def test_the_lines_to_paste_are_the_pins_in_yaml(already: list[str], names: list[str]) -> None:
+    lines = pins_yaml(names, {"precision": {"pins": already}})
+    every = list(dict.fromkeys([*already, *names]))
+    assert read_yaml("\n".join(lines)).data == {"precision": {"pins": every or None}}
+
+
+def test_the_whole_model_is_pinned_by_the_pattern_of_every_name() -> None:
+    assert pins_yaml([""], {}) == ["precision:", "  pins:", '    - "*"']
+
+
+def test_shares_sizes_and_times_are_never_rounded_to_nothing() -> None:
+    assert [percent(share) for share in (0.0, 0.0002, 0.031, 0.9999, 1.0)] == ["0%", "<0.1%", "3.1%", "99.9%", "100%"]
+    sizes = [size_text(size) for size in (0, 999, 1200, 81_000, 2_500_000_000)]
+    assert sizes == ["0 B", "999 B", "1.2 kB", "81 kB", "2.5 GB"]
+    assert [step_time(seconds) for seconds in (None, 0.0321, 1.4)] == ["-", "32.1 ms", "1.4 s"]
+
+
+@given(
+    records(),
+    st.lists(trials, max_size=25),
+    st.lists(pins, max_size=20),
+    searches,
+    st.sampled_from(typing.get_args(Outcome)),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_can_be_drawn(
+    record: Record, made: list[Trial], chosen: list[Pin], search: Search, outcome: Outcome
+) -> None:
+    record = replace(record, trials=tuple(made), pins=tuple(chosen), search=replace(search, outcome=outcome))
+    assert plain(record)
+    plain(record, unicode=False, width=40)
+
+
+def test_costs_that_were_not_measured_are_left_open() -> None:
+    pin = Pin("head", sites=(PinSite("backward", "head.proj", "aten.mm.default", None, None),), cost=None)
+    row = next(line for line in plain(searched(FOUND, pins=(pin, ATTENTION))).splitlines() if "head  " in line)
+    assert row.split()[-2:] == ["-", "-"]
+    assert "backward · head.proj · mm" in row
+    assert PinCost(0.5, 0.5, 1) != pin.cost
