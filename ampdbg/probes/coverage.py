@@ -20,10 +20,13 @@ class Coverage:
         self._scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
 
     @property
-    def called(self) -> tuple[str, ...]:
-        """The names of the modules that were called, in the order of their first calls."""
-        names = {id(module): name for name, module in self._model.named_modules()}
-        return tuple(names[called] for called in self._called if called in names)
+    def callable(self) -> tuple[str, ...]:
+        """The names of all modules that a step can call: those that were, in the order of their first calls, then
+        those that another step may."""
+        modules = {id(module): name for name, module in self._model.named_modules()}
+        called = [modules[one] for one in self._called if one in modules]
+        others = [name for name, module in self._model.named_modules() if not _is_container(module)]
+        return tuple(dict.fromkeys(called + [name for name in others if name not in self._scripted]))
 
     def unseen(self) -> Unseen:
         """What was not touched; to be asked after the backward pass, while the gradients are there."""

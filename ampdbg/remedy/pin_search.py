@@ -67,15 +67,15 @@ def search_pins(
     if not is_finite(fp32):
         why = fp32.error or f"the loss is {fp32.loss:g} in FP32 too"
         return replace(record, search=replace(search, outcome="fp32-fails", message=why))
-    tree = atom_tree(covered.called)
-    events.on_search(covered.called)
+    tree = atom_tree(covered.callable)
+    events.on_search(covered.callable)
     is_silent = record.findings[0].code == "silent-overflow"
     experiment = Experiment(run, (case, *_others(run, record, failing[1:])), tree, is_silent=is_silent)
-    search = replace(search, modules=len(covered.called), **_how_often(experiment))
+    search = replace(search, modules=len(covered.callable), **_how_often(experiment))
     if search.failed == 0:
         message = f"the step failed while it was trained, and in none of {search.tried} replays"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    make = functools.partial(_setting, run, first, experiment, covered.called, events, max_trials, journal_folder)
+    make = functools.partial(_setting, run, first, experiment, covered.callable, events, max_trials, journal_folder)
     try:
         return _concluded(make(search.repeats), record, search)
     except FailsSometimes:

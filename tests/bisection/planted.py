@@ -1,0 +1,206 @@
+"""Models of any number of modules with culprits planted among them: layers whose inner product is beyond half."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+GAIN = 300.0
+
+
+class Steady(nn.Module):
+    """A layer that keeps its values near 1, whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1 * torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x @ self.weight, (WIDTH,))
+
+
+class Spike(Steady):
+    """Its product is 90,000 times as large as what comes in, and scaled down again: only FP16 minds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = (x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH))
+        return F.layer_norm(large / GAIN**2, (WIDTH,))
+
+
+class BackwardSpike(torch.autograd.Function):
+    """The identity, whose gradient takes a detour of 1e9 times its size in the dtype that it comes in."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient * 2.0**30) * 2.0**-30
+
+
+class SpikeInGradients(Steady):
+    """Forward as any other layer; only its backward pass overflows, at any loss scale worth having."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(BackwardSpike.apply(x @ self.weight), (WIDTH,))
+
+
+class Erased(Steady):
+    """An overflow that erases itself: the norm of large values is infinite in half, and x / inf is 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 400.0 * (x @ self.weight)
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6).detach()
+
+
+KINDS: dict[str, type[Steady]] = {"spike": Spike, "backward": SpikeInGradients, "erased": Erased}
+
+
+class Block(nn.Module):
+    """Layers one after another with a residual connection; checkpointed where asked for."""
+
+    def __init__(self, layers: Sequence[nn.Module], checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed:
+            return x + checkpoint(self.through, x, use_reentrant=False)
+        return x + self.through(x)
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return 0.1 * x
+
+
+class Planted(nn.Module):
+    """About ``modules`` modules in blocks of ``depth`` layers; the layers of the numbers in ``culprits`` overflow."""
+
+    def __init__(
+        self,
+        modules: int,
+        culprits: Sequence[int],
+        kind: str = "spike",
+        depth: int = 6,
+        checkpointed: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        count = modules * depth // (depth + 1)
+        layers = [KINDS[kind]() if number in culprits else Steady() for number in range(count)]
+        self.blocks = nn.ModuleList(
+            Block(layers[start : start + depth], checkpointed) for start in range(0, count, depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, block: block(value), self.blocks, x)
+
+
+def name_of(culprit: int, depth: int = 6) -> str:
+    """The qualified name of a layer of Planted."""
+    return f"blocks.{culprit // depth}.layers.{culprit % depth}"
+
+
+class Shared(nn.Module):
+    """One spike that is called three times, and overflows in the third call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.spike, self.after = Steady(), SizeOfItsInput(), Steady()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for size in (1.0, 2.0, 2000.0):
+            x = self.spike(x, size) / size**2
+        return self.after(x)
+
+
+class SizeOfItsInput(Steady):
+    """Scales by its argument, twice."""
+
+    def forward(self, x: torch.Tensor, size: float = 1.0) -> torch.Tensor:
+        return F.layer_norm((x @ (size * self.weight)) @ (size * torch.eye(WIDTH)), (WIDTH,)) * size
+
+
+class Alternatives(nn.Module):
+    """A product of two halves' scales: either one in FP32 is enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right, self.head = Large(), Large(), Steady()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.left(x) * self.right(x)) / GAIN**2)
+
+
+class Roused(nn.Module):
+    """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spike, self.meek, self.after = Product(), Meek(), Steady()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.meek(self.spike(x)))
+
+
+class Product(Steady):
+    """A spike whose result has the dtype of its products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH))) / GAIN**2
+
+
+class Meek(Steady):
+    """Overflows where its input has come in FP32: what a kernel without a half path does inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = GAIN if x.dtype is torch.float32 else 1.0
+        return F.layer_norm((x @ (gain * self.weight)) @ (gain * torch.eye(WIDTH)) / gain**2, (WIDTH,))
+
+
+class Large(Steady):
+    """Its output is about 300."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return GAIN * (1 + (x @ self.weight).abs())
+
+
+class Sometimes(nn.Module):
+    """A spike in three of ten calls, by a counter that no snapshot knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.layer, self.after = Steady(), Spike(), Steady()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.before(x)
+        return self.after(self.layer(x) if self.calls % 10 in (0, 3, 7) else x @ self.layer.weight)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Four batches of 16 rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, WIDTH, generator=generator), torch.randn(16, WIDTH, generator=generator)) for _ in range(4)
+    ]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error in FP32."""
+    return F.mse_loss(output.float(), target)

@@ -1,0 +1,214 @@
+"""``bisect`` on models with planted culprits: the set that is found is exactly the planted one, within few trials."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ampdbg.config import load_config
+from ampdbg.experiments import Trial
+from ampdbg.record import Record
+from ampdbg.remedy.bisection import bisect_run
+from tests.bisection.planted import name_of
+
+PROOF = ("the whole set once more", "further batch")
+
+
+def bisected(
+    folder: Path, model: str, args: Mapping[str, Any] | None = None, *, steps: int = 3, **kwargs: Any
+) -> Record:
+    home = "tests.bisection.planted"
+    config = {
+        "model": {"target": f"{home}:{model}", "args": dict(args or {})},
+        "data": {"target": f"{home}:batches"},
+        "loss": {"target": f"{home}:loss"},
+        "optimizer": {"args": {"lr": 1.0e-4}},
+        "precision": {"loss_scale": {"init": 1024.0}},
+        "train": {"steps": steps},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return bisect_run(load_config(path), **kwargs)
+
+
+def searched(record: Record) -> list[Trial]:
+    """The trials of the search itself, without those that prove its result."""
+    return [trial for trial in record.trials if not trial.stage.startswith(PROOF)]
+
+
+def culprits_of(modules: int, count: int, seed: int) -> list[int]:
+    return sorted(random.Random(seed).sample(range(modules * 6 // 7), count))
+
+
+def assert_found(record: Record, *names: str) -> None:
+    search = record.search
+    assert search is not None
+    assert (search.outcome, search.message, search.minimal) == ("found", "", True)
+    assert tuple(pin.name for pin in record.pins) == names
+    assert (search.further, search.further_healthy) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "count"),
+    [
+        (50, 1),
+        (50, 3),
+        (50, 8),
+        (500, 4),
+        pytest.param(500, 1, marks=pytest.mark.slow),
+        pytest.param(500, 8, marks=pytest.mark.slow),
+        pytest.param(2000, 8, marks=pytest.mark.slow),
+    ],
+)
+def test_guided_finds_the_planted_set(modules: int, count: int, tmp_path: Path) -> None:
+    culprits = culprits_of(modules, count, seed=modules + count)
+    record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits})
+    assert_found(record, *map(name_of, culprits))
+    # One more proves the set as a whole.
+    assert len(searched(record)) + 1 <= 2 * count + 3
+
+
+@pytest.mark.parametrize(
+    ("modules", "count"),
+    [
+        (50, 1),
+        (50, 3),
+        pytest.param(50, 8, marks=pytest.mark.slow),
+        pytest.param(500, 2, marks=pytest.mark.slow),
+        pytest.param(2000, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: Path) -> None:
+    culprits = culprits_of(modules, count, seed=modules * count)
+    record = bisected(tmp_path, "Planted", {"modules": modules, "culprits": culprits}, strategy="ddmin")
+    assert_found(record, *map(name_of, culprits))
+    assert record.search is not None
+    assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
+
+
+def test_prefix_names_the_first_module_that_overflows(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [20]}, strategy="prefix")
+    assert_found(record, name_of(20))
+    assert len(searched(record)) <= math.log2(50) + 6
+
+
+def test_prefix_says_where_one_module_is_not_enough(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [7, 20]}, strategy="prefix")
+    assert record.search is not None
+    assert not record.search.minimal
+    assert record.search.message.startswith(f"{name_of(20)} alone is not enough")
+
+
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
+    args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
+    assert_found(bisected(tmp_path, "Planted", args, strategy=strategy), name_of(7), name_of(20))
+
+
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
+    args = {"modules": 30, "culprits": [9], "kind": "backward"}
+    record = bisected(tmp_path, "Planted", args, steps=12, strategy=strategy)
+    assert_found(record, name_of(9))
+    assert record.pins[0].without.startswith("gradient of ")
+
+
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
+    args = {"modules": 30, "culprits": [11], "kind": "erased"}
+    record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)
+    assert record.findings[0].code == "silent-overflow"
+    assert_found(record, name_of(11))
+
+
+def test_a_culprit_in_the_third_call_of_a_module(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Shared")
+    assert_found(record, "spike")
+    assert [site.call for site in record.pins[0].sites] == [2]
+
+
+def test_two_alternative_sets(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Alternatives")
+    [pin] = record.pins
+    # Either factor in FP32 would do, and so does the line of the product, which names the overflow.
+    assert pin.name == ":own"
+    assert_found(record, ":own")
+
+
+def test_a_culprit_that_only_shows_when_another_is_cured(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Roused")
+    assert_found(record, "spike", "meek")
+    # Unpinned it is not seen: the spike's half result is small enough for it.
+    assert [trial.pins for trial in searched(record)][:2] == [("spike",), ("spike", "meek")]
+
+
+def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Sometimes", steps=12)
+    assert_found(record, "layer")
+    search = record.search
+    assert search is not None
+    assert (search.failed, search.tried) == (3, 10)
+    # 0.7 ** 11 is less than 2 %.
+    assert search.repeats == 11
+    assert all(trial.runs == 11 for trial in record.trials if trial.healthy)
+
+
+def test_all_instances_of_a_class(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Planted", {"modules": 14, "culprits": list(range(12))})
+    assert record.search is not None
+    assert record.search.classes["Spike"] == (12, 12)
+
+
+def test_the_best_set_survives_the_limit_of_trials(tmp_path: Path) -> None:
+    args = {"modules": 50, "culprits": [7, 20]}
+    record = bisected(tmp_path, "Planted", args, max_trials=9, strategy="ddmin")
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal) == ("out-of-trials", False)
+    assert len(record.trials) == 9
+    assert record.pins
+    assert not record.interrupted
+
+
+def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
+    def interrupt(trial: Trial) -> None:
+        if trial.healthy:
+            raise KeyboardInterrupt
+
+    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [7, 20]}, on_trial=interrupt)
+    assert record.interrupted
+    assert [pin.name for pin in record.pins] == [name_of(7), name_of(20)]
+    assert record.search is not None
+    assert not record.search.minimal
+
+
+def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
+    args = {"modules": 50, "culprits": [7, 20]}
+    whole = bisected(tmp_path, "Planted", args, strategy="ddmin", journal_folder=tmp_path / "trials")
+    again: list[tuple[str, ...]] = []
+    resumed = bisected(
+        tmp_path,
+        "Planted",
+        args,
+        strategy="ddmin",
+        journal_folder=tmp_path / "trials",
+        on_trial_start=again.append,
+    )
+    assert [pin.name for pin in resumed.pins] == [pin.name for pin in whole.pins]
+    # Only the proof is run again.
+    assert len(again) == len(resumed.trials) - len(searched(resumed))
+
+
+def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
+    """What is found does not depend on whether a search went before."""
+    args = {"modules": 30, "culprits": [7]}
+    first, second = (bisected(tmp_path, "Planted", args) for _ in range(2))
+    assert [step.loss for step in first.steps if math.isfinite(step.loss)] == [
+        step.loss for step in second.steps if math.isfinite(step.loss)
+    ]
+    assert [(t.pins, t.healthy, t.why) for t in first.trials] == [(t.pins, t.healthy, t.why) for t in second.trials]

@@ -1,0 +1,110 @@
+"""``bisect`` on every planted fault of the zoo: the exact set of pins, or the reason why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config import load_config
+from ampdbg.record import Record
+from ampdbg.remedy.bisection import bisect_run
+from tests.zoo.test_zoo import CASES, FILES, config_of
+
+# What must run in FP32; where the case's finding names a line of a module with children, only its own lines.
+SETS = {
+    "accumulated": ("body",),
+    "cumulative_add": (":own",),
+    "custom_backward": (":own",),
+    "eps_in_the_backward_pass": (":own",),
+    # The gradient of 1 / 1e-8 is too large for half as well: the layer before the division has to take it.
+    "eps_on_a_zero_row": ("body",),
+    # The product is FP32 once its factor is; then its gradient and the next layer's input cast are too large.
+    "gain_beyond_half": ("body", "head"),
+    "gradient_overflow": ("body", "head"),
+    "infinite_prices": (":own",),
+    "loss_too_large_for_any_scale": ("head",),
+    "no_usable_scale": ("first",),
+    "poisoned_batch_norm": ("body",),
+    "poisoned_beside_a_mask": ("body",),
+    "poisoned_statistic": ("monitor",),
+    "positions_in_half": (":own",),
+    "residual_add": ("block:own",),
+    "running_sum": (":own",),
+    "scores_before_scaling": ("attn:own",),
+    "several_losses": (":own",),
+    "silent_rms_norm": ("norm",),
+    "static_scale_too_high": ("head",),
+    "sum_over_sequence": ("pool",),
+}
+
+WITHOUT_A_SET = {
+    "half_by_hand": "not-in-a-module",
+    "infinite_ctc_loss": "fp32-fails",
+    "true_nan_forward": "fp32-fails",
+    "true_nan_gradient": "fp32-fails",
+    "true_nan_in_one_batch": "fp32-fails",
+    "rows_masked_throughout": "fp32-fails",
+    "batch_with_nan": "fp32-fails",
+    "divergence": "fp32-fails",
+    "divergence_of_gradients": "fp32-fails",
+    "weights_from_a_checkpoint": "fp32-fails",
+    "batch_out_of_range": "no-pin-helps",
+    "gradient_underflow": "no-pin-helps",
+    "runaway_scale": "no-pin-helps",
+}
+
+
+def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record:
+    file = next(file for file in FILES if file.stem == name)
+    return bisect_run(load_config(config_of(file, folder), overrides))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
+    record = bisected(name, tmp_path)
+    search = record.search
+    assert search is not None
+    assert (search.outcome, search.message) == ("found", "")
+    assert tuple(pin.name for pin in record.pins) == SETS[name]
+    assert search.minimal
+    assert (search.further, search.further_healthy) == (3, 3)
+    # Dropping any pin was tried and fails; the whole set was run once more.
+    assert all(pin.without for pin in record.pins)
+    assert [trial.healthy for trial in record.trials if trial.stage == "the whole set once more"] == [True]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_set_cures_the_run(name: str, tmp_path: Path) -> None:
+    file = next(file for file in FILES if file.stem == name)
+    pins = f"precision.pins=[{', '.join(repr(pin) for pin in SETS[name])}]"
+    record = bisect_run(load_config(config_of(file, tmp_path), (pins,)))
+    assert record.search is not None
+    assert record.search.outcome == "nothing-to-pin", record.findings
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_SET)
+def test_where_no_pin_helps_none_is_given(name: str, tmp_path: Path) -> None:
+    record = bisected(name, tmp_path)
+    assert record.search is not None
+    assert record.search.outcome == WITHOUT_A_SET[name]
+    assert record.search.message
+    assert [pin for pin in record.pins if pin.source is None] == []
+
+
+def test_a_line_outside_of_every_module_is_named(tmp_path: Path) -> None:
+    record = bisected("half_by_hand", tmp_path)
+    [pin] = record.pins
+    assert pin.source is not None
+    assert pin.source.line == next(
+        number
+        for number, line in enumerate(Path(pin.source.file).read_text().splitlines(), start=1)
+        if line.endswith("# <- here")
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code is None])
+def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
+    record = bisected(name, tmp_path)
+    assert record.search is not None
+    assert (record.search.outcome, record.pins, record.trials) == ("nothing-to-pin", (), ())
