@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .commands.bisect import bisect as bisect
     from .commands.ranges import ranges as ranges
     from .commands.scan import scan as scan
     from .diagnosis.diagnose import diagnose as diagnose
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "scan": ".commands.scan",
     "ranges": ".commands.ranges",
+    "bisect": ".commands.bisect",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",
     "write_record": ".record",

@@ -13,12 +13,13 @@ import typer
 
 from ampdbg import __version__
 
-from . import explain, ranges, report, scan
+from . import bisect, explain, ranges, report, scan
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
     "ranges": ranges.command,
+    "bisect": bisect.command,
     "report": report.command,
     "explain": explain.command,
 }

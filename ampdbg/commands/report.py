@@ -48,11 +48,12 @@ def command(
 
 
 def _as_text(record: Record, look: Look, path: Path) -> str:
+    from ampdbg.report.bisection import render_bisection
     from ampdbg.report.ranges import render_ranges
     from ampdbg.report.text import render_text
 
-    render = render_ranges if record.command == "ranges" else render_text
-    return render(
+    renderers = {"bisect": render_bisection, "ranges": render_ranges}
+    return renderers.get(record.command, render_text)(
         record,
         width=look.width,
         color=look.color,

@@ -123,12 +123,13 @@ def _about_the_set(ended: Ended) -> Iterator[RenderableType]:
 def _classes(ended: Ended) -> Iterator[str]:
     for name, counts in ended.search.classes.items():
         if len(counts) == 2 and counts[1] > 1:
-            pinned, every = counts
-            yield (
-                f"All {every} instances of {name} are in the set."
-                if pinned == every
-                else (f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set.")
-            )
+            yield _share_of_class(name, *counts)
+
+
+def _share_of_class(name: str, pinned: int, every: int) -> str:
+    if pinned < every:
+        return f"{pinned} of the {every} instances of {name} {'is' if pinned == 1 else 'are'} in the set."
+    return f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
 
 
 def _ways(ended: Ended) -> Iterator[RenderableType]:

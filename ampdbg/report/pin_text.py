@@ -89,7 +89,10 @@ def _line(pin: Pin) -> object:
 
 def _same_line(pin: Pin) -> Text:
     value = pin.sites[0].value
-    return Text("the same line" + (f": {_against_half(value)}" if value is not None else ""))
+    lines = [Text("the same line" + (f": {_against_half(value)}" if value is not None else ""))]
+    if pin.without:
+        lines.append(Text.assemble(("without it: ", "yellow"), pin.without.partition(": ")[0]))
+    return Text("\n").join(lines)
 
 
 def _site(site: PinSite, pin: Pin, room: int) -> Iterator[Text]:

@@ -1,0 +1,195 @@
+"""``ampdbg bisect``: finds the smallest set of modules that must run in FP32, by experiment."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ampdbg.errors import EXIT_FOUND, AmpdbgError
+from ampdbg.experiments import Trial
+from ampdbg.record import Record, Step, to_json
+
+from . import live_tree, options
+from .config_sources import config_given
+from .options import FailOn, as_overrides
+from .record_files import FOLDER, try_to_save
+from .scan import exit_code as exit_code_of_findings
+from .terminal import Look, look_of, results_only, say, write_result
+
+JOURNALS = FOLDER / "trials"
+"""Trials are noted here as they end, so that a search that was killed does not make them again."""
+
+
+class Strategy(str, Enum):
+    """How the set is searched for."""
+
+    guided = "guided"
+    ddmin = "ddmin"
+    prefix = "prefix"
+
+
+def bisect(
+    config: str | Path | None = None,
+    *,
+    module: str | Path | None = None,
+    steps: int | None = None,
+    device: str | None = None,
+    policy: str | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
+    strategy: Literal["guided", "ddmin", "prefix"] = "guided",
+    max_trials: int | None = None,
+    on_start: Callable[[int], None] = lambda planned: None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: Callable[[int, str], None] = lambda step, doing: None,
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
+    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    journal_folder: Path | None = None,
+) -> Record:
+    """Finds the smallest set of modules that makes the failing step healthy; returns the diagnosed record.
+
+    Trains as ``ampdbg.scan`` does until a step fails, and runs that step again with sets of modules in FP32. The
+    record has the set in ``pins``, every experiment in ``trials``, and how it ended in ``search``. An interrupt
+    ends it early, with the best set so far and ``interrupted`` set. No record is written.
+
+    Args:
+        config: the YAML config, or a record, whose config is run again with paths relative to the current folder.
+        module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
+            arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
+        steps: replaces ``train.steps``; ``device``, ``policy`` and ``seed`` replace their keys likewise.
+        device: where to run.
+        policy: whose autocast op lists apply.
+        seed: the random seed.
+        overrides: any keys, as ``"dotted.key=YAML value"``.
+        strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree, ``prefix`` by
+            binary search in order of execution.
+        max_trials: no more experiments than that.
+        on_start: called with the planned number of steps before the model is loaded.
+        on_step: called after each step.
+        on_replay: called before each replay of the diagnosis.
+        on_search: called once with the qualified names of the modules that ran.
+        on_trial_start: called before each experiment with its pins.
+        on_trial: called after each experiment.
+        journal_folder: experiments are noted in it as they end, and those noted there are not run again.
+
+    Raises:
+        ConfigError: the config is missing or holds mistakes, or both or none of ``config`` and ``module`` are given.
+        RecordError: the record cannot be read.
+        WorkloadError: a target cannot be found or used.
+        UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
+    """
+    checked = config_given(
+        Path(config) if config is not None else None,
+        Path(module) if module is not None else None,
+        as_overrides(steps, device, policy, seed, overrides),
+    )
+    on_start(checked.train.steps)
+    # Only now: importing torch takes seconds, and a mistake in the config must not.
+    from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.remedy.bisection import bisect_run
+
+    try:
+        return bisect_run(
+            checked,
+            strategy=strategy,
+            max_trials=max_trials,
+            on_step=on_step,
+            on_replay=on_replay,
+            on_search=on_search,
+            on_trial=on_trial,
+            on_trial_start=on_trial_start,
+            journal_folder=journal_folder,
+        )
+    except AmpdbgError as error:
+        if isinstance(error.record, Record):
+            error.record = diagnose(error.record)
+        raise
+
+
+def command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="The YAML config of the run, or a record.", show_default=False),
+    ] = None,
+    module: Annotated[
+        Path | None, typer.Option("--module", metavar="FILE", help="A Python file with build_model and build_data.")
+    ] = None,
+    strategy: Annotated[
+        Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind; prefix: by execution.")
+    ] = Strategy.guided,
+    max_trials: Annotated[
+        int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")
+    ] = None,
+    steps: options.Steps = None,
+    device: options.Device = None,
+    policy: options.PolicyChoice = None,
+    seed: options.Seed = None,
+    settings: options.Settings = None,
+    record: options.RecordFile = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> int:
+    """Find the fewest modules that need FP32.
+
+    Trains CONFIG, or the model of --module FILE, until a step fails, and runs that step again with sets of
+    modules in FP32.
+    """
+    look = look_of(sys.stdout)
+    with results_only() as result:
+        with live_tree.shown(quiet, max_trials) as view:
+            seen = bisect(
+                config,
+                module=module,
+                steps=steps,
+                device=device,
+                policy=policy.value if policy else None,
+                seed=seed,
+                overrides=settings or (),
+                strategy=strategy.value,
+                max_trials=max_trials,
+                on_start=view.training.on_start,
+                on_step=view.training.on_step,
+                on_replay=view.training.on_replay,
+                on_search=view.on_search,
+                on_trial_start=view.on_trial_start,
+                on_trial=view.on_trial,
+                journal_folder=JOURNALS,
+            )
+        written, failure = try_to_save(seen, record)
+        given = shlex.quote(str(config)) if config is not None else f"--module {shlex.quote(str(module))}"
+        write_result(to_json(seen) if json else _report(seen, look, given, written), result)
+    if failure is not None:
+        if record is not None:
+            raise failure
+        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    return exit_code(seen)
+
+
+def exit_code(record: Record) -> int:
+    """130 when interrupted, 0 when nothing is wrong, else 1: there is a set to pin, or a fault that no pin cures."""
+    code = exit_code_of_findings(record, FailOn.warning)
+    if record.interrupted or record.search is None or record.search.outcome == "nothing-to-pin":
+        return code
+    return EXIT_FOUND
+
+
+def _report(seen: Record, look: Look, given: str, written: Path | None) -> str:
+    from ampdbg.report.bisection import render_bisection
+
+    return render_bisection(
+        seen,
+        width=look.width,
+        color=look.color,
+        unicode=look.unicode,
+        config=given,
+        record_path=shlex.quote(str(written)) if written else "",
+        folder=str(Path.cwd()),
+    )
