@@ -83,6 +83,12 @@ def test_candidates_that_never_ran_are_passed_over() -> None:
     assert stages(trials)[0] == ("candidates", ("head",), True)
 
 
+def test_a_candidate_named_twice_costs_nothing() -> None:
+    _, trials = planted("embed", "head")
+    assert guided(trials, ["embed", "head", "embed", "head"]).pins == ("embed", "head")
+    assert len(trials.made) == 3
+
+
 def test_a_candidate_within_another_costs_nothing() -> None:
     _, trials = planted("blocks.0.mlp.fc")
     assert guided(trials, ["blocks.0.mlp", "blocks.0.mlp.fc"]).pins == ("blocks.0.mlp",)

@@ -149,6 +149,7 @@ def test_a_file_cut_off_anywhere_still_answers_its_whole_lines(tmp_path: Path, d
     cut = data.draw(st.integers(0, len(content)))
     path.write_bytes(content[:cut])
     left = Journal(path, "key").answers
+    assert Journal(path, "key").answers == left, "opened twice"
     killed = {pins for pins, seen in left.items() if seen == KILLED}
     whole = content[:cut].count(b"\n")
     assert len(left) == max(0, whole // 2 if content[:cut].endswith(b"\n") else (whole - 1) // 2)
