@@ -71,7 +71,7 @@ def test_out_of_trials_the_best_prefix_so_far_is_returned() -> None:
 
 
 @given(steps())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_last_culprit_to_run_is_found_by_halves(step: Step) -> None:
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
