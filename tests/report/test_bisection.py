@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.yaml_lines import read_yaml
-from ampdbg.experiments import Outcome, Pin, PinCost, PinSite, Search, Trial
+from ampdbg.experiments import Outcome, Pin, PinSite, Search, Trial
 from ampdbg.record import Record
 from ampdbg.report.bisection import render_bisection, step_time
 from ampdbg.report.bisection_verdict import OUTCOMES
@@ -169,4 +169,3 @@ def test_costs_that_were_not_measured_are_left_open() -> None:
     row = next(line for line in plain(searched(FOUND, pins=(pin, ATTENTION))).splitlines() if "head  " in line)
     assert row.split()[-2:] == ["-", "-"]
     assert "backward · head.proj · mm" in row
-    assert PinCost(0.5, 0.5, 1) != pin.cost

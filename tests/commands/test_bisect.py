@@ -1,0 +1,270 @@
+"""``ampdbg bisect``: what it runs, what it prints, its exit codes, and what is said of a wrong call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ampdbg
+from ampdbg.config import Config, load_config
+from ampdbg.errors import AmpdbgError, RecordError
+from ampdbg.record import Record, read_record, write_record
+from ampdbg.remedy import bisection
+from tests.commands.program import Here, imported_by, start
+from tests.report.bisections import BISECTIONS, TRIALS, found, nothing_to_pin
+
+NET = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, gain=1.0):
+        super().__init__()
+        self.gain = gain
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.gain)
+
+
+def build_model(gain=1.0):
+    torch.manual_seed(0)
+    return Net(gain)
+
+
+def build_data():
+    return [torch.ones(8, 4)]
+
+
+def training_step(model, batch):
+    return model(batch).float().square().mean()
+"""
+CONFIG = "model: {target: model.py:build_model}\ndata: {target: model.py:build_data}\ntrain: {steps: 3}\n"
+MODULE = ("bisect", "--module", "model.py", "--quiet")
+
+
+@dataclass
+class Faked:
+    """A search that makes no experiment: it returns ``record``, and notes what it was called with."""
+
+    record: Record
+    configs: list[Config] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, config: Config, **options: Any) -> Record:
+        self.configs.append(config)
+        self.options = options
+        options["on_search"](("", "block"))
+        for trial in self.record.trials:
+            options["on_trial_start"](trial.pins)
+            options["on_trial"](trial)
+        return self.record
+
+
+@pytest.fixture
+def fake(here: Here) -> Callable[[Record], Faked]:
+    def put(record: Record) -> Faked:
+        faked = Faked(record)
+        here.monkeypatch.setattr(bisection, "bisect_run", faked)
+        return faked
+
+    written()
+    return put
+
+
+def written(source: str = NET) -> None:
+    Path("model.py").write_text(source, encoding="utf-8")
+    Path("config.yaml").write_text(CONFIG, encoding="utf-8")
+
+
+def test_the_report_goes_to_stdout_and_the_trials_to_stderr(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(found())
+    result = here("bisect", "config.yaml")
+    assert result.code == 1
+    assert result.stdout.startswith("✗ 2 of 48 modules must run in FP32")
+    assert result.stdout.rstrip().endswith("ampdbg suggest-fp32 .ampdbg/20250102T030405Z-bisect.json")
+    assert len([line for line in result.stderr.splitlines() if line.startswith("trial ")]) == len(TRIALS)
+
+
+CODES = dict.fromkeys(BISECTIONS, 1) | {"nothing_to_pin": 0, "search_interrupted": 130}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_each_end_has_its_exit_code_and_leaves_a_record(name: str, here: Here, fake: Callable[[Record], Faked]) -> None:
+    record = BISECTIONS[name]()
+    fake(record)
+    assert here("bisect", "config.yaml", "--quiet", "--record", "r.json").code == CODES[name]
+    assert read_record(Path("r.json")).search == record.search
+
+
+def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(replace(nothing_to_pin(), search=None, interrupted=True))
+    result = here("bisect", "config.yaml", "--quiet")
+    assert result.code == 130
+    assert result.stdout.startswith("! Interrupted after 50")
+
+
+def test_json_is_the_record(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(found())
+    result = here("bisect", "config.yaml", "--quiet", "--json", "--record", "r.json")
+    assert json.loads(result.stdout) == json.loads(Path("r.json").read_text(encoding="utf-8"))
+
+
+def test_the_record_renders_again(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(found())
+    first = here("bisect", "config.yaml", "--quiet", "--record", "r.json").stdout
+    assert here("report", "r.json").stdout == first
+
+
+def test_the_options_reach_the_search(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(found())
+    here("bisect", "config.yaml", "--strategy", "ddmin", "--max-trials", "7", "--steps", "9", "--set", "train.seed=4")
+    assert (faked.options["strategy"], faked.options["max_trials"]) == ("ddmin", 7)
+    assert faked.options["journal_folder"] == Path(".ampdbg/trials")
+    assert (faked.configs[0].train.steps, faked.configs[0].train.seed) == (9, 4)
+
+
+def test_from_python_no_file_is_written(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(found())
+    assert ampdbg.bisect("config.yaml") is faked.record
+    assert faked.options["journal_folder"] is None
+    assert not Path(".ampdbg").exists()
+
+
+def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Callable[[Record], Faked]) -> None:
+    def fails(config: Config, **options: Any) -> Record:
+        error = AmpdbgError("stopped")
+        error.record = replace(found(), search=None, findings=(), verdict="inconclusive")
+        raise error
+
+    here.monkeypatch.setattr(bisection, "bisect_run", fails)
+    written()
+    with pytest.raises(AmpdbgError) as caught:
+        ampdbg.bisect("config.yaml")
+    assert isinstance(caught.value.record, Record)
+    assert caught.value.record.findings
+
+
+# Where the config comes from
+
+
+def test_a_record_is_run_again_with_its_config(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(found())
+    config = load_config(Path("config.yaml"), ("train.clip_grad_norm=2.5", "precision.loss_scale=1024"))
+    write_record(replace(found(), config=config.resolved()), Path("r.json"))
+    here("bisect", "r.json", "--set", "train.steps=7")
+    assert faked.configs[0].resolved() == {**config.resolved(), "train": faked.configs[0].resolved()["train"]}
+    assert (faked.configs[0].train.steps, faked.configs[0].train.clip_grad_norm) == (7, 2.5)
+    assert faked.configs[0].model_fields_set >= {"model", "data"}
+    assert "optimizer" not in faked.configs[0].model_fields_set  # it would come before the model's own
+
+
+def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(found())
+    write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
+    Path("model.py").unlink()
+    result = here("bisect", "r.json")
+    assert result.code == 2
+    assert "r.json: model.target: got 'model.py:build_model', but there is no such file in" in result.stderr
+    assert result.stderr.endswith(
+        "a record does not hold its config's folder; run this in that folder, or give the config itself\n"
+    )
+
+
+def test_a_config_may_be_written_in_json(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(found())
+    Path("config.json").write_text('{"model": {"target": "model.py:Net"}, "data": {"target": "model.py:build_data"}}')
+    assert here("bisect", "config.json").code == 1
+    assert faked.configs[0].model.target == "model.py:Net"
+
+
+def test_a_module_file_needs_no_config(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(nothing_to_pin())
+    result = here(*MODULE, "--set", "model.args.gain=2.0")
+    assert faked.configs[0].step is not None
+    assert faked.configs[0].model.args == {"gain": 2.0}
+    assert "  ampdbg bisect --module model.py --steps 500\n" in result.stdout
+
+
+EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"
+WRONG = {
+    "neither": ((), f"error: got nothing to run; {EITHER}"),
+    "both": (
+        ("config.yaml", "--module", "model.py"),
+        f"error: got both config.yaml and --module model.py; {EITHER}",
+    ),
+    "no such record": (("r.json",), "error: r.json: cannot be read: No such file or directory\n"),
+    "an unknown strategy": (("config.yaml", "--strategy", "random"), "'guided', 'ddmin', 'prefix'"),
+    "no trials": (("config.yaml", "--max-trials", "0"), "--max-trials"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_refused(name: str, here: Here) -> None:
+    arguments, message = WRONG[name]
+    result = here("bisect", *arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_a_damaged_record_is_named(here: Here) -> None:
+    Path("r.json").write_text('{"format": "ampdbg.record", ', encoding="utf-8")
+    with pytest.raises(RecordError, match=r"r\.json: not a record: line 1 is not JSON"):
+        ampdbg.bisect("r.json")
+
+
+def test_a_usage_error_answers_without_torch(tmp_path: Path) -> None:
+    result = start(tmp_path, "bisect", flags=("-X", "importtime"))
+    assert result.code == 2
+    assert "torch" not in imported_by(result)
+
+
+# The whole way, with real experiments
+
+
+def test_a_healthy_model_has_nothing_to_pin(here: Here) -> None:
+    written()
+    result = here(*MODULE, "--steps", "3", "--device", "cpu", "--set", "precision.loss_scale=1024")
+    assert result.code == 0
+    assert result.stdout.startswith("✓ Nothing to pin: no step of 3 failed.")
+
+
+def test_an_overflow_is_pinned_where_it_happens(here: Here) -> None:
+    written(NET.replace("self.first(x) *", "self.first(x * self.gain) / ").replace(".mean()", ".mean() / 1e3"))
+    record = ampdbg.bisect(module="model.py", steps=2, device="cpu", overrides=("model.args.gain=300000.0",))
+    assert record.search is not None
+    assert record.search.outcome == "found"
+    assert [pin.name for pin in record.pins] == ["first"]
+
+
+def test_what_fails_in_fp32_too_has_no_pins(here: Here) -> None:
+    written(NET.replace("return model(batch)", "return model(batch * float('inf'))"))
+    result = here(*MODULE, "--steps", "2", "--device", "cpu")
+    assert result.code == 1
+    assert result.stdout.startswith("✗ No pin helps: step 0 goes wrong in FP32 too.")
+    assert "In the config" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def build_data(): ...\n", "it defines neither build_model() nor an nn.Module class"),
+        (NET.replace("build_model", "make_model") + "class Other(nn.Module): ...\n", "it defines 2 nn.Module classes"),
+        ("import not_there\n", "importing it raised ModuleNotFoundError: No module named 'not_there'"),
+    ],
+    ids=["no model", "two classes", "a failing import"],
+)
+def test_a_module_file_that_will_not_do_is_refused_in_one_message(here: Here, source: str, message: str) -> None:
+    written(source)
+    result = here(*MODULE)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.count("error: ") == 1
+    assert f"error: --module model.py: {message}" in result.stderr
+    assert str(Path("ampdbg", "commands")) not in result.stderr
