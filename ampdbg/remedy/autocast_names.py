@@ -1,0 +1,152 @@
+"""How a file spells ``torch.autocast``, and the import of torch where it has none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from .bindings import Bindings, imports_of
+from .source_text import EditError
+
+AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+"""The class that takes ``device_type``, by all its names; the one of ``torch.cuda.amp`` does not."""
+
+_OFF = ("False", "0")
+
+
+def autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
+    """The expression for autocast in a function, and whether the file must import torch for it.
+
+    Raises:
+        EditError: the function has a variable of its own named torch.
+    """
+    usable = {name: origin for name, origin in bindings.imports.items() if _means_itself(name, bindings)}
+    for name, origin in usable.items():
+        if origin in AUTOCASTS:
+            return cst.Name(name), False
+    for name, origin in usable.items():
+        if origin == "torch":
+            return cst.Attribute(cst.Name(name), cst.Name("autocast")), False
+    if "torch" in bindings.taken:
+        raise EditError("the name torch stands for something else here; import torch under its own name first")
+    return cst.parse_expression("torch.autocast"), True
+
+
+def _means_itself(name: str, bindings: Bindings) -> bool:
+    """Whether no variable of the function hides the import."""
+    if bindings.function is None:
+        return True
+    imported_here = imports_of(bindings.function.body.body)
+    return name in imported_here or name not in bindings.local
+
+
+def disables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
+    """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too."""
+    if not isinstance(item, cst.Call):
+        return False
+    name = get_full_name_for_node(item.func) or ""
+    first, dot, rest = name.partition(".")
+    origin = imports.get(first, first) + dot + rest
+    is_off = any(
+        arg.keyword is not None and arg.keyword.value == "enabled" and get_full_name_for_node(arg.value) in _OFF
+        for arg in item.args
+    )
+    return is_off and origin.startswith("torch.") and origin.endswith("autocast")
+
+
+def with_torch_imported(module: cst.Module) -> cst.Module:
+    """The module with ``import torch`` where a person would put it: beside torch's other imports, else in order."""
+    if "torch" in imports_of(module.body):
+        return module
+    line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name("torch"))])])
+    block = _import_block(module.body)
+    if not block:
+        return _below_docstring(module, line)
+    place = next((i for i in block if _root_of(module.body[i]) == "torch"), None)
+    if place is not None:
+        return _inserted(module, place, line)
+    third_party = [i for i in block if _section(module.body[i]) == 1]
+    if third_party:
+        later = (i for i in third_party if _is_from(module.body[i]) or _root_of(module.body[i]) > "torch")
+        place = next(later, None)
+        return _inserted(module, place, line) if place is not None else _after(module, third_party[-1], line)
+    earlier = [i for i in block if _section(module.body[i]) == 0]
+    spaced = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+    if earlier:
+        return _after(module, earlier[-1], spaced)
+    return _separated(_inserted(module, block[0], line), block[0] + 1)
+
+
+Body = Sequence[cst.SimpleStatementLine | cst.BaseCompoundStatement]
+
+
+def _import_block(body: Body) -> list[int]:
+    """The indices of the imports at the top, ``from __future__`` among them, up to the first other statement."""
+    found: list[int] = []
+    for index, line in enumerate(body):
+        if _root_of(line):
+            found.append(index)
+        elif not (index == 0 and _is_docstring(line)):
+            break
+    return found
+
+
+def _is_docstring(line: cst.CSTNode) -> bool:
+    return (
+        isinstance(line, cst.SimpleStatementLine)
+        and isinstance(line.body[0], cst.Expr)
+        and isinstance(line.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
+
+
+def _root_of(line: cst.CSTNode) -> str:
+    """The package that a line imports from: "torch", "." for a relative import, "" where it is no import."""
+    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if isinstance(first, cst.Import):
+        return first.names[0].evaluated_name.partition(".")[0]
+    if isinstance(first, cst.ImportFrom):
+        return "." if first.relative else (get_full_name_for_node(first.module or "") or "").partition(".")[0]
+    return ""
+
+
+def _is_from(line: cst.CSTNode) -> bool:
+    return isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.ImportFrom)
+
+
+def _section(line: cst.CSTNode) -> int:
+    """0 for ``__future__`` and the standard library, 1 for installed packages, 2 for the package's own."""
+    root = _root_of(line)
+    if root == ".":
+        return 2
+    return 0 if root == "__future__" or root in sys.stdlib_module_names else 1
+
+
+def _inserted(module: cst.Module, index: int, line: cst.SimpleStatementLine) -> cst.Module:
+    """Puts the line before another one and gives it the blank lines and comments that stood there."""
+    there = module.body[index]
+    taken = line.with_changes(leading_lines=there.leading_lines)
+    bare = there.with_changes(leading_lines=())
+    return module.with_changes(body=[*module.body[:index], taken, bare, *module.body[index + 1 :]])
+
+
+def _after(module: cst.Module, index: int, line: cst.SimpleStatementLine) -> cst.Module:
+    return module.with_changes(body=[*module.body[: index + 1], line, *module.body[index + 1 :]])
+
+
+def _below_docstring(module: cst.Module, line: cst.SimpleStatementLine) -> cst.Module:
+    blank = cst.EmptyLine(indent=False)
+    if module.body and _is_docstring(module.body[0]):
+        return _separated(_after(module, 0, line.with_changes(leading_lines=[blank])), 2)
+    return _separated(module.with_changes(body=[line, *module.body]), 1)
+
+
+def _separated(module: cst.Module, index: int) -> cst.Module:
+    """With a blank line before a statement, unless it has one."""
+    if index >= len(module.body) or any(line.comment is None for line in module.body[index].leading_lines[:1]):
+        return module
+    there = module.body[index]
+    spaced = there.with_changes(leading_lines=[cst.EmptyLine(indent=False), *there.leading_lines])
+    return module.with_changes(body=[*module.body[:index], spaced, *module.body[index + 1 :]])

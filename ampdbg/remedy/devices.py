@@ -1,0 +1,74 @@
+"""The tensor that a block takes its device from: ``x.device.type`` holds on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import libcst as cst
+
+from .bindings import Bindings, dotted
+from .casting import PinnedStatement
+from .expressions import code_of, find, names_assigned, walk
+from .source_text import EditError
+from .steps import assigned_codes, value_of
+
+_TENSOR_TYPES = ("torch.Tensor", "Tensor")
+
+
+def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> str:
+    """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
+
+    Args:
+        pinned: what stands in the block.
+        cast: the expressions that are cast in it; they are tensors.
+
+    Raises:
+        EditError: no such tensor has a name.
+    """
+    inner = _bound_in_comprehensions(pinned)
+    local = pinned[0].names.bindings.local
+    # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
+    read = sorted(_tensors_read(pinned, cast), key=lambda code: (code not in local, not code.isidentifier()))
+    candidates = (code for code in (*read, *_others(pinned)) if _root(code) not in inner)
+    found = next(candidates, "")
+    if not found:
+        raise EditError("no tensor that the device could be taken from has a name there")
+    return f"{found}.device.type"
+
+
+def _root(code: str) -> str:
+    return code.partition(".")[0].partition("[")[0]
+
+
+def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> list[str]:
+    """Tensors that the statements read before they assign to them, in the order of the text."""
+    found: list[str] = []
+    made: set[str] = set()
+    for item in pinned:
+        known = item.names.half | item.names.full | set(cast)
+        value = value_of(item.statement)
+        for node in walk(value) if value is not None else ():
+            if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)) and (code := code_of(node)) not in made:
+                found += [code] if code in known else []
+        made |= assigned_codes(item.statement)
+    return found
+
+
+def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
+    """Parameters that are annotated as tensors; then the first element of what a comprehension runs over."""
+    bindings = pinned[0].names.bindings
+    yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
+    for item in pinned:
+        for loop in find(item.statement, cst.CompFor):
+            iterated = loop.iter.args[0].value if isinstance(loop.iter, cst.Call) and loop.iter.args else loop.iter
+            if isinstance(iterated, cst.Name):
+                yield f"{iterated.value}[0]"
+
+
+def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:
+    annotation = bindings.parameters[name].annotation
+    return annotation is not None and dotted(annotation.annotation) in _TENSOR_TYPES
+
+
+def _bound_in_comprehensions(pinned: Sequence[PinnedStatement]) -> set[str]:
+    return {name for item in pinned for loop in find(item.statement, cst.CompFor) for name in names_assigned(loop)}

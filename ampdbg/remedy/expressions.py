@@ -1,0 +1,87 @@
+"""Small questions about LibCST expressions: their canonical text, their names, what they assign."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TypeVar
+
+import libcst as cst
+
+_EMPTY = cst.Module([])
+_Node = TypeVar("_Node", bound=cst.CSTNode)
+
+SCOPES = (cst.FunctionDef, cst.ClassDef, cst.Lambda)
+COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
+
+
+def canonical(code: str) -> str:
+    """An expression without what does not matter: spaces, outer parentheses, the kind of quotes."""
+    try:
+        return ast.unparse(ast.parse(code.strip(), mode="eval"))
+    except SyntaxError:
+        return code
+
+
+def code_of(node: cst.BaseExpression) -> str:
+    """The canonical text of an expression."""
+    return node.value if isinstance(node, cst.Name) else canonical(_EMPTY.code_for_node(node))
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The node and all below it, parents first, in the order of the text."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def find(node: cst.CSTNode, kind: type[_Node]) -> Iterator[_Node]:
+    """All of one kind, the node itself included."""
+    return (item for item in walk(node) if isinstance(item, kind))
+
+
+def names_read(node: cst.CSTNode) -> set[str]:
+    """Every name in an expression or statement, those of attributes and keywords left out."""
+    hidden = {id(item.attr) for item in find(node, cst.Attribute)}
+    hidden |= {id(item.keyword) for item in find(node, cst.Arg) if item.keyword is not None}
+    return {name.value for name in find(node, cst.Name) if id(name) not in hidden}
+
+
+def names_assigned(node: cst.CSTNode) -> set[str]:
+    """Every plain name that a statement binds, those in nested functions too."""
+    found: set[str] = set()
+    for item in walk(node):
+        for target in _targets(item):
+            found |= {name.value for name in _target_names(target)}
+    return found
+
+
+def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    if isinstance(node, (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor)):
+        yield node.target
+    elif isinstance(node, (cst.WithItem, cst.ExceptHandler)):
+        name = node.asname if isinstance(node, cst.WithItem) else node.name
+        if isinstance(name, cst.AsName):
+            yield name.name
+    elif isinstance(node, cst.Del):
+        yield node.target
+    elif isinstance(node, (cst.FunctionDef, cst.ClassDef, cst.Param)):
+        yield node.name
+
+
+def _target_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _target_names(element.value)
+
+
+def bare(node: cst.BaseExpression) -> cst.BaseExpression:
+    """The expression without its parentheses."""
+    return node.with_changes(lpar=(), rpar=()) if getattr(node, "lpar", ()) else node
+
+
+def plain_parameters(parameters: cst.Parameters) -> list[cst.Param]:
+    """The named parameters, in order, without ``*args`` and ``**kwargs``."""
+    return [*parameters.posonly_params, *parameters.params, *parameters.kwonly_params]

@@ -1,0 +1,121 @@
+"""A whole ``forward`` in FP32: its body in a block with autocast off, its half arguments cast first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from .autocast_names import autocast_in, disables_autocast
+from .bindings import Bindings, dotted
+from .blocks import rebinding, with_autocast_off
+from .casting import cast
+from .expressions import find, walk
+from .source_pins import ForwardPin
+from .source_text import EditError
+
+FORWARD = "forward"
+
+_TENSOR_TYPES = ("torch.Tensor", "Tensor")
+_NOT_FLOATING = ("mask", "ids", "index", "indices", "idx", "positions", "targets", "labels")
+"""Ends of the names of arguments that hold no floating point numbers, or that tell by their type what they are."""
+
+
+def forward_of(module: cst.Module, pin: ForwardPin) -> cst.FunctionDef:
+    """The ``forward`` of the class that a pin names.
+
+    Raises:
+        EditError: there is no such class, several, or it inherits its forward.
+    """
+    name = pin.class_name.rpartition(".")[2]
+    classes = [item for item in find(module, cst.ClassDef) if item.name.value == name]
+    if len(classes) != 1:
+        count = "no class" if not classes else f"{len(classes)} classes"
+        raise EditError(f"the file has {count} named {name}")
+    methods = [
+        item for item in classes[0].body.body if isinstance(item, cst.FunctionDef) and item.name.value == FORWARD
+    ]
+    if len(methods) != 1:
+        raise EditError(f"{name} has no forward of its own here, or several; pin the class that it inherits it from")
+    return methods[0]
+
+
+def with_body_in_fp32(
+    function: cst.FunctionDef, updated: cst.FunctionDef, pin: ForwardPin, bindings: Bindings
+) -> tuple[cst.FunctionDef, bool]:
+    """The function with its body wrapped, and whether the file must import torch for it.
+
+    Raises:
+        EditError: it is a coroutine or a generator, or no argument of it is a tensor.
+    """
+    _refuse_suspended(function)
+    body = _as_block(updated.body)
+    first = 1 if function.get_docstring() is not None else 0
+    statements = list(body.body[first:])
+    if _is_off_already(statements, bindings):
+        return updated, False
+    names = half_parameters(pin, bindings)
+    autocast, needs_import = autocast_in(bindings)
+    device_type = pin.device_type or f"{names[0]}.device.type"
+    indent = body.indent or bindings.module.default_indent
+    block = with_autocast_off(autocast, device_type, [*_casts(names, bindings), *statements], indent)
+    # Comments at the end of the function stay in the block that they were written in.
+    block = block.with_changes(body=block.body.with_changes(footer=body.footer))
+    wrapped = body.with_changes(body=[*body.body[:first], block], footer=())
+    return updated.with_changes(body=wrapped), needs_import
+
+
+def half_parameters(pin: ForwardPin, bindings: Bindings) -> list[str]:
+    """The parameters to cast, in their order.
+
+    Raises:
+        EditError: one that held a half tensor is no parameter by name, or there is none.
+    """
+    names = [name for name in bindings.parameters if name not in ("self", "cls")]
+    if unknown := [name for name in pin.half_names if name not in names]:
+        raise EditError(f"{', '.join(unknown)}: not a named parameter of forward, so it cannot be cast at its start")
+    chosen = [name for name in names if name in pin.half_names] or [n for n in names if _is_floating(n, bindings)]
+    if not chosen:
+        raise EditError("no parameter of forward is a tensor by its annotation; say which hold half tensors")
+    return chosen
+
+
+def _is_floating(name: str, bindings: Bindings) -> bool:
+    parameter = bindings.parameters[name]
+    if name.endswith(_NOT_FLOATING) or parameter.default is not None:
+        return False
+    return parameter.annotation is None or dotted(parameter.annotation.annotation) in _TENSOR_TYPES
+
+
+def _casts(names: Sequence[str], bindings: Bindings) -> list[cst.BaseStatement]:
+    """``x, y = x.float(), y.float()``, and for what may be None a condition of its own."""
+    optional = [name for name in names if bindings.parameters[name].default is not None]
+    always = [name for name in names if name not in optional]
+    lines: list[cst.BaseStatement] = [rebinding(always)] if always else []
+    for name in optional:
+        assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], cast(cst.Name(name)))
+        body = cst.IndentedBlock([cst.SimpleStatementLine([assignment])])
+        lines.append(cst.If(cst.parse_expression(f"{name} is not None"), body))
+    return lines
+
+
+def _refuse_suspended(function: cst.FunctionDef) -> None:
+    if function.asynchronous is not None:
+        raise EditError("its forward is a coroutine: other code would run while autocast is off")
+    if any(isinstance(node, cst.Yield) for node in walk(function.body)):
+        raise EditError("its forward is a generator: the caller's code would run while autocast is off")
+
+
+def _as_block(body: cst.BaseSuite) -> cst.IndentedBlock:
+    if isinstance(body, cst.IndentedBlock):
+        return body
+    lines = [cst.SimpleStatementLine([small]) for small in body.body if isinstance(small, cst.BaseSmallStatement)]
+    return cst.IndentedBlock(lines)
+
+
+def _is_off_already(statements: Sequence[cst.CSTNode], bindings: Bindings) -> bool:
+    return (
+        len(statements) == 1
+        and isinstance(statements[0], cst.With)
+        and any(disables_autocast(item.item, bindings.imports) for item in statements[0].items)
+    )

@@ -1,0 +1,73 @@
+"""What to pin in a source file: statements, calls of child modules, whole ``forward`` methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+HalfNames = Mapping[int, tuple[str, ...]] | tuple[str, ...]
+"""Expressions that held half tensors, as they stand in the source, for all lines together or line by line."""
+
+
+@dataclass(frozen=True)
+class StatementPin:
+    """Lines of one function whose operations must run in FP32.
+
+    Attributes:
+        function: ``co_name`` or qualified name of the function; "" for whatever stands on the lines, ``<module>`` for
+            the module's own code.
+        lines: counted from 1.
+        half_names: names, attributes (``self.weight``), elements (``batch["x"]``) and calls (``self.k(x)``) that held
+            half tensors there, as a trace saw them.
+        full_names: those that held other tensors. With neither, nothing is known, and every operand is cast.
+        device_type: an expression for the block; "" takes it from a tensor that the block uses.
+        texts: the lines as they were when they were traced, stripped; a line that differs is refused.
+    """
+
+    function: str
+    lines: tuple[int, ...]
+    half_names: HalfNames = ()
+    full_names: tuple[str, ...] = ()
+    device_type: str = ""
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CallPin:
+    """Calls of a child module, in code that the user owns, that must run in FP32.
+
+    ``callee`` is what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+    ``lines`` are where; without them it is every call in the function. The rest is as in :class:`StatementPin`.
+    """
+
+    function: str
+    callee: str
+    lines: tuple[int, ...] = ()
+    half_names: HalfNames = ()
+    full_names: tuple[str, ...] = ()
+    device_type: str = ""
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForwardPin:
+    """A class whose whole ``forward`` must run in FP32.
+
+    ``half_names`` are the parameters that held half tensors. Without any, the first one is cast, and those that are
+    annotated as tensors and not by their names masks or indices.
+    """
+
+    class_name: str
+    half_names: tuple[str, ...] = ()
+    device_type: str = ""
+
+
+SourcePin = StatementPin | CallPin | ForwardPin
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A pin, or a line of one, that was left alone; ``line`` is 0 where it is the whole file."""
+
+    line: int
+    reason: str
