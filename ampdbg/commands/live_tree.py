@@ -159,6 +159,7 @@ def _done_and_left(search: Searched, known: Mapping[str, State]) -> str:
     done = f"trial {len(search.trials) + 1}"
     if search.max_trials is not None:
         return f"{done} of at most {search.max_trials}"
+    if smallest_healthy(search.tree, search.trials) is None:
+        return done
     left = sum(state in ("suspected", "pinned") for state in known.values())
-    is_narrowed = smallest_healthy(search.tree, search.trials) is not None and left <= MOST_ROWS
-    return f"{done}, about {left} left" if is_narrowed else done
+    return f"{done}, {quantities.counted(left, 'module')} left" if left else f"{done}, the set is proven"

@@ -222,7 +222,7 @@ def _facts(ended: Ended) -> Iterator[str]:
         yield f"step {search.step}{scale}"
     if search.modules:
         yield counted(search.modules, "module")
-    if search.candidates:
+    if search.candidates and search.strategy == "guided":
         yield counted(search.candidates, "candidate")
     if ended.record.trials:
         yield f"{counted(len(ended.record.trials), 'trial')} ({search.strategy})"

@@ -71,7 +71,9 @@ def _pin(pin: Pin) -> Text:
 
 def _why(pin: Pin, findings: Sequence[Finding], room: int) -> Text:
     lines: list[Text] = []
-    if pin.reason is not None and pin.reason < len(findings):
+    if not pin.sites:
+        lines.append(Text("no op was seen to go wrong in it", style="dim"))
+    elif pin.reason is not None and pin.reason < len(findings):
         lines.append(Text(findings[pin.reason].code, style="red"))
     if pin.sites:
         lines += _site(pin.sites[0], pin, room)

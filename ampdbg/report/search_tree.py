@@ -96,6 +96,8 @@ def trying(tree: SearchTree, trials: Sequence[Trial], current: Sequence[str]) ->
     """What the trial of the pins ``current`` is about: what they leave out of the set known so far, or they alone."""
     best = smallest_healthy(tree, trials)
     atoms = _atoms(tree, current)
+    if best is not None and atoms == best:
+        return "the set in FP32"
     if best is None or not atoms < best:
         return f"{pins_text(current)} in FP32"
     return f"the set without {pins_text(tree.atoms.compress(best - atoms))}"

@@ -55,10 +55,20 @@ def test_a_terminal_sees_the_bar_and_then_the_tree(terminal: Terminal) -> None:
         view.on_trial_start(("block.attn", "head"))
         view.on_trial(HEALTHY)
         view.on_trial_start(("head",))
-        assert "trial 2, about 2 left" in without_codes(terminal)
+        assert "trial 2, 2 modules left" in without_codes(terminal)
         assert "the set without block.attn" in without_codes(terminal)
         view.training.on_step(healthy_step(1))
         view.training.on_replay(1, "FP32")
+
+
+def test_a_set_that_is_proven_is_told(terminal: Terminal) -> None:
+    with watching(terminal) as view:
+        view.on_search(NAMES)
+        for trial in (FAILED, Trial(("head",), healthy=True, why="")):
+            view.on_trial(trial)
+        view.on_trial_start(("head",))
+    assert "trial 3, the set is proven" in without_codes(terminal)
+    assert "the set in FP32" in without_codes(terminal)
 
 
 def test_the_limit_on_trials_is_shown(terminal: Terminal) -> None:

@@ -109,6 +109,13 @@ def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
     assert "12 in FP32\n" in shown(12.0)
 
 
+def test_a_pin_in_which_nothing_was_seen_is_not_blamed() -> None:
+    text = plain(searched(FOUND, pins=(Pin("head", reason=0, without="loss NaN"),)))
+    assert "no op was seen to go wrong in it" in text
+    assert "without it: loss NaN" in text
+    assert OVERFLOW.code not in text
+
+
 def test_a_trial_of_a_large_set_is_told_by_what_it_leaves_out() -> None:
     names = tuple(f"blocks.{number}" for number in range(5))
     record = searched(
