@@ -40,3 +40,7 @@ class UserCodeError(AmpdbgError):
 
 class RecordError(AmpdbgError):
     """A record could not be read or written."""
+
+
+class PatchError(AmpdbgError):
+    """A patch could not be written into the user's files; none of them was changed."""

@@ -1,0 +1,124 @@
+"""Writes edited files: all of them or none, and never over work that git does not have yet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampdbg.errors import PatchError
+
+
+@dataclass(frozen=True)
+class FileEdit:
+    """A file, the bytes that it must hold now (None: it must not exist) and those that it shall have."""
+
+    path: Path
+    before: bytes | None
+    after: bytes
+
+
+def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
+    """Writes all files, or none where one of them cannot be.
+
+    Each file is replaced in one step and keeps its permissions; a link stays a link.
+
+    Args:
+        edits: one for each file.
+        force: also writes files in which git sees changes that are not committed.
+
+    Raises:
+        PatchError: a file is not as the edit expects it, has uncommitted changes, or cannot be written.
+    """
+    edits = [FileEdit(edit.path.resolve(), edit.before, edit.after) for edit in edits]
+    for edit in edits:
+        _check_content(edit)
+    if not force:
+        _check_committed([edit.path for edit in edits if edit.before is not None])
+    done: list[FileEdit] = []
+    try:
+        with contextlib.ExitStack() as stack:
+            staged = [(edit, stack.enter_context(_staged(edit))) for edit in edits]
+            for edit, temporary in staged:
+                os.replace(temporary, edit.path)
+                done.append(edit)
+    except BaseException as error:
+        for edit in done:
+            _undo(edit)
+        if isinstance(error, OSError):
+            raise PatchError(f"{error.filename or 'a file'}: cannot be written: {error.strerror or error}") from None
+        raise
+
+
+def uncommitted(path: Path) -> bool:
+    """Whether git has not got the file as it is now. False where there is no git, or the file is in no repository."""
+    command = ["git", "--literal-pathspecs", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
+    try:
+        # Without optional locks `git status` does not refresh the index: a check leaves no trace.
+        environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        result = subprocess.run(command, capture_output=True, check=False, env=environment)
+    except OSError:
+        return False
+    return result.returncode == 0 and bool(result.stdout.strip())
+
+
+def _check_content(edit: FileEdit) -> None:
+    try:
+        now = edit.path.read_bytes()
+    except FileNotFoundError:
+        now = None
+    except OSError as error:
+        raise PatchError(f"{edit.path}: cannot be read: {error.strerror or error}") from None
+    if now == edit.before:
+        return
+    if edit.before is None:
+        raise PatchError(f"{edit.path}: is there already; move it away, or name another file")
+    raise PatchError(
+        f"{edit.path}: {'is gone' if now is None else 'has changed'} since the patch was made; make it again"
+    )
+
+
+def _check_committed(paths: Sequence[Path]) -> None:
+    if changed := [str(path) for path in paths if uncommitted(path)]:
+        files = ", ".join(changed)
+        raise PatchError(f"{files}: git has not got it as it is now; commit it or stash it first, or add --force")
+
+
+@contextlib.contextmanager
+def _staged(edit: FileEdit) -> Iterator[str]:
+    """The new content in a temporary file beside the file, which is gone afterwards."""
+    edit.path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=edit.path.parent, prefix=f".{edit.path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(edit.after)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _give_mode(temporary, edit)
+        yield temporary
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _give_mode(temporary: str, edit: FileEdit) -> None:
+    if edit.before is not None:
+        shutil.copymode(edit.path, temporary)
+        return
+    mask = os.umask(0)  # mkstemp makes the file private; a source file is an ordinary file
+    os.umask(mask)
+    os.chmod(temporary, 0o666 & ~mask)
+
+
+def _undo(edit: FileEdit) -> None:
+    if edit.before is None:
+        edit.path.unlink(missing_ok=True)
+        return
+    back = FileEdit(edit.path, edit.after, edit.before)
+    with _staged(back) as temporary:
+        os.replace(temporary, edit.path)
