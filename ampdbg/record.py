@@ -303,6 +303,7 @@ class Record:
 
     ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
     stopped it; ``steps`` has what was seen by then.
+    ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     """
 
@@ -329,6 +330,7 @@ class Record:
     interrupted: bool = False
     error: str = ""
     elapsed: float = 0.0
+    config_folder: str = ""
     format: str = RECORD_FORMAT
     version: int = RECORD_VERSION
 

@@ -60,7 +60,7 @@ def bisect(
     ends it early, with the best set so far and ``interrupted`` set. No record is written.
 
     Args:
-        config: the YAML config, or a record, whose config is run again with paths relative to the current folder.
+        config: the YAML config, or a record, whose config is run again from where it was made.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
         steps: replaces ``train.steps``; ``device``, ``policy`` and ``seed`` replace their keys likewise.

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from ampdbg.config import Config
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
-NO_FOLDER = "a record does not hold its config's folder; run this in that folder, or give the config itself"
+NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
 
 
 def config_given(config: Path | None, module: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Reads the one of ``config`` and ``module`` that is there; ``overrides`` replace keys in it.
 
-    A ``config`` that ends in ``.json`` may be a record, whose config is taken: its paths are relative to the
-    current folder.
+    A ``config`` that ends in ``.json`` may be a record, whose config is taken: its paths count from where the
+    record was made, which is to be the current folder.
 
     Raises:
         ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
@@ -51,7 +51,7 @@ def _from_record(path: Path, overrides: Sequence[str]) -> Config:
 
     record = read_record(path)
     try:
-        return config_of_record(record.config, str(path), Path(), overrides)
+        return config_of_record(record.config, str(path), Path(record.config_folder), overrides)
     except ConfigError as error:
         raise ConfigError(f"{error}\n{NO_FOLDER}") from None
 

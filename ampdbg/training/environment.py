@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 
 from ampdbg.config import Config
@@ -46,3 +49,11 @@ def describe_environment(config: Config, device: torch.device) -> Environment:
     attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
     notes = (FUSED_ATTENTION_NOTE,) if attention else ()
     return environment_of(device, config.precision.policy, emulated=emulated, notes=notes)
+
+
+def folder_from_here(config: Config) -> str:
+    """The config's folder relative to the current one, with forward slashes, so that a record names no machine."""
+    try:
+        return Path(os.path.relpath(config.folder)).as_posix()
+    except ValueError:  # another drive, on Windows
+        return config.folder.as_posix()

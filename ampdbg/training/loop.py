@@ -20,7 +20,7 @@ from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
-from ampdbg.training.environment import describe_environment
+from ampdbg.training.environment import describe_environment, folder_from_here
 from ampdbg.training.half_updates import ComparedUpdates
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.investigator import Investigator, OnInvestigated
@@ -77,6 +77,7 @@ def train_prepared(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         environment=describe_environment(run.config, run.device),
         config=run.config.resolved(),
+        config_folder=folder_from_here(run.config),
         verdict="inconclusive",
         planned_steps=run.config.train.steps,
     )

@@ -15,7 +15,7 @@ from ampdbg.probes.sites import sites_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record import Record, Step
 from ampdbg.training.autocast_error import autocast_error
-from ampdbg.training.environment import describe_environment
+from ampdbg.training.environment import describe_environment, folder_from_here
 from ampdbg.training.loop import accumulate_gradients, update_weights
 from ampdbg.training.run import Run, prepared
 from ampdbg.training.shadow import shadow_and_unseen
@@ -43,6 +43,7 @@ def profile_ranges(config: Config, *, on_step: Callable[[Step], None] = lambda s
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             environment=describe_environment(config, run.device),
             config=config.resolved(),
+            config_folder=folder_from_here(config),
             verdict="inconclusive",
             planned_steps=config.train.steps,
         )

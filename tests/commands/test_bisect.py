@@ -174,7 +174,7 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Cal
     assert result.code == 2
     assert "r.json: model.target: got 'model.py:build_model', but there is no such file in" in result.stderr
     assert result.stderr.endswith(
-        "a record does not hold its config's folder; run this in that folder, or give the config itself\n"
+        "a record's paths count from where it was made; run this there, or give the config itself\n"
     )
 
 
