@@ -196,7 +196,7 @@ def test_a_users_error_shows_the_users_frames_alone(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=0")
     assert (result.code, result.stdout) == (2, "")
     assert 'raise KeyError("no such column")' in result.stderr
-    assert os.path.join("ampdbg", "") not in result.stderr.replace(str(folder), "")
+    assert str(Path(ampdbg.__file__).parent) not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
     assert not (folder / ".ampdbg").exists()
 
