@@ -18,7 +18,6 @@ from ampdbg.training.investigation import OnReplay, Why, investigate
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, take_snapshot
 
-
 OnInvestigated = Callable[[Snapshot, float, Investigation], None]
 """Called with a step that was replayed, its loss scale and what came of it, while the weights are still its own."""
 
