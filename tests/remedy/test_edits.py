@@ -1,0 +1,281 @@
+"""Edits of source files: `NAME.in.py` becomes `NAME.out.py`, which runs in FP32 where it must, and only there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import CodeType
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.remedy.edits import CallPin, ForwardPin, SourcePin, StatementPin, edit_source
+from tests.conftest import Golden
+from tests.remedy.marked_source import FIXTURES, NAMES, marked, without_marks
+
+IN_FP32_AT_BOTH_ENDS = frozenset({"off_already"})
+"""Fixtures that have no overflow before the edit: without autocast their half and float operands do not mix."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden) -> None:
+    text, pins = marked(name)
+    edited = edit_source(text.encode(), pins)
+    assert edited.refused == ()
+    assert edited.changed
+    golden(FIXTURES / f"{name}.out.py", edited.source.decode())
+
+
+def run_example(text: str, *, autocast: bool) -> torch.Tensor:
+    """What a fixture's example returns, under CUDA's autocast on this CPU or without any."""
+    code: CodeType = compile(text, "<fixture>", "exec")
+    namespace: dict[str, Any] = {"__name__": "fixture"}
+    exec(code, namespace)
+    torch.manual_seed(0)
+    example: Callable[[], Any] = namespace["example"]
+    function, inputs = example()
+    if not autocast:
+        with in_full_precision():
+            result = function(*inputs)
+    else:
+        with cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
+            result = function(*inputs)
+    output = result[0] if isinstance(result, tuple) else result
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa: N801 - a context manager
+    """Casts to half become casts to float: what the example would return in FP32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float16:
+            kwargs["dtype"] = torch.float32
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - IN_FP32_AT_BOTH_ENDS))
+def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: str) -> None:
+    text, pins = marked(name)
+    edited = edit_source(text.encode(), pins).source.decode()
+    assert not run_example(text, autocast=True).isfinite().all(), "the example shows no overflow"
+    expected = run_example(text, autocast=False)
+    largest = expected.abs().max().item()
+    torch.testing.assert_close(
+        run_example(edited, autocast=True).float(), expected.float(), rtol=0, atol=0.01 * largest
+    )
+
+
+def test_missing_casts_in_a_block_that_is_there_already_make_it_run() -> None:
+    text, pins = marked("off_already")
+    edited = edit_source(text.encode(), pins).source.decode()
+    half_inputs = text.replace("gram(x, x)", "gram(x.half(), x)"), edited.replace("gram(x, x)", "gram(x.half(), x)")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        run_example(half_inputs[0], autocast=True)
+    torch.testing.assert_close(run_example(half_inputs[1], autocast=True), run_example(text, autocast=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_run_with_the_same_pins_changes_nothing(name: str) -> None:
+    text, pins = marked(name)
+    once = edit_source(text.encode(), pins).source
+    assert edit_source(once, pins).source == once
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
+    """Another run, whose trace names the lines where they are now."""
+    text, pins = marked(name)
+    once = edit_source(text.encode(), pins).source
+    half, full = names_after(pins, once.decode())
+    lines = sorted({statement.lineno for statement in statements_in_blocks(once.decode())})
+    again = [StatementPin("", (line,), half, full) for line in lines]
+    again_calls = [replace(pin, lines=(), texts={}) for pin in pins if isinstance(pin, CallPin)]
+    again_forwards = [pin for pin in pins if isinstance(pin, ForwardPin)]
+    assert again
+    assert edit_source(once, [*again, *again_calls, *again_forwards]).source == once
+
+
+def names_after(pins: list[SourcePin], text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a trace of the edited file sees in half, and what it does not: all that a block assigns is in FP32."""
+    line_pins = [pin for pin in pins if not isinstance(pin, ForwardPin)]
+    by_line = [pin.half_names for pin in line_pins if not isinstance(pin.half_names, tuple)]
+    half = {name for names in by_line for on_line in names.values() for name in on_line}
+    made = {
+        ast.unparse(target)
+        for statement in statements_in_blocks(text)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else ())
+    }
+    full = {name for pin in line_pins for name in pin.full_names}
+    return tuple(sorted(half - made)), ("_", *sorted(full | made))
+
+
+def statements_in_blocks(text: str) -> list[ast.stmt]:
+    """All statements under ``enabled=False``."""
+    blocks = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With))
+    return [line for block in blocks if "enabled=False" in ast.unparse(block.items[0]) for line in block.body]
+
+
+AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
+    "CRLF": lambda text: text.replace("\n", "\r\n").encode(),
+    "tabs": lambda text: re.sub(r"^( {4})+", lambda m: "\t" * (len(m[0]) // 4), text, flags=re.MULTILINE).encode(),
+    "two spaces": lambda text: re.sub(
+        r"^( {4})+", lambda m: "  " * (len(m[0]) // 4), text, flags=re.MULTILINE
+    ).encode(),
+    "no newline at the end": lambda text: text.rstrip("\n").encode(),
+    "a byte order mark": lambda text: text.encode("utf-8-sig"),
+    "non-ASCII": lambda text: f"{text}\nMØNSTER = '\N{GREEK SMALL LETTER MU} ≈ 3'  # ünïcode\n".encode(),
+    "latin-1": lambda text: f"# -*- coding: latin-1 -*-\n{text}\nNAME = 'é'\n".encode("latin-1"),
+    "form feeds": lambda text: f"{text}\n\x0c\nclass Last:\n    x = 1\n\x0c\n    y = 2\n".encode(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
+def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
+    text, pins = marked(name)
+    source = written(text)
+    shift = source[: source.find(text.encode().split(b"\n")[0])].count(b"\n")
+    pins = [moved(pin, shift) for pin in pins]
+    assert edit_source(source, pins).source == written((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"))
+
+
+def moved(pin: SourcePin, shift: int) -> SourcePin:
+    """The pin in a file that begins with ``shift`` more lines, without what the lines were."""
+    if isinstance(pin, ForwardPin):
+        return pin
+    half = pin.half_names
+    if not isinstance(half, tuple):
+        half = {number + shift: names for number, names in half.items()}
+    return replace(pin, lines=tuple(line + shift for line in pin.lines), half_names=half, texts={})
+
+
+LEFT_ALONE = {
+    "await": ("async def f(self, q, k):\n    return await self.g(q @ k)  #! pin half: q, k", "it awaits"),
+    "yield": ("def f(q, k):\n    yield q @ k  #! pin half: q, k", "it yields"),
+    "lambda": ("def f(x):\n    return sorted(x, key=lambda q: q @ q)  #! pin half: q", "a lambda runs later"),
+    "lambda alone": ("f = lambda q: q @ q  #! pin half: q", "a lambda runs later"),
+    "generator": ("def f(xs):\n    return (q @ q for q in xs)  #! pin half: q", "a generator expression runs later"),
+    "while": (
+        "def f(x):\n    while (x @ x).sum() > 0:  #! pin half: x\n        x = x - 1",
+        "condition of a while loop",
+    ),
+    "elif": (
+        "def f(x):\n    if x is None:\n        pass\n    elif (x @ x).sum() > 0:  #! pin half: x\n        pass",
+        "elif",
+    ),
+    "with": ("def f(x):\n    with g(x @ x):  #! pin half: x\n        pass", "the head of a with"),
+    "default": ("def f(x, y=a @ b):  #! pin half: a\n    pass", "the head of a function"),
+    "decorator": ("@g(a @ b)  #! pin half: a\ndef f(x):\n    pass", "a decorator"),
+    "blank": ("x = 1\n  #! pin half: x\ny = 2", "no statement stands there"),
+    "calls alone": ("def f(self, x):\n    return self.norm(self.attn(x))  #! pin half: x", "computes nothing itself"),
+    "in place": ("def f(x, y):\n    x.add_(y)  #! pin half: x, y", "writes into a tensor"),
+    "out": ("def f(x, y):\n    torch.add(x, y, out=x)  #! pin half: x, y", "writes into a tensor"),
+    "element": ("def f(x, y):\n    x[0] = y @ y  #! pin half: x, y", "a part of a half tensor"),
+    "alias": (
+        "def f(x, y):\n    shortcut = x\n    x += y  #! pin half: x, y\n    return shortcut",
+        "changes shortcut too",
+    ),
+    "walrus": ("def f(self, x):\n    return (y := self.f(x)) + y * x  #! pin half: x", "binds a name with :="),
+    "mixed list": ("def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q", "a comprehension holds both"),
+    "mixed if": (
+        "def f(self, x):\n    y = x + (self.f(x) if x else x @ x)  #! pin half: x",
+        "a conditional expression",
+    ),
+    "no tensor": (
+        "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
+        "no tensor that the device",
+    ),
+    "scripted": ("@torch.jit.script\ndef f(x):\n    return x @ x  #! pin half: x", "TorchScript"),
+    "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
+    "no call": ("def f(self, x):\n    return x @ x  #! call self.attn half: x", "self.attn is not called here"),
+    "no forward": ("class A(B):  #! forward half: x\n    pass", "no forward of its own"),
+    "generator forward": ("class A:  #! forward half: x\n    def forward(self, x):\n        yield x", "is a generator"),
+    "coroutine forward": (
+        "class A:  #! forward half: x\n    async def forward(self, x):\n        pass",
+        "is a coroutine",
+    ),
+    "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x: not a named parameter"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
+def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: str) -> None:
+    source, pins = without_marks(text + "\n")
+    edited = edit_source(source.encode(), pins)
+    assert edited.source == source.encode()
+    assert not edited.changed
+    (refused,) = edited.refused
+    assert reason in refused.reason
+    marked_line = next(number for number, line in enumerate(text.split("\n"), 1) if "#!" in line)
+    assert refused.line in (marked_line, marked_line + 1, 0)
+
+
+def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
+    source = b"import torch\n\ndef f(x):\n    y = x @ x\n    y.add_(x)\n    return y * x\n"
+    edited = edit_source(source, [StatementPin("f", (4, 5, 6), ("x", "y"))])
+    assert [item.line for item in edited.refused] == [5]
+    assert edited.source.count(b"enabled=False") == 2
+
+
+def test_a_line_that_is_not_in_the_file_is_named() -> None:
+    (refused,) = edit_source(b"x = 1\n", [StatementPin("f", (7,), ("x",))]).refused
+    assert (refused.line, refused.reason) == (7, "the file has 2 lines")
+
+
+def test_a_file_that_does_not_parse_is_named_with_its_line() -> None:
+    edited = edit_source(b"x = 1\ny = = 2\n", [StatementPin("f", (1,), ("x",))])
+    assert [item.line for item in edited.refused] == [2]
+    assert not edited.changed
+
+
+def test_a_file_in_another_encoding_than_it_claims_is_refused() -> None:
+    (refused,) = edit_source("x = 'é'\n".encode("latin-1"), [StatementPin("f", (1,), ("x",))]).refused
+    assert "cannot be decoded" in refused.reason
+
+
+def test_a_line_that_has_changed_since_the_trace_is_refused() -> None:
+    source = b"def f(x):\n    return x * x\n"
+    (refused,) = edit_source(source, [StatementPin("f", (2,), ("x",), texts={2: "return x @ x"})]).refused
+    assert "was `return x @ x` and is `return x * x`" in refused.reason
+
+
+def test_a_line_that_has_moved_to_another_function_is_refused() -> None:
+    source = b"class A:\n    def g(self, x):\n        return x @ x\n"
+    (refused,) = edit_source(source, [StatementPin("A.forward", (3,), ("x",))]).refused
+    assert "the line is in A.g, not in A.forward" in refused.reason
+
+
+@pytest.mark.parametrize("function", ["", "g", "A.g", "A.g.<locals>.<listcomp>", "g.<locals>.<lambda>"])
+def test_functions_are_known_by_their_name_or_qualified_name(function: str) -> None:
+    source = b"import torch\nclass A:\n    def g(self, x):\n        return x @ x\n"
+    assert edit_source(source, [StatementPin(function, (4,), ("x",))]).refused == ()
+
+
+def test_a_given_device_type_is_used() -> None:
+    source = b"import torch\ndef f(self, x):\n    return x @ x\n"
+    edited = edit_source(source, [StatementPin("f", (3,), ("x",), device_type="self.device.type")])
+    assert b"with torch.autocast(device_type=self.device.type, enabled=False):" in edited.source
+
+
+def test_every_call_of_a_child_is_pinned_without_lines() -> None:
+    source = b"import torch\ndef f(self, x):\n    x = self.a(x)\n    y = self.b(x)\n    return self.a(y)\n"
+    edited = edit_source(source, [CallPin("f", "self.a", half_names=("x", "y"))])
+    assert edited.source.count(b"enabled=False") == 2
+    assert b"\n    y = self.b(x)\n" in edited.source
+
+
+def test_random_numbers_are_drawn_in_the_order_that_they_were() -> None:
+    source = b"import torch\nimport torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)\n"
+    edited = edit_source(source, [StatementPin("f", (4,), ("x",))]).source.decode()
+    assert edited.index("F.dropout(x.float())") < edited.index("self.g(x)")
+
+
+def test_no_pins_no_change() -> None:
+    source = b"x = 1\r\n\ty = (\n"
+    assert edit_source(source, []).source == source
