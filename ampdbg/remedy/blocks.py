@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -25,14 +25,14 @@ BETWEEN = 2
 class Suite:
     """A suite being rewritten.
 
-    ``marks`` holds the pinned lines by the ``id`` of their nodes, ``nearby`` what is known of the names on the others,
-    ``indent`` by how much a block is indented.
+    ``marks`` holds the pinned lines by the ``id`` of their nodes, ``names_of`` tells what is known of the names in
+    another statement, ``indent`` by how much a block is indented.
     What had to be left alone is in ``refused``: the mark's line and the reason.
     """
 
     bindings: Bindings
     marks: Mapping[int, Mark]
-    nearby: TensorNames
+    names_of: Callable[[cst.CSTNode], TensorNames]
     indent: str
     refused: dict[int, str] = field(default_factory=dict)
     needs_import: bool = False
@@ -58,7 +58,7 @@ class Suite:
             except EditError as error:
                 self.refused[mark.number] = str(error)
         # Whether it may stand in a block depends on what the block has made by then.
-        return [Piece(Mode.EITHER, new, self.nearby)]
+        return [Piece(Mode.EITHER, new, self.names_of(old))]
 
     def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
         made: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ from .expressions import bare, code_of, find, names_assigned, walk
 from .modes import Kind, called_name, kind_of
 from .steps import assigned_codes
 from .tensor_names import TensorNames
-from .vocabulary import CASTS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS
+from .vocabulary import CASTS, JOINS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS
 
 REBIND_FROM = 3
 """From so many uses on, a name is cast once at the block's start: ``q = q.float()``."""
@@ -86,7 +86,8 @@ def _can_rebind(code: str, pinned: Sequence[PinnedStatement]) -> bool:
         if isinstance(c, cst.CompFor)
         for name in names_assigned(c)
     }
-    return code.isidentifier() and code not in inner and code not in pinned[0].names.bindings.shared
+    bindings = pinned[0].names.bindings
+    return code in bindings.local and code not in inner and code not in bindings.shared
 
 
 def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:
@@ -112,10 +113,13 @@ class _Casts(cst.CSTTransformer):
         self._names, self._callees, self._made = pinned.names, pinned.callees, made
         self._operands: set[int] = set()
         self._left: set[int] = set()
+        self._cast_already: set[int] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if id(node) in self._left or isinstance(node, (cst.AssignTarget, cst.Annotation)):
             return False
+        if isinstance(node, cst.Attribute) and node.attr.value in CASTS:
+            self._cast_already.add(id(node.value))
         for part in _not_read(node):
             self._left.add(id(part))
         if not self._names.is_traced:
@@ -123,6 +127,8 @@ class _Casts(cst.CSTTransformer):
         return not self._is_half(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        if isinstance(updated_node, cst.BinaryOperation):
+            return _spaced(updated_node)
         if id(original_node) in self._left or not self._is_half(original_node):
             return updated_node
         if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
@@ -143,9 +149,18 @@ class _Casts(cst.CSTTransformer):
         code = code_of(node)
         if code in self._made or _root_name(node) in self._made:
             return False
-        if code in self._names.half or id(node) in self._operands:
+        if code in self._names.half or id(node) in self._operands or self._joins_unknown(node):
             return code not in self._names.full
         return isinstance(node, cst.Subscript) and self._is_half(node.value)
+
+    def _joins_unknown(self, node: cst.CSTNode) -> bool:
+        """``torch.stack(rows)``: a trace tells of tensors, and not what lists hold."""
+        if not isinstance(node, cst.Call) or called_name(node) not in JOINS or not node.args:
+            return False
+        if id(node) in self._cast_already:
+            return False
+        joined = node.args[0].value
+        return isinstance(joined, cst.Name) and joined.value not in self._made | self._names.half | self._names.full
 
     def _operands_of(self, node: cst.CSTNode) -> list[cst.BaseExpression]:
         """Where no trace was made: the names that an operation takes, each of which may be in half."""
@@ -186,6 +201,14 @@ def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
             return bare(node)
 
 
+def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:
+    """``x**2`` becomes ``x.float() ** 2``: formatters set spaces where an operand is a call."""
+    is_tight = isinstance(node.operator, cst.Power) and node.operator.whitespace_before.empty
+    if not is_tight or not any(isinstance(side, cst.Call) for side in (node.left, node.right)):
+        return node
+    return node.with_changes(operator=cst.Power())
+
+
 def _not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
     """The parts of a node whose values are not computed with, or that are cast already."""
     match node:
@@ -197,7 +220,7 @@ def _not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
             return _not_read_by_call(node)
         case cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())]):
             return [node.left]
-        case cst.AugAssign(target=target) | cst.AnnAssign(target=target):
+        case cst.AugAssign(target=target) | cst.AnnAssign(target=target) | cst.CompFor(target=target):
             return [target]
         case _:
             return []

@@ -18,6 +18,7 @@ from .marking import Marks, marks_of
 from .pieces import Mark
 from .source_pins import CallPin, ForwardPin, Refused, SourcePin, StatementPin
 from .source_text import EditError, SourceText, read_source
+from .tensor_names import TensorNames
 
 __all__ = ["CallPin", "Edited", "ForwardPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
 
@@ -147,13 +148,12 @@ class _Rewriter(cst.CSTTransformer):
         return body
 
     def _suite(self, marks: Mapping[int, Mark], indent: str | None) -> Suite:
-        function = self._functions[-1]
-        return Suite(
-            Bindings(self.source.module, function),
-            marks,
-            self.marks.nearby[id(function)],
-            indent or self.source.module.default_indent,
-        )
+        bindings = Bindings(self.source.module, self._functions[-1])
+
+        def names_of(node: cst.CSTNode) -> TensorNames:
+            return self.marks.names_on(self.source.span(node), bindings)
+
+        return Suite(bindings, marks, names_of, indent or self.source.module.default_indent)
 
     def _note(self, suite: Suite) -> None:
         self.needs_import |= suite.needs_import

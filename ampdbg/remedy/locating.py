@@ -85,7 +85,9 @@ class SourceMap:
 
     def span(self, node: cst.CSTNode) -> range:
         """The lines of a node."""
-        position = self.positions[node]
+        position = self.positions.get(node)
+        if position is None:
+            return range(0)  # made by an edit
         return range(position.start.line, position.end.line + 1)
 
     def _in_body(self, body: Sequence[cst.CSTNode], place: Place, number: int) -> Located | None:

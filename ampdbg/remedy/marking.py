@@ -12,7 +12,7 @@ from .bindings import Bindings, dotted
 from .expressions import canonical, code_of, find
 from .locating import Located, Place, SourceMap
 from .pieces import Mark
-from .source_pins import CallPin, Refused, StatementPin
+from .source_pins import CallPin, NamesSeen, Refused, StatementPin
 from .source_text import EditError
 from .steps import assigned_codes
 from .tensor_names import TensorNames
@@ -32,13 +32,17 @@ class Off:
 class Marks:
     """Pinned lines by the ``id`` of their nodes: those to put in a block, and those ``off`` that stand in one.
 
-    ``nearby`` holds what is known of the names in a function, by the ``id`` of its node (of None: the module's code).
+    ``pins`` are those of a function, by the ``id`` of its node (of None: the module's own code).
     """
 
     lines: dict[int, Mark] = field(default_factory=dict)
     off: dict[int, Off] = field(default_factory=dict)
-    nearby: dict[int, TensorNames] = field(default_factory=dict)
+    pins: dict[int, Sequence[LinePin]] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
+
+    def names_on(self, span: range, bindings: Bindings) -> TensorNames:
+        """What the pins of a function know of the names on its lines."""
+        return _names(self.pins[id(bindings.function)], span, bindings)
 
 
 def marks_of(pins: Iterable[LinePin], source: SourceMap, text: str, left_out: Sequence[cst.FunctionDef]) -> Marks:
@@ -100,7 +104,7 @@ def _mark(
 ) -> None:
     place, key = located.place, id(located.line)
     bindings = Bindings(source.module, place.function)
-    marks.nearby.setdefault(id(place.function), _names(together, None, bindings))
+    marks.pins[id(place.function)] = together
     new = Mark(
         number,
         _names(together, located.span, bindings),
@@ -129,15 +133,19 @@ def _made_before(located: Located, place: Place, source: SourceMap) -> frozenset
     return frozenset().union(*(assigned_codes(line) for line in before))
 
 
-def _names(pins: Sequence[LinePin], span: range | None, bindings: Bindings) -> TensorNames:
-    half = {canonical(code) for pin in pins for code in _half_on(pin.half_names, span)}
-    full = {canonical(code) for pin in pins for code in pin.full_names}
-    return TensorNames(frozenset(half), frozenset(full - half), bool(half or full), bindings)
+def _names(pins: Sequence[LinePin], span: range, bindings: Bindings) -> TensorNames:
+    seen = [names for pin in pins for names in (pin.half_names, pin.full_names) if isinstance(names, Mapping)]
+    # On lines that no trace saw, what it saw on the others counts.
+    lines = {number for names in seen for number in names if number in span} or {n for names in seen for n in names}
+    half = {canonical(code) for pin in pins for code in _on_lines(pin.half_names, lines)}
+    full = {canonical(code) for pin in pins for code in _on_lines(pin.full_names, lines)}
+    is_traced = any(pin.half_names or pin.full_names for pin in pins)
+    return TensorNames(frozenset(half), frozenset(full - half), is_traced, bindings)
 
 
-def _half_on(half_names: Mapping[int, tuple[str, ...]] | tuple[str, ...], span: range | None) -> tuple[str, ...]:
-    """What was in half on the lines of ``span``; on any line where those were not traced."""
-    if not isinstance(half_names, Mapping):
-        return half_names
-    known = [number for number in half_names if span is None or number in span] or list(half_names)
-    return tuple(code for number in known for code in half_names[number])
+def _on_lines(names: NamesSeen, lines: set[int]) -> Iterator[str]:
+    if not isinstance(names, Mapping):
+        yield from names
+        return
+    for number in names.keys() & lines:
+        yield from names[number]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-HalfNames = Mapping[int, tuple[str, ...]] | tuple[str, ...]
-"""Expressions that held half tensors, as they stand in the source, for all lines together or line by line."""
+NamesSeen = Mapping[int, tuple[str, ...]] | tuple[str, ...]
+"""Expressions as they stand in the source: of all lines together, or by the first line of each statement."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,16 @@ class StatementPin:
         lines: counted from 1.
         half_names: names, attributes (``self.weight``), elements (``batch["x"]``) and calls (``self.k(x)``) that held
             half tensors there, as a trace saw them.
-        full_names: those that held other tensors. With neither, nothing is known, and every operand is cast.
+        full_names: those that held other tensors. Without any of either, nothing is known, and every operand is cast.
+            Unpinned lines may be among the two: what is known of them may keep two blocks together.
         device_type: an expression for the block; "" takes it from a tensor that the block uses.
         texts: the lines as they were when they were traced, stripped; a line that differs is refused.
     """
 
     function: str
     lines: tuple[int, ...]
-    half_names: HalfNames = ()
-    full_names: tuple[str, ...] = ()
+    half_names: NamesSeen = ()
+    full_names: NamesSeen = ()
     device_type: str = ""
     texts: Mapping[int, str] = field(default_factory=dict)
 
@@ -43,8 +44,8 @@ class CallPin:
     function: str
     callee: str
     lines: tuple[int, ...] = ()
-    half_names: HalfNames = ()
-    full_names: tuple[str, ...] = ()
+    half_names: NamesSeen = ()
+    full_names: NamesSeen = ()
     device_type: str = ""
     texts: Mapping[int, str] = field(default_factory=dict)
 

@@ -185,7 +185,7 @@ def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
     call = _call_in(node)
     if call is None:
         return RESULT
-    if isinstance(parent, cst.BinaryOperation) and isinstance(parent.operator, (cst.Add, cst.Subtract)):
+    if _is_residual(parent):
         return UPDATE
     name = called_name(call).strip("_")
     if name in PRODUCTS:
@@ -193,9 +193,20 @@ def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
     return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
 
 
+def _is_residual(parent: cst.CSTNode | None) -> bool:
+    """Whether this is ``x + f(x)``, a residual stream and what is added to it."""
+    return (
+        isinstance(parent, cst.BinaryOperation)
+        and isinstance(parent.operator, cst.Add)
+        and any(isinstance(side, (cst.Name, cst.Attribute)) for side in (parent.left, parent.right))
+    )
+
+
 def _call_in(node: cst.BaseExpression) -> cst.Call | None:
     """The call in ``f(x)``, ``f(x)[0]``, ``f(x).view(1).T``: the first one."""
     match node:
+        case cst.Call(func=cst.Name(value="super")):
+            return None
         case cst.Call(func=cst.Attribute(value=base)) if _call_in(base) is not None:
             return _call_in(base)
         case cst.Call():

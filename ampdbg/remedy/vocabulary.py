@@ -18,6 +18,9 @@ MOVES = frozenset(
 )
 """What only moves, repeats or casts values: nothing overflows there, and FP32 gains nothing."""
 
+JOINS = frozenset("cat concat concatenate stack hstack vstack dstack".split())
+"""What makes one tensor of a list of them."""
+
 CREATES = frozenset(
     """zeros ones empty full arange linspace logspace eye tensor as_tensor zeros_like ones_like empty_like full_like
     new_zeros new_ones new_empty new_full new_tensor one_hot finfo iinfo device Size""".split()
