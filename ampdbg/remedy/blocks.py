@@ -11,10 +11,10 @@ from .autocast_names import autocast_in
 from .bindings import Bindings
 from .casting import PinnedStatement, cast, cast_statements
 from .devices import device_type_of
+from .expressions import assigned_codes
 from .modes import Mode
 from .pieces import Mark, Piece, may_run_in_either, pieces_of_head, pieces_of_line
 from .source_text import EditError
-from .steps import assigned_codes
 from .tensor_names import TensorNames
 
 BETWEEN = 2

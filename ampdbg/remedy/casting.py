@@ -8,20 +8,16 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .bindings import Bindings
-from .expressions import bare, code_of, find, names_assigned, walk
-from .modes import Kind, called_name, kind_of
-from .steps import assigned_codes
+from .expressions import assigned_codes, code_of, find, names_assigned, walk
+from .modes import called_name
+from .operands import not_read, operands_of, root_name
 from .tensor_names import TensorNames
-from .vocabulary import CASTS, JOINS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS
+from .vocabulary import CASTS, JOINS
 
 REBIND_FROM = 3
 """From so many uses on, a name is cast once at the block's start: ``q = q.float()``."""
 
-_TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 _TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
-_LOOKED_AT = PLAIN_BUILTINS - {"list", "tuple", "zip", "enumerate", "reversed", "min", "max", "iter", "next"}
-"""Builtins that read no values of a tensor that they are given."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +116,10 @@ class _Casts(cst.CSTTransformer):
             return False
         if isinstance(node, cst.Attribute) and node.attr.value in CASTS:
             self._cast_already.add(id(node.value))
-        for part in _not_read(node):
+        for part in not_read(node):
             self._left.add(id(part))
         if not self._names.is_traced:
-            self._operands |= {id(part) for part in self._operands_of(node)}
+            self._operands |= {id(part) for part in operands_of(node, self._names, self._callees)}
         return not self._is_half(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
@@ -147,7 +143,7 @@ class _Casts(cst.CSTTransformer):
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
             return False
         code = code_of(node)
-        if code in self._made or _root_name(node) in self._made:
+        if code in self._made or root_name(node) in self._made:
             return False
         if code in self._names.half or id(node) in self._operands or self._joins_unknown(node):
             return code not in self._names.full
@@ -162,44 +158,6 @@ class _Casts(cst.CSTTransformer):
         joined = node.args[0].value
         return isinstance(joined, cst.Name) and joined.value not in self._made | self._names.half | self._names.full
 
-    def _operands_of(self, node: cst.CSTNode) -> list[cst.BaseExpression]:
-        """Where no trace was made: the names that an operation takes, each of which may be in half."""
-        if isinstance(node, cst.Call) and code_of(node.func) in self._callees:
-            return [_tensor_in(arg.value) for arg in node.args[:1]]
-        if kind_of(node, self._names) is not Kind.OPERATION:
-            return []
-        found = [_tensor_in(part) for part in _parts(node, self._names.bindings)]
-        return [part for part in found if _is_plain(part) and (_is_product(node) or self._names.is_tensor(part))]
-
-
-def _parts(node: cst.CSTNode, bindings: Bindings) -> list[cst.BaseExpression]:
-    if isinstance(node, cst.BinaryOperation):
-        return [node.left, node.right]
-    if not isinstance(node, cst.Call):
-        return []
-    base = [node.func.value] if isinstance(node.func, cst.Attribute) and not bindings.origin(node.func) else []
-    arguments = [arg.value for arg in node.args if arg.keyword is None]
-    return base + (arguments if called_name(node) in PRODUCTS else arguments[: 1 - len(base)])
-
-
-def _is_product(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.BinaryOperation):
-        return isinstance(node.operator, cst.MatrixMultiply)
-    return isinstance(node, cst.Call) and called_name(node) in PRODUCTS
-
-
-def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
-    """``k`` of ``k[0]`` and of ``k.transpose(-2, -1)``."""
-    match node:
-        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CASTS:
-            return _tensor_in(base)
-        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in _TRANSPOSED:
-            return _tensor_in(base)
-        case cst.Subscript(value=cst.Name() as base):
-            return base
-        case _:
-            return bare(node)
-
 
 def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:
     """``x**2`` becomes ``x.float() ** 2``: formatters set spaces where an operand is a call."""
@@ -207,49 +165,3 @@ def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:
     if not is_tight or not any(isinstance(side, cst.Call) for side in (node.left, node.right)):
         return node
     return node.with_changes(operator=cst.Power())
-
-
-def _not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """The parts of a node whose values are not computed with, or that are cast already."""
-    match node:
-        case cst.Attribute(value=base, attr=cst.Name(value=name) as attribute):
-            return [base, attribute] if name in METADATA | CASTS and _is_plain(base) else [attribute]
-        case cst.Arg(keyword=cst.Name() as keyword):
-            return [keyword]
-        case cst.Call():
-            return _not_read_by_call(node)
-        case cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())]):
-            return [node.left]
-        case cst.AugAssign(target=target) | cst.AnnAssign(target=target) | cst.CompFor(target=target):
-            return [target]
-        case _:
-            return []
-
-
-def _not_read_by_call(call: cst.Call) -> list[cst.CSTNode]:
-    match call.func:
-        case cst.Attribute(value=base, attr=cst.Name(value="to")) if _is_plain(base) and _to_float32(call):
-            return [base]
-        case cst.Name(value=name):
-            return [call.func, *(call.args if name in _LOOKED_AT else ())]
-        case _:
-            return []
-
-
-def _is_plain(node: cst.BaseExpression) -> bool:
-    return isinstance(node, (cst.Name, cst.Attribute, cst.Subscript))
-
-
-def _root_name(node: cst.CSTNode) -> str:
-    """``x`` of ``x[i].T``, ``self`` of ``self.weight``."""
-    match node:
-        case cst.Name(value=name):
-            return name
-        case cst.Attribute(value=base) | cst.Subscript(value=base) | cst.Call(func=base):
-            return _root_name(base)
-        case _:
-            return ""
-
-
-def _to_float32(node: cst.CSTNode) -> bool:
-    return any(name.value == "float32" for name in find(node, cst.Name))

@@ -8,9 +8,9 @@ import libcst as cst
 
 from .bindings import Bindings, dotted
 from .casting import PinnedStatement
-from .expressions import code_of, find, names_assigned, walk
+from .expressions import assigned_codes, code_of, find, names_assigned, walk
 from .source_text import EditError
-from .steps import assigned_codes, value_of
+from .steps import value_of
 
 _TENSOR_TYPES = ("torch.Tensor", "Tensor")
 

@@ -56,6 +56,14 @@ def names_assigned(node: cst.CSTNode) -> set[str]:
     return found
 
 
+def assigned_codes(statement: cst.CSTNode) -> set[str]:
+    """What a statement assigns to: names, and the canonical text of attributes and subscripts."""
+    plain = names_assigned(statement)
+    kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
+    targets = (item.target for item in walk(statement) if isinstance(item, kinds))
+    return plain | {code_of(target) for target in targets if isinstance(target, (cst.Attribute, cst.Subscript))}
+
+
 def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
     if isinstance(node, (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.CompFor)):
         yield node.target

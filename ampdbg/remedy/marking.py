@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 import libcst as cst
 
 from .bindings import Bindings, dotted
-from .expressions import canonical, code_of, find
+from .expressions import assigned_codes, canonical, code_of, find
 from .locating import Located, Place, SourceMap
 from .pieces import Mark
 from .source_pins import CallPin, NamesSeen, Refused, StatementPin
 from .source_text import EditError
-from .steps import assigned_codes
 from .tensor_names import TensorNames
 
 LinePin = StatementPin | CallPin

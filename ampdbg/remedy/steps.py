@@ -7,23 +7,10 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from .expressions import bare, code_of, find, names_assigned, names_read, walk
-from .modes import Mode, Modes, called_name
+from .expressions import bare, code_of, find, names_read, walk
+from .modes import Mode, Modes
+from .new_names import first_name, name_for, unused
 from .source_text import EditError
-from .vocabulary import MOVES, PRODUCTS, TENSOR_METHODS
-
-OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
-    cst.Add: "total",
-    cst.Subtract: "difference",
-    cst.Multiply: "product",
-    cst.MatrixMultiply: "product",
-    cst.Divide: "ratio",
-}
-"""What a new variable is called that holds the result of an operator."""
-
-RESULT = "result"
-UPDATE = "update"
-"""What is added to a residual stream."""
 
 VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
     cst.Assign: "value",
@@ -178,51 +165,6 @@ def _out_of_order(visited: list[_Visited]) -> set[int]:
     return forced
 
 
-def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
-    """What a person would call the value of an expression."""
-    if isinstance(node, cst.BinaryOperation):
-        return OPERATOR_NAMES.get(type(node.operator), RESULT)
-    call = _call_in(node)
-    if call is None:
-        return RESULT
-    if _is_residual(parent):
-        return UPDATE
-    name = called_name(call).strip("_")
-    if name in PRODUCTS:
-        return "product"
-    return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
-
-
-def _is_residual(parent: cst.CSTNode | None) -> bool:
-    """Whether this is ``x + f(x)``, a residual stream and what is added to it."""
-    return (
-        isinstance(parent, cst.BinaryOperation)
-        and isinstance(parent.operator, cst.Add)
-        and any(isinstance(side, (cst.Name, cst.Attribute)) for side in (parent.left, parent.right))
-    )
-
-
-def _call_in(node: cst.BaseExpression) -> cst.Call | None:
-    """The call in ``f(x)``, ``f(x)[0]``, ``f(x).view(1).T``: the first one."""
-    match node:
-        case cst.Call(func=cst.Name(value="super")):
-            return None
-        case cst.Call(func=cst.Attribute(value=base)) if _call_in(base) is not None:
-            return _call_in(base)
-        case cst.Call():
-            return node
-        case cst.Attribute(value=base) | cst.Subscript(value=base):
-            return _call_in(base)
-        case _:
-            return None
-
-
-def unused(name: str, taken: frozenset[str]) -> str:
-    """``name``, or with something behind it where it is taken."""
-    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
-    return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
-
-
 def _with_old_name(apart: Apart, modes: Modes) -> Apart:
     """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
     if not apart.steps:
@@ -244,23 +186,10 @@ def _name_to_reuse(rest: Statement, last: Step, modes: Modes) -> str:
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
             found = name
         case cst.Return() if last.mode is Mode.FP32 and bindings.has_no_try:
-            found = _first_name(last.value)
+            found = first_name(last.value)
         case _:
             return ""
     return found if found in bindings.local - bindings.shared and found not in ("self", "cls") else ""
-
-
-def _first_name(value: cst.BaseExpression) -> str:
-    """``x`` of ``x + y`` and of ``x.view(1)``; "" of a call of a function."""
-    match value:
-        case cst.Name(value=name):
-            return name
-        case cst.BinaryOperation(left=first) | cst.Subscript(value=first) | cst.Attribute(value=first):
-            return _first_name(first)
-        case cst.Call(func=cst.Attribute(value=first)):
-            return _first_name(first)
-        case _:
-            return ""
 
 
 class _Rename(cst.CSTTransformer):
@@ -270,11 +199,3 @@ class _Rename(cst.CSTTransformer):
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:  # noqa: N802 - LibCST's name
         return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node
-
-
-def assigned_codes(statement: cst.CSTNode) -> set[str]:
-    """What a statement assigns to: names, and the canonical text of attributes and subscripts."""
-    plain = names_assigned(statement)
-    kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
-    targets = (item.target for item in walk(statement) if isinstance(item, kinds))
-    return plain | {code_of(target) for target in targets if isinstance(target, (cst.Attribute, cst.Subscript))}
