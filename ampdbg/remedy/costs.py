@@ -46,7 +46,7 @@ class StepCosts:
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
     """Runs the step twice more: with torch's own FLOP counter, and with a trace of what is half."""
-    manner = _as_it_was(run, failing)
+    manner = as_it_was(run, failing)
     trace = replay_step(run, failing.snapshot, manner, traced=OpTrace).trace
     sizes: Counter[str] = Counter()
     for seen in trace.ops if trace else ():
@@ -57,17 +57,19 @@ def step_costs(run: Run, failing: FailingStep) -> StepCosts:
 
 def step_seconds(run: Run, failing: FailingStep, pins: Sequence[str]) -> dict[str, float]:
     """The median time of one forward and backward pass on this machine, in seconds: without pins, with, in FP32."""
-    low = _as_it_was(run, failing)
+    low = as_it_was(run, failing)
     ways = {"float16": ((), low), "pinned": (pins, low), "float32": ((), replace(low, dtype="float32"))}
-    return {name: _seconds(run, failing, given, manner) for name, (given, manner) in ways.items()}
+    return {name: seconds_of(run, failing, given, manner) for name, (given, manner) in ways.items()}
 
 
-def _as_it_was(run: Run, failing: FailingStep) -> Manner:
+def as_it_was(run: Run, failing: FailingStep) -> Manner:
+    """The dtype and the loss scale that the step had in the run."""
     half = str(low_dtype(run.config.precision)).rpartition(".")[2]
     return Manner(half, failing.scale, is_lifted=False)
 
 
-def _seconds(run: Run, failing: FailingStep, pins: Sequence[str], manner: Manner) -> float:
+def seconds_of(run: Run, failing: FailingStep, pins: Sequence[str], manner: Manner) -> float:
+    """The median time of one forward and backward pass, in seconds."""
     seconds = []
     with pin_fp32(run.workload.model, pins):
         for _ in range(1 + TIMED_STEPS):

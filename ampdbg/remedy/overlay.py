@@ -1,0 +1,132 @@
+"""Patched files in the place of those on disk: while it is entered, importing one of them takes the patched bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import decode_source, spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from ampdbg.replacing import replaced
+
+GetCode = Callable[[SourceFileLoader, str], CodeType | None]
+GetData = Callable[[SourceFileLoader, str], bytes]
+
+
+@contextlib.contextmanager
+def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
+    """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
+
+    It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
+    written for it. Files that do not exist are found too, where they would be if they did. Modules that
+    were imported from the files before are set aside, with all of their package, and put back afterwards.
+
+    Args:
+        files: the bytes of each file, encoded as the file says, by path.
+
+    Yields:
+        The paths, as they were given, of the files that have been imported by now.
+    """
+    overlay = _Overlay(files)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_set_aside(overlay))
+        stack.enter_context(replaced(SourceFileLoader, "get_code", overlay.get_code(SourceFileLoader.get_code)))
+        stack.enter_context(replaced(SourceFileLoader, "get_data", overlay.get_data(SourceFileLoader.get_data)))
+        stack.enter_context(_finding(overlay))
+        stack.callback(overlay.forget_lines)
+        yield overlay.taken
+
+
+class _Overlay:
+    def __init__(self, files: Mapping[Path, bytes]) -> None:
+        self.taken: set[Path] = set()
+        self._paths = {_key(path): path for path in files}
+        self._files = files
+        self._shown: set[str] = set()
+
+    def find(self, path: object) -> Path | None:
+        """The file that ``path`` leads to, under the name that it was given by; None where it is not overlaid."""
+        return self._paths.get(_key(path)) if isinstance(path, (str, os.PathLike)) else None
+
+    # What stands in for a method of a loader takes the loader first, hence the functions inside.
+
+    def get_code(self, original: GetCode) -> GetCode:
+        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+            path = loader.get_filename(fullname)
+            file = self.find(path)
+            if file is None:
+                return original(loader, fullname)
+            code: CodeType = loader.source_to_code(self._files[file], path)
+            self._show_lines(path, self._files[file])
+            self.taken.add(file)
+            return code
+
+        return get_code
+
+    def get_data(self, original: GetData) -> GetData:
+        def get_data(loader: SourceFileLoader, path: str) -> bytes:
+            file = self.find(path)
+            return original(loader, path) if file is None else self._files[file]
+
+        return get_data
+
+    def _show_lines(self, path: str, source: bytes) -> None:
+        """``inspect``, tracebacks and traces take a line from linecache. Without a time it is not held against disk."""
+        lines = io.StringIO(decode_source(source)).readlines()
+        linecache.cache[path] = (len(source), None, lines, path)
+        self._shown.add(path)
+
+    def forget_lines(self) -> None:
+        for path in self._shown:
+            linecache.cache.pop(path, None)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """What ``sys.meta_path`` asks for: modules whose file is not on disk, which its other finders cannot see."""
+        entries = sys.path if path is None else list(path)
+        name = fullname.rpartition(".")[2]
+        for index, entry in enumerate(entries):
+            for candidate in (os.path.join(entry, name, "__init__.py"), os.path.join(entry, f"{name}.py")):
+                if self.find(candidate) is not None and not os.path.exists(candidate):
+                    earlier = PathFinder.find_spec(fullname, entries[:index])
+                    return earlier if earlier and earlier.loader else spec_from_file_location(fullname, candidate)
+        return None
+
+
+@contextlib.contextmanager
+def _finding(overlay: _Overlay) -> Iterator[None]:
+    """The overlay finds modules, before the finders of ``sys.meta_path`` do."""
+    sys.meta_path.insert(0, overlay)
+    try:
+        yield
+    finally:
+        if overlay in sys.meta_path:
+            sys.meta_path.remove(overlay)
+
+
+@contextlib.contextmanager
+def _set_aside(overlay: _Overlay) -> Iterator[None]:
+    """No module of an overlaid file, nor of its package, is loaded; afterwards those that were are again."""
+    before = _taken_out(overlay)
+    try:
+        yield
+    finally:
+        _taken_out(overlay, {name.partition(".")[0] for name in before})
+        sys.modules.update(before)
+
+
+def _taken_out(overlay: _Overlay, packages: Iterable[str] = ()) -> dict[str, ModuleType]:
+    """Removes the overlaid files' modules from ``sys.modules``, with all of their packages and of ``packages``."""
+    loaded = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in sys.modules.items()}
+    tops = {*packages, *(name.partition(".")[0] for name, file in loaded.items() if overlay.find(file) is not None)}
+    return {name: sys.modules.pop(name) for name in loaded if name.partition(".")[0] in tops}
+
+
+def _key(path: str | os.PathLike[str]) -> str:
+    """Two spellings of one file have one key."""
+    return os.path.normcase(os.path.realpath(path))

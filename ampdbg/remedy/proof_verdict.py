@@ -1,0 +1,165 @@
+"""What the experiments of a proof say about the patch: each a step of the proof, passed or not (nothing is run)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.experiments import ProofStep
+from ampdbg.remedy.fp32_twin import distance, last_quarter
+from ampdbg.remedy.proof_jobs import Seen, Trained, Tried
+
+SAME_FUNCTION = 1e-3
+"""In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
+
+
+def with_the_patch(seen: Seen) -> Iterator[ProofStep]:
+    """Whether it can be imported, is imported, and makes each failing step healthy."""
+    imported = "the patched code"
+    if seen.failure:
+        yield ProofStep(imported, False, seen.failure)
+        return
+    if seen.unused:
+        yield ProofStep(imported, False, f"the run does not import {', '.join(seen.unused)}")
+        return
+    yield ProofStep(imported, True, "imported, and the model built")
+    for one in seen.tried:
+        yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
+
+
+def without_a_unit(title: str, seen: Seen) -> ProofStep:
+    """Whether the failing step fails when a part of the patch is left out: else it is not needed."""
+    name = f"without {title}"
+    if seen.failure:
+        return ProofStep(name, False, f"could not be run: {seen.failure}")
+    bad = next((one for one in seen.tried if not one.healthy), None)
+    if bad is None:
+        return ProofStep(name, False, f"not needed: {_state(seen.tried[0])}" if seen.tried else "not run")
+    return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
+
+
+def same_in_fp32(patched: Seen, reference: Seen, recorded: Mapping[int, float]) -> ProofStep:
+    """Whether the model computes what it did, as FP32 shows it; ``recorded`` are FP32's losses as the run was made.
+
+    Those were made in another process: what they differ by from this one's is what the code varies by itself.
+    """
+    name = "the model's function"
+    if reference.failure:
+        return ProofStep(name, False, f"could not be compared: {reference.failure}")
+    for now, before in zip(patched.tried, reference.tried, strict=True):
+        share = _allowed(before.fp32_loss, recorded.get(before.step, before.fp32_loss))
+        for what, one, other in (
+            ("loss", now.fp32_loss, before.fp32_loss),
+            ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
+        ):
+            if not math.isclose(one, other, rel_tol=share):
+                told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
+                return ProofStep(name, False, told)
+    losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
+    return ProofStep(name, True, f"unchanged: in FP32 the loss is {losses} with and without the patch")
+
+
+def _allowed(loss: float, recorded: float) -> float:
+    return max(SAME_FUNCTION, NOISE_FLOORS * abs(loss - recorded) / abs(loss)) if loss else SAME_FUNCTION
+
+
+def further_batches(seen: Seen) -> ProofStep:
+    """Whether the patch also holds on batches that it was not made for."""
+    healthy = sum(one.healthy for one in seen.further)
+    bad = next((one for one in seen.further if not one.healthy), None)
+    if not seen.further:
+        return ProofStep("further batches", True, f"none to try: {seen.further_failure or 'FP32 fails on them'}")
+    why = f"; {bad.why}" if bad else ""
+    return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
+
+
+def training_run(trained: Trained, unpatched: Trained | None, steps: int) -> ProofStep:
+    """Whether a run with the patch shows no finding of precision."""
+    name = f"training {steps} steps"
+    if trained.failure:
+        return ProofStep(name, False, trained.failure)
+    if trained.faults:
+        return ProofStep(name, False, trained.faults[0])
+    beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
+    other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
+    return ProofStep(
+        name, True, f"healthy{beside}; loss scale {trained.scale:g}, {len(trained.skipped)} steps skipped{other}"
+    )
+
+
+def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
+    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding."""
+    name = "its losses"
+    if float32.failure or not _finite(float32):
+        return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
+    apart = distance(trained.losses, float32.losses)
+    if math.isnan(apart):
+        return ProofStep(name, False, f"not finite: the last is {_number(trained.losses[-1])}")
+    last = len(last_quarter(trained.losses))
+    said = f"{apart:.2%} from those of FP32 (median of the last {last} steps)"
+    if rounded is None or not _finite(rounded):
+        return ProofStep(name, True, said)
+    noise = distance(rounded.losses, float32.losses)
+    said += f"; of FP32 from weights rounded to half {noise:.2%}"
+    return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
+
+
+def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
+    """The numbers of the proof: NAME_patched, NAME_unpatched and NAME_float32, as far as they were measured.
+
+    ``step_seconds``, ``saved_bytes`` and ``peak_bytes`` of one forward and backward pass; ``loss`` (the last),
+    ``loss_scale`` (the last) and ``skipped`` of the runs of ``steps`` steps; and how far the losses are apart.
+    """
+    runs, uses = {**patched.runs, **reference.runs}, {**patched.uses, **reference.uses}
+    found: dict[str, float | None] = {"steps": steps}
+    for name, use in uses.items():
+        found[f"step_seconds_{name}"] = use.seconds
+        found[f"saved_bytes_{name}"] = use.saved_bytes
+        found[f"peak_bytes_{name}"] = use.peak_bytes
+    for name in ("patched", "unpatched"):
+        if name in runs and not runs[name].failure:
+            found[f"loss_scale_{name}"] = runs[name].scale
+            found[f"skipped_{name}"] = len(runs[name].skipped)
+    for name in ("patched", "unpatched", "float32"):
+        found[f"loss_{name}"] = runs[name].losses[-1] if name in runs and runs[name].losses else None
+    if "float32" in runs and _finite(runs["float32"]):
+        for name, key in (("patched", "loss_difference"), ("rounded", "noise_floor")):
+            if name in runs and not runs[name].failure:
+                found[key] = distance(runs[name].losses, runs["float32"].losses)
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
+    """Time and memory of a step, in a line; it is told and not judged."""
+    told = []
+    for key, show, word in _USES:
+        values = {way: show(numbers[f"{key}_{way}"]) for way in _WAYS if f"{key}_{way}" in numbers}
+        others = ", ".join(f"{_WAYS[way]} {value}" for way, value in values.items() if way != "patched")
+        if "patched" in values:
+            told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
+    return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
+
+
+_WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
+
+_USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
+    ("step_seconds", lambda value: f"{value:.3g} s", ""),
+    ("saved_bytes", lambda value: f"{value / 2**20:.3g} MiB", " kept for the backward pass"),
+    ("peak_bytes", lambda value: f"{value / 2**20:.4g} MiB", " at the peak"),
+)
+
+
+def _state(one: Tried) -> str:
+    if not one.healthy:
+        return one.why
+    return f"healthy; loss {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+
+
+def _finite(run: Trained) -> bool:
+    return bool(run.losses) and all(map(math.isfinite, run.losses))
+
+
+def _number(value: float) -> str:
+    """So many digits that half's rounding shows."""
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.5g}"
