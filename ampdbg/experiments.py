@@ -103,6 +103,7 @@ class Search:
     holds the step's loss by what ran: "float16", "float32", "pinned". ``step_seconds`` likewise holds the time
     of a step. ``further`` and ``further_healthy`` count the batches that the whole set was tried on besides.
     ``classes`` counts pinned instances of a class against all that the model has, where there are several.
+    ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
     """
 
     strategy: Literal["guided", "ddmin", "prefix"]
@@ -122,6 +123,7 @@ class Search:
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     cost: PinCost | None = None
     classes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ampdbg.config import Config
@@ -17,7 +18,7 @@ from ampdbg.remedy.set_found import Events
 from ampdbg.training.failing_step import FailingStep, failing_step, weights_of
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.loop import train_prepared
-from ampdbg.training.run import prepared
+from ampdbg.training.run import Run, prepared
 from ampdbg.training.snapshot import Snapshot
 
 REPLAYED_STEPS = 2
@@ -32,6 +33,15 @@ CURABLE = (PRECISION - {"gradient-underflow"}) | {"buffer-poisoned", "unknown"}
 Kept = dict[tuple[int, str], FailingStep]
 
 
+@dataclass(frozen=True)
+class Bisected:
+    """A search that has ended, while its run still stands. ``failing`` are the steps that the set has to cure."""
+
+    run: Run
+    record: Record
+    failing: tuple[FailingStep, ...]
+
+
 def bisect_run(
     config: Config,
     *,
@@ -44,7 +54,7 @@ def bisect_run(
     on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
     journal_folder: Path | None = None,
 ) -> Record:
-    """Trains the workload of ``config``, and finds the smallest set of modules that cures the step that fails first.
+    """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
 
     Args:
         config: a checked config.
@@ -52,7 +62,7 @@ def bisect_run(
         max_trials: no more experiments than that.
         on_step: called after each optimizer step.
         on_replay: called before each replay of the diagnosis.
-        on_search: called once with the qualified names of the modules that ran, in tree order.
+        on_search: called once with the qualified names of the modules, in the order of their first calls.
         on_trial: called after each experiment.
         on_trial_start: called before each experiment, with its pins.
         journal_folder: experiments are noted here as they are made, so that a search whose process was killed
@@ -65,6 +75,22 @@ def bisect_run(
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
+    events = Events(on_search, on_trial_start, on_trial)
+    with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as ended:
+        return ended.record
+
+
+@contextlib.contextmanager
+def bisected(
+    config: Config,
+    strategy: Strategy,
+    max_trials: int | None,
+    on_step: Callable[[Step], None],
+    on_replay: OnReplay,
+    events: Events,
+    journal_folder: Path | None,
+) -> Iterator[Bisected]:
+    """As :func:`bisect_run`, for what has to be done with the run after the search."""
     started = time.monotonic()
     kept: Kept = {}
     with prepared(config) as run:
@@ -87,17 +113,33 @@ def bisect_run(
         if told is not None or record.interrupted:
             record = replace(record, search=told)
         else:
-            with weights_of(run.workload.model, failing[0]):
-                record = search_pins(
-                    run,
-                    record,
-                    failing,
-                    strategy=strategy,
-                    max_trials=max_trials,
-                    events=Events(on_search, on_trial_start, on_trial),
-                    journal_folder=journal_folder,
-                )
-    return replace(record, elapsed=round(time.monotonic() - started, 3))
+            record = _searched(run, record, failing, strategy, max_trials, events, journal_folder)
+        record = replace(record, elapsed=round(time.monotonic() - started, 3))
+        yield Bisected(run, record, tuple(failing))
+
+
+def _searched(
+    run: Run,
+    record: Record,
+    failing: Sequence[FailingStep],
+    strategy: Strategy,
+    max_trials: int | None,
+    events: Events,
+    journal_folder: Path | None,
+) -> Record:
+    try:
+        with weights_of(run.workload.model, failing[0]):
+            return search_pins(
+                run,
+                record,
+                failing,
+                strategy=strategy,
+                max_trials=max_trials,
+                events=events,
+                journal_folder=journal_folder,
+            )
+    except KeyboardInterrupt:  # before the first trial has ended
+        return replace(record, interrupted=True)
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
 from ampdbg.experiments import OWN, Pin, PinSite
 from ampdbg.findings import Finding
-from ampdbg.remedy.ownership import is_library_class
+from ampdbg.remedy.ownership import is_library_class, is_users_file
 from ampdbg.search import AtomTree
 
 
@@ -37,3 +39,17 @@ def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) 
     every = Counter(type(model.get_submodule(name)).__name__ for name in ran)
     pinned = Counter(type(model.get_submodule(pin.removesuffix(OWN))).__name__ for pin in pins)
     return {name: (count, every[name]) for name, count in pinned.items() if every[name] > 1}
+
+
+def digests(pins: Iterable[Pin]) -> dict[str, str]:
+    """The SHA-256 of each of the user's files that a line of the pins stands in."""
+    files = {site.source.file for pin in pins for site in pin.sites if site.source is not None}
+    return {file: digest(file) for file in sorted(files) if is_users_file(file)}
+
+
+def digest(file: str) -> str:
+    """The SHA-256 of a file; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""Whose code a class is: the user's own, which a patch may edit, or an installed library's."""
+"""Whose code it is: the user's own, which a patch may edit, or an installed library's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ import sysconfig
 from pathlib import Path
 
 INSTALLED = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")})
+AMPDBG = Path(__file__).resolve().parents[1]
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a source file is there and neither installed nor ampdbg's."""
+    path = Path(file)
+    if path.suffix != ".py" or not path.exists():
+        return False
+    return not any(path.resolve().is_relative_to(place) for place in (*INSTALLED, AMPDBG))
+
+
+def file_of_class(kind: type) -> str:
+    """The source file of a class; "" where none is known."""
+    try:
+        return inspect.getfile(kind)
+    except (TypeError, OSError):
+        return ""
 
 
 def is_library_class(kind: type) -> bool:
-    """Whether the source of the class is installed; so is one whose source is not known."""
-    try:
-        path = Path(inspect.getfile(kind)).resolve()
-    except (TypeError, OSError):
-        return True
-    return any(path.is_relative_to(place) for place in INSTALLED)
+    """Whether the source of the class is not the user's; so is one whose source is not known."""
+    return not is_users_file(file_of_class(kind))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ampdbg.agreement import is_finite
+from ampdbg.config import Config
 from ampdbg.experiments import Search
 from ampdbg.probes.coverage import coverage
 from ampdbg.record import Record
@@ -107,11 +108,13 @@ def _setting(
 
 
 def _case(run: Run, record: Record, failing: FailingStep) -> Case:
-    """The step, at a loss scale that is kept where the scale is static or its own fault is that it is too high."""
+    return Case(failing, PinnedReplays(run, failing, keeps_scale=keeps_scale(run.config, record, failing)))
+
+
+def keeps_scale(config: Config, record: Record, failing: FailingStep) -> bool:
+    """Whether a step is to be cured at its own loss scale: a static one, or one that is all that is wrong with it."""
     codes = {finding.code for finding in record.findings if finding.step == failing.snapshot.step}
-    is_static = isinstance(run.config.precision.loss_scale, float)
-    keeps_scale = is_static or not codes.isdisjoint(SCALE_IS_AT_FAULT)
-    return Case(failing, PinnedReplays(run, failing, keeps_scale=keeps_scale))
+    return isinstance(config.precision.loss_scale, float) or not codes.isdisjoint(SCALE_IS_AT_FAULT)
 
 
 def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[Case]:

@@ -12,7 +12,7 @@ from ampdbg.experiments import OWN, PinSite, Search, Trial
 from ampdbg.record import Record
 from ampdbg.remedy.costs import step_costs, step_seconds
 from ampdbg.remedy.experiment import Case, Experiment
-from ampdbg.remedy.found_pins import classes_of, described, reason_of, statements
+from ampdbg.remedy.found_pins import classes_of, described, digests, reason_of, statements
 from ampdbg.remedy.ownership import is_library_class
 from ampdbg.search import Found, OutOfTrials, Trials
 from ampdbg.training.failing_step import FailingStep, further_steps
@@ -88,8 +88,10 @@ def record_without_set(setting: Setting, record: Record, search: Search, found: 
             search, outcome="no-set-helps", message=f"with every module in FP32 the step still fails: {last}"
         )
         return replace(record, search=search, trials=setting.trials.made)
-    search = replace(search, outcome="not-in-a-module", message=_no_module_cures(outside[0]))
-    return replace(record, search=search, trials=setting.trials.made, pins=statements(outside))
+    pins = statements(outside)
+    message = _no_module_cures(outside[0])
+    search = replace(search, outcome="not-in-a-module", message=message, sources=digests(pins))
+    return replace(record, search=search, trials=setting.trials.made, pins=pins)
 
 
 def _no_module_cures(site: PinSite) -> str:
@@ -119,6 +121,7 @@ def record_of_best(setting: Setting, record: Record, search: Search, found: Foun
         search,
         cost=costs.of(setting.trials.tree.expand(found.pins)),
         classes=classes_of(setting.run.workload.model, found.pins, setting.order),
+        sources=digests(pins),
     )
     return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))
 

@@ -1,0 +1,127 @@
+"""Which expressions hold half tensors on each line of a function, as seen while a step runs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class LineNames:
+    """The expressions of one line, as they stand in the source, that held half tensors and other float tensors."""
+
+    half: dict[str, None] = field(default_factory=dict)
+    full: dict[str, None] = field(default_factory=dict)
+
+
+Seen = Mapping[tuple[str, int], LineNames]
+"""By file and line (from 1)."""
+
+
+@contextlib.contextmanager
+def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[Seen]:
+    """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``.
+
+    Values are looked at just before a line runs, in this thread. A debugger's or a coverage tool's own trace
+    function is put back afterwards. Code that cannot be parsed is passed over.
+    """
+    functions = {file: _Functions.of(file, {line for other, line in lines if other == file}) for file, _ in lines}
+    seen: dict[tuple[str, int], LineNames] = {}
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            file = frame.f_code.co_filename
+            for text, code in functions[file].expressions.get(frame.f_lineno, ()):
+                _note(seen.setdefault((file, frame.f_lineno), LineNames()), text, code, frame)
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        watched = functions.get(frame.f_code.co_filename)
+        return on_line if watched and watched.holds(frame.f_code) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of one file that are looked at: their first and last lines, and the expressions of each line."""
+
+    spans: tuple[tuple[int, int], ...]
+    expressions: Mapping[int, list[tuple[str, CodeType]]]
+
+    @staticmethod
+    def of(file: str, lines: set[int]) -> _Functions:
+        try:
+            tree = ast.parse(Path(file).read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            return _Functions((), {})
+        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        held = [node for node in functions if any(_span(node)[0] <= line <= _span(node)[1] for line in lines)]
+        expressions: dict[int, list[tuple[str, CodeType]]] = {}
+        for statement in (node for function in held for node in ast.walk(function) if isinstance(node, ast.stmt)):
+            for text, code in dict(_expressions(statement)).items():
+                expressions.setdefault(statement.lineno, []).append((text, code))
+        return _Functions(tuple(_span(node) for node in held), expressions)
+
+    def holds(self, code: CodeType) -> bool:
+        """Whether the code is one of the functions, or a comprehension or lambda inside."""
+        return any(first <= code.co_firstlineno <= last for first, last in self.spans)
+
+
+def _span(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return first, node.end_lineno or node.lineno
+
+
+def _expressions(statement: ast.stmt) -> Iterator[tuple[str, CodeType]]:
+    """What a statement itself reads and can be looked at without running any code of the user's."""
+    for node in _own(statement):
+        if isinstance(node, ast.expr) and _is_plain(node):
+            yield ast.unparse(node), compile(ast.Expression(node), "<ampdbg>", "eval")
+
+
+def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement without those of the statements inside it."""
+    ahead: list[ast.AST] = list(ast.iter_child_nodes(statement))
+    while ahead:
+        node = ahead.pop()
+        if not isinstance(node, ast.stmt):
+            yield node
+            ahead.extend(ast.iter_child_nodes(node))
+
+
+def _is_plain(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(ctx=ast.Load()):
+            return True
+        case (
+            ast.Attribute(value=value, ctx=ast.Load())
+            | ast.Subscript(value=value, slice=ast.Constant(), ctx=ast.Load())
+        ):
+            return _is_plain(value)
+    return False
+
+
+def _note(names: LineNames, text: str, code: CodeType, frame: FrameType) -> None:
+    try:
+        value = eval(code, frame.f_globals, frame.f_locals)
+    except Exception:  # noqa: BLE001
+        # Not there yet on this line, or an attribute that raises: then it holds nothing here.
+        return
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        (names.half if value.dtype in HALF else names.full)[text] = None

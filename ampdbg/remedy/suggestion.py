@@ -1,0 +1,158 @@
+"""The whole way from a config to a proven patch: search the pins, plan the edits, prove them, or say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ampdbg.config import Config
+from ampdbg.errors import WorkloadError
+from ampdbg.experiments import Proof, Trial
+from ampdbg.record import Record, Step
+from ampdbg.remedy.bisection import Bisected, bisected
+from ampdbg.remedy.found_pins import digest
+from ampdbg.remedy.half_names import Seen, names_seen
+from ampdbg.remedy.other_remedies import other_remedies
+from ampdbg.remedy.own_lines import OwnLines, own_lines
+from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned
+from ampdbg.remedy.pin_search import Strategy, keeps_scale
+from ampdbg.remedy.proof import prove
+from ampdbg.remedy.set_found import Events
+from ampdbg.training.failing_step import weights_of
+from ampdbg.training.investigation import OnReplay
+from ampdbg.training.replay import Manner, replay_step
+
+PROVEN_STEPS = 200
+"""The patched run is trained for so many steps, or to a little beyond the failing step."""
+
+BEYOND = 20
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What there is to suggest.
+
+    ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
+    failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
+    ``all_names`` are all modules. ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
+    remedies other than pins.
+    """
+
+    record: Record
+    patch: Patch | None
+    names: tuple[str, ...]
+    all_names: tuple[str, ...]
+    one_tensor: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def suggest(
+    config: Config,
+    *,
+    verify: bool = True,
+    known: Record | None = None,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: OnReplay = lambda step, doing: None,
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    on_stage: Callable[[str], None] = lambda doing: None,
+    journal_folder: Path | None = None,
+) -> Suggestion:
+    """Trains, bisects, plans the patch and proves it.
+
+    Args:
+        config: a checked config.
+        verify: prove the patch in fresh processes.
+        known: a record of this config: files that have changed since are refused.
+        on_stage: called with what is being done, from the plan on.
+
+    The other arguments are those of :func:`~ampdbg.remedy.bisection.bisect_run`.
+
+    Raises:
+        WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.
+        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    """
+    _refuse_stale(known)
+    events = Events(on_search, on_trial_start, on_trial)
+    with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as searched:
+        ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
+        names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
+        found = Suggestion(
+            record=ended.record,
+            patch=None,
+            names=names,
+            all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
+            one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
+            notes=other_remedies(ended.record),
+        )
+        if ended.record.interrupted or not ended.record.pins:
+            return found
+        on_stage("planning the patch")
+        return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
+
+
+def _with_patch(
+    found: Suggestion, ended: Bisected, materials: Materials, on_stage: Callable[[str], None], *, verify: bool
+) -> Suggestion:
+    """The narrowest patch that holds; a wider one is tried where a narrower does not."""
+    proof: Proof | None = None
+    for ways in WAYS:
+        patch = planned(materials, ways)
+        if not patch.edits or patch.refused:
+            continue
+        if not verify:
+            return replace(found, patch=patch)
+        tried = _proven(ended, patch, on_stage)
+        if tried.passed:
+            return replace(found, patch=patch, record=replace(found.record, verification=tried))
+        proof = proof or tried
+    return replace(found, record=replace(found.record, verification=proof))
+
+
+def _proven(ended: Bisected, patch: Patch, on_stage: Callable[[str], None]) -> Proof:
+    config, record = ended.run.config, ended.record
+    last = max(step.snapshot.step for step in ended.failing)
+    return prove(
+        config,
+        ended.failing,
+        _files(patch.edits),
+        {title: _files(edits) for title, edits in patch.without.items()},
+        train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
+        is_silent=record.findings[0].code == "silent-overflow",
+        keeps_scale=[keeps_scale(config, record, step) for step in ended.failing],
+        on_stage=on_stage,
+    )
+
+
+def _materials(ended: Bisected) -> Materials:
+    pins, run = ended.record.pins, ended.run
+    lines = own_lines(run, ended.failing)
+    return Materials(run.config, run.workload.model, pins, lines, _names_on(lines, ended))
+
+
+def _names_on(lines: OwnLines, ended: Bisected) -> Seen:
+    """What holds half tensors on the lines to wrap, and in all of the functions that they stand in."""
+    wanted = {(file, line) for pin in ended.record.pins for (file, _), some in lines.of(pin).items() for line in some}
+    first = ended.failing[0]
+    half = first.made.replays[0].dtype
+    with weights_of(ended.run.workload.model, first), names_seen(wanted) as seen:
+        replay_step(ended.run, first.snapshot, Manner(half, first.scale, is_lifted=False))
+    return seen
+
+
+def _files(edits: Sequence[FileEdit]) -> Mapping[Path, bytes]:
+    return {edit.path: edit.after for edit in edits}
+
+
+def _refuse_stale(known: Record | None) -> None:
+    """Lines of a file that has changed are not the lines that failed."""
+    for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
+        if digest(file) != before:
+            raise WorkloadError(
+                f"{file} has changed since the record was made: its line numbers may not be what they were; "
+                f"give the config in place of the record, and all is run again"
+            )
