@@ -58,25 +58,34 @@ def disables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> b
 
 
 def with_torch_imported(module: cst.Module) -> cst.Module:
-    """The module with ``import torch`` where a person would put it: beside torch's other imports, else in order."""
-    if "torch" in imports_of(module.body):
+    """The module with ``import torch``, where it lacks it."""
+    return with_imported(module, "torch")
+
+
+def with_imported(module: cst.Module, name: str) -> cst.Module:
+    """The module with ``import NAME`` where a person would put it: beside its other imports, else in order.
+
+    ``name`` is a top-level package. A module that has that line already stays as it is.
+    """
+    if imports_of(module.body).get(name) == name:
         return module
-    line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name("torch"))])])
+    line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name(name))])])
     block = _import_block(module.body)
     if not block:
         return _below_docstring(module, line)
-    place = next((i for i in block if _root_of(module.body[i]) == "torch"), None)
+    place = next((i for i in block if _root_of(module.body[i]) == name), None)
     if place is not None:
         return _inserted(module, place, line)
-    third_party = [i for i in block if _section(module.body[i]) == 1]
-    if third_party:
-        later = (i for i in third_party if _is_from(module.body[i]) or _root_of(module.body[i]) > "torch")
+    section = _section_of(name)
+    same = [i for i in block if _section(module.body[i]) == section]
+    if same:
+        later = (i for i in same if _is_from(module.body[i]) or _root_of(module.body[i]) > name)
         place = next(later, None)
-        return _inserted(module, place, line) if place is not None else _after(module, third_party[-1], line)
-    earlier = [i for i in block if _section(module.body[i]) == 0]
+        return _inserted(module, place, line) if place is not None else _after(module, same[-1], line)
+    earlier = [i for i in block if _section(module.body[i]) < section]
     spaced = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
     if earlier:
-        return _after(module, earlier[-1], spaced)
+        return _separated(_after(module, earlier[-1], spaced), earlier[-1] + 2)
     return _separated(_inserted(module, block[0], line), block[0] + 1)
 
 
@@ -117,11 +126,14 @@ def _is_from(line: cst.CSTNode) -> bool:
 
 
 def _section(line: cst.CSTNode) -> int:
-    """0 for ``__future__`` and the standard library, 1 for installed packages, 2 for the package's own."""
-    root = _root_of(line)
-    if root == ".":
-        return 2
-    return 0 if root == "__future__" or root in sys.stdlib_module_names else 1
+    """0 for ``__future__``, 1 for the standard library, 2 for installed packages, 3 for the package's own."""
+    return _section_of(_root_of(line))
+
+
+def _section_of(root: str) -> int:
+    if root in ("__future__", "."):
+        return 0 if root == "__future__" else 3
+    return 1 if root in sys.stdlib_module_names else 2
 
 
 def _inserted(module: cst.Module, index: int, line: cst.SimpleStatementLine) -> cst.Module:

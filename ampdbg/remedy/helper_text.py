@@ -1,0 +1,177 @@
+"""The text of the functions that keep modules in FP32 by name, for code that has nothing but torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from .name_sets import NameSet
+
+LINE_LENGTH = 88
+INDENT = "    "
+
+DOCSTRING = "Keeps modules that overflow in FP16 in FP32 under autocast; returns the model."
+"""By which the function is known again."""
+
+OWN_LINES_FUNCTION = "_own_lines_in_fp32"
+
+FORWARD_OF_ONE_TENSOR = '''
+def _forward_in_fp32(module, input):
+    """Runs a layer outside autocast, its input cast up to the weights' dtype."""
+    with {torch}.autocast(device_type=input.device.type, enabled=False):
+        return type(module).forward(module, input.to(module.weight.dtype))
+'''
+
+FORWARD = '''
+def _forward_in_fp32(module, *args, **kwargs):
+    """Runs a module in FP32 where it would run under autocast."""
+    device_type = _device_type(args, kwargs, module.parameters(), module.buffers())
+    if device_type is None or not {torch}.is_autocast_enabled(device_type):
+        return type(module).forward(module, *args, **kwargs)
+    args, kwargs = _cast_up(args), _cast_up(kwargs)
+    with {torch}.autocast(device_type=device_type, enabled=False):
+        return type(module).forward(module, *args, **kwargs)
+'''
+
+OWN_LINES = '''
+def _own_lines_in_fp32(module, *args, **kwargs):
+    """Runs a module's own lines in FP32 where they would run under autocast."""
+    device_type = _device_type(args, kwargs, module.parameters(), module.buffers())
+    if device_type is None or not {torch}.is_autocast_enabled(device_type):
+        return type(module).forward(module, *args, **kwargs)
+    args, kwargs = _cast_up(args), _cast_up(kwargs)
+    module._left_autocast = device_type
+    try:
+        with {torch}.autocast(device_type=device_type, enabled=False):
+            return type(module).forward(module, *args, **kwargs)
+    finally:
+        module._left_autocast = None
+
+
+def _forward_as_before(caller, forward, *args, **kwargs):
+    """Runs a module under autocast again where the lines that call it left it."""
+    device_type = caller._left_autocast
+    if device_type is None:
+        return forward(*args, **kwargs)
+    caller._left_autocast = None
+    try:
+        with {torch}.autocast(device_type=device_type):
+            return _cast_up(forward(*args, **kwargs))
+    finally:
+        caller._left_autocast = device_type
+'''
+
+CASTS = '''
+def _cast_up(value):
+    """Casts half tensors to FP32, also those in tuples, lists and dicts."""
+    if isinstance(value, {torch}.Tensor):
+        return value.float() if value.dtype in ({torch}.float16, {torch}.bfloat16) else value
+    if isinstance(value, (tuple, list)):
+        items = [_cast_up(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {{key: _cast_up(item) for key, item in value.items()}}
+    return value
+
+
+def _device_type(*groups):
+    """The device type of the first tensor in tuples, lists and dicts, or None."""
+    for group in groups:
+        for value in group.values() if isinstance(group, dict) else group:
+            if isinstance(value, {torch}.Tensor):
+                return value.device.type
+            found = _device_type(value) if isinstance(value, (tuple, list, dict)) else None
+            if found is not None:
+                return found
+    return None
+'''
+
+PIN = "module.forward = {partial}(_forward_in_fp32, module)"
+
+PIN_OWN = """module._left_autocast = None
+module.forward = {partial}(_own_lines_in_fp32, module)
+for inner in list(module.modules())[1:]:
+    forward = {partial}(type(inner).forward, inner)
+    forward = vars(inner).get("forward", forward)
+    inner.forward = {partial}(_forward_as_before, module, forward)"""
+
+
+NAMED = "for name, module in model.named_modules():"
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a helper pins.
+
+    ``whole`` are modules whose whole forward runs in FP32, ``own`` those of which only the own lines do.
+    ``takes_one_tensor`` says that each of ``whole`` is a layer with a ``weight`` that is called with one tensor: that
+    takes a quarter of the code.
+    """
+
+    whole: NameSet
+    own: NameSet = NameSet(())
+    takes_one_tensor: bool = False
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a file names the helper itself, torch and functools.partial."""
+
+    function: str = "_keep_in_fp32"
+    torch: str = "torch"
+    partial: str = "functools.partial"
+
+
+def helper_functions(pinned: Pinned, spelling: Spelling) -> dict[str, str]:
+    """The text of each function by its name, the one to call with a model last; no blank lines around them."""
+    parts = list(_runtime(pinned))
+    texts = [text for part in parts for text in part.strip().split("\n\n\n")]
+    filled = (text.format(torch=spelling.torch) for text in texts)
+    functions = {text.partition("(")[0].removeprefix("def "): text for text in filled}
+    return {**functions, spelling.function: _keep(pinned, spelling)}
+
+
+def _runtime(pinned: Pinned) -> Iterator[str]:
+    if pinned.own.names or not pinned.takes_one_tensor:
+        yield CASTS
+    if pinned.whole.names:
+        yield FORWARD_OF_ONE_TENSOR if pinned.takes_one_tensor else FORWARD
+    if pinned.own.names:
+        yield OWN_LINES
+
+
+def _keep(pinned: Pinned, spelling: Spelling) -> str:
+    """The function that takes a model, pins its modules and returns it."""
+    lines = [
+        f"def {spelling.function}(model):",
+        f'{INDENT}"""{DOCSTRING}"""',
+    ]
+    for names, pin in ((pinned.whole, PIN), (_inner_first(pinned.own), PIN_OWN)):
+        if names.names:
+            body = pin.format(partial=spelling.partial).splitlines()
+            lines += [INDENT + line for line in _loop(names, body)]
+    return "\n".join([*lines, f"{INDENT}return model"])
+
+
+def _inner_first(names: NameSet) -> NameSet:
+    """A module wraps those that it calls, whatever their forward is by then."""
+    return replace(names, names=tuple(sorted(names.names, key=lambda name: name.count("."), reverse=True)))
+
+
+def _loop(names: NameSet, body: Sequence[str]) -> Iterator[str]:
+    if not names.is_pattern:
+        yield from _for_each([f'"{name}"' for name in names.names])
+        yield f"{INDENT}module = model.get_submodule(name)"
+        yield from (INDENT + line for line in body)
+        return
+    starts = f'name.startswith("{names.start}") and ' if names.start else ""
+    yield "for name, module in reversed(list(model.named_modules())):" if len(body) > 1 else NAMED
+    yield f'{INDENT}if {starts}name.endswith("{names.end}"):'
+    yield from (INDENT * 2 + line for line in body)
+
+
+def _for_each(quoted: Sequence[str]) -> list[str]:
+    line = f"for name in [{', '.join(quoted)}]:"
+    if len(INDENT + line) <= LINE_LENGTH:
+        return [line]
+    return ["for name in [", *(f"{INDENT}{name}," for name in quoted), "]:"]
