@@ -18,7 +18,8 @@ OWN_LINES_FUNCTION = "_own_lines_in_fp32"
 FORWARD_OF_ONE_TENSOR = '''
 def _forward_in_fp32(module, input):
     """Runs a layer outside autocast, its input cast up to the weights' dtype."""
-    with {torch}.autocast(device_type=input.device.type, enabled=False):
+    device_type = "cpu" if input.is_meta else input.device.type
+    with {torch}.autocast(device_type=device_type, enabled=False):
         return type(module).forward(module, input.to(module.weight.dtype))
 '''
 
@@ -78,7 +79,7 @@ def _device_type(*groups):
     """The device type of the first tensor in tuples, lists and dicts, or None."""
     for group in groups:
         for value in group.values() if isinstance(group, dict) else group:
-            if isinstance(value, {torch}.Tensor):
+            if isinstance(value, {torch}.Tensor) and not value.is_meta:
                 return value.device.type
             found = _device_type(value) if isinstance(value, (tuple, list, dict)) else None
             if found is not None:
@@ -109,7 +110,7 @@ class Pinned:
     """
 
     whole: NameSet
-    own: NameSet = NameSet(())
+    own: NameSet
     takes_one_tensor: bool = False
 
 

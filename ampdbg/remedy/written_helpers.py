@@ -96,9 +96,8 @@ def _name(node: cst.CSTNode) -> str:
 
 def _parsed(text: str, indent: str) -> cst.FunctionDef:
     """A function, indented as the file is."""
-    indented = re.sub(
-        rf"^(?:{INDENT})+", lambda start: indent * (len(start[0]) // len(INDENT)), text, flags=re.MULTILINE
-    )
+    leading = re.compile(rf"^(?:{INDENT})+", re.MULTILINE)
+    indented = leading.sub(lambda start: indent * (len(start[0]) // len(INDENT)), text)
     (node,) = cst.parse_module(indented + "\n").body
     assert isinstance(node, cst.FunctionDef)
     return node

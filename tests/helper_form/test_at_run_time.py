@@ -1,0 +1,224 @@
+"""What the helper does when it runs: the pinned op in FP32, and everything else about the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.precision.pins import pin_fp32
+from tests.helper_form.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
+
+HALF, WIDE = torch.float16, torch.float32
+
+SETS = {
+    "a layer": ("first",),
+    "a module with children": ("attn",),
+    "own lines": ("attn:own",),
+    "own lines and a layer in them": ("attn:own", "attn.query"),
+    "own lines within own lines": ("attn.inner:own", "attn:own"),
+    "a module within own lines": ("attn:own", "attn.inner"),
+    "own lines of the root": (":own",),
+    "the root": ("",),
+}
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(inner=Scores())
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=SETS.values(), ids=SETS.keys())
+def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    assert isinstance(request.param, tuple)
+    return request.param
+
+
+def test_it_does_what_the_pins_of_the_experiment_did(names: tuple[str, ...], tmp_path: Path) -> None:
+    tried, plain = model(), model()
+    kept = pinned(model(), names, tmp_path)
+    with autocast_as_on_cuda(), pin_fp32(tried, names):
+        expected, seen, unpinned = tried(batch()), kept(batch()), plain(batch())
+        assert torch.equal(seen, expected)
+        assert dtypes_of_outputs(kept, batch()) == dtypes_of_outputs(tried, batch())
+        assert seen.dtype is not unpinned.dtype or not torch.equal(seen, unpinned)
+    for output in (expected, seen):
+        output.float().sum().backward()
+    for (name, one), two in zip(tried.named_parameters(), kept.parameters(), strict=True):
+        assert one.grad is not None, name
+        assert two.grad is not None, name
+        assert torch.equal(one.grad, two.grad), name
+
+
+def test_the_pinned_layer_runs_in_float32_and_its_output_stays_so(tmp_path: Path) -> None:
+    with autocast_as_on_cuda():
+        assert dtypes_of_outputs(model(), batch())["first"] is HALF
+        seen = dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())
+    assert (seen["first"], seen["attn.query"], seen["last"]) == (WIDE, HALF, HALF)
+
+
+def test_own_lines_run_in_float32_and_the_layers_they_call_in_half(tmp_path: Path) -> None:
+    inner: list[torch.Tensor] = []
+    kept = pinned(model(), ["attn:own"], tmp_path)
+    kept.get_submodule("attn.query").register_forward_pre_hook(lambda _, args: inner.append(args[0]))
+    with autocast_as_on_cuda():
+        seen = dtypes_of_outputs(kept, batch())
+        in_half = nn.functional.linear(inner[0], kept.attn.query.weight, kept.attn.query.bias)
+    assert seen["attn"] is WIDE
+    assert in_half.dtype is HALF
+    with autocast_as_on_cuda():
+        assert torch.equal(kept.attn.query(inner[0]), in_half)  # outside of the lines it is as it was
+
+
+def test_an_overflow_in_the_pinned_op_is_gone(tmp_path: Path) -> None:
+    def big() -> Model:
+        changed = Model()
+        with torch.no_grad():
+            changed.first.weight.fill_(1e5)
+        return changed
+
+    with autocast_as_on_cuda():
+        assert not torch.isfinite(big().first(torch.ones(1, 4))).all()
+        assert torch.isfinite(pinned(big(), ["first"], tmp_path).first(torch.ones(1, 4))).all()
+
+
+def test_the_state_dict_is_as_it_was(names: tuple[str, ...], tmp_path: Path) -> None:
+    kept, plain = pinned(model(), names, tmp_path), model()
+    assert list(kept.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in kept.named_modules()] == [name for name, _ in plain.named_modules()]
+    kept.load_state_dict(plain.state_dict(), strict=True)
+
+
+def through_pickle(kept: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(kept))
+
+
+def through_torch(kept: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(kept, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
+def test_a_copy_is_pinned_by_itself(
+    copied: Callable[[nn.Module], nn.Module], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    kept = pinned(model(), names, tmp_path)
+    with autocast_as_on_cuda():
+        expected = kept(batch())
+        made = copied(kept)
+        with torch.no_grad():
+            for parameter in kept.parameters():
+                parameter.fill_(9.0)  # the copy must not look at the original
+        assert torch.equal(made(batch()), expected)
+
+
+def test_compiled_whole_it_is_the_same(names: tuple[str, ...], tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    kept = pinned(model(), names, tmp_path)
+    compiled = torch.compile(kept, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, seen = kept(batch()), compiled(batch())
+    assert torch.equal(seen, expected)
+    seen.float().sum().backward()
+    assert kept.get_parameter("first.weight").grad is not None
+
+
+def test_without_autocast_it_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
+    kept, plain = pinned(model(), names, tmp_path).eval(), model().eval()
+    assert torch.equal(kept(batch()), plain(batch()))
+    for dtype in (torch.bfloat16, torch.float64):
+        assert torch.equal(kept.to(dtype)(batch().to(dtype)), plain.to(dtype)(batch().to(dtype)))
+
+
+def test_the_autocast_of_bfloat16_is_left_too(tmp_path: Path) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dtypes_of_outputs(pinned(model(), ["first"], tmp_path), batch())["first"] is WIDE
+
+
+def test_a_second_call_changes_nothing(names: tuple[str, ...], tmp_path: Path) -> None:
+    once = pinned(model(), names, tmp_path)
+    twice = pinned(pinned(model(), names, tmp_path), names, tmp_path)
+    with autocast_as_on_cuda():
+        assert torch.equal(once(batch()), twice(batch()))
+
+
+def test_an_error_inside_leaves_autocast_as_it_was(names: tuple[str, ...], tmp_path: Path) -> None:
+    kept = pinned(model(), names, tmp_path)
+    with autocast_as_on_cuda():
+        expected = kept(batch())
+        with pytest.raises(RuntimeError, match="shapes"):
+            kept(torch.ones(3, 5))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.equal(kept(batch()), expected)
+
+
+def test_a_device_without_autocast_is_none_the_worse(names: tuple[str, ...], tmp_path: Path) -> None:
+    kept = pinned(model().to("meta"), names, tmp_path)
+    assert kept(batch().to("meta")).shape == (4, 2)
+
+
+# Models of transformers
+
+
+def test_a_layer_of_t5(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=32, d_model=8, d_kv=4, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    t5 = transformers.T5ForConditionalGeneration(config)
+    names = [name for name, _ in t5.named_modules() if name.endswith("DenseReluDense.wo")]
+    before = list(t5.state_dict())
+    ids = torch.arange(6).reshape(2, 3)
+    with autocast_as_on_cuda():
+        plain = dtypes_of_outputs(t5, input_ids=ids, labels=ids)
+        seen = dtypes_of_outputs(pinned(t5, names, tmp_path), input_ids=ids, labels=ids)
+        t5(input_ids=ids, labels=ids).loss.backward()
+    assert len(names) == 4
+    assert {plain[name] for name in names} == {HALF}
+    assert {seen[name] for name in names} == {WIDE}
+    assert seen["lm_head"] is HALF
+    assert list(t5.state_dict()) == before
+    assert t5.get_parameter("encoder.block.0.layer.1.DenseReluDense.wo.weight").grad is not None
+
+
+@pytest.mark.parametrize("name", ["transformer.h.1.attn", "transformer.h.1.attn:own", "transformer.h.1.attn.c_proj"])
+def test_the_attention_of_gpt2(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0
+    )
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(config).train()
+    tried = copy.deepcopy(gpt2)
+    ids = torch.arange(6).reshape(2, 3)
+    with autocast_as_on_cuda(), pin_fp32(tried, [name]):
+        plain = dtypes_of_outputs(gpt2, input_ids=ids)
+        kept = pinned(gpt2, [name], tmp_path)
+        assert torch.equal(kept(input_ids=ids).logits, tried(input_ids=ids).logits)
+        seen = dtypes_of_outputs(kept, input_ids=ids)
+    module = name.removesuffix(":own")
+    assert (plain[module], plain["transformer.h.0.attn"]) == (HALF, HALF)
+    assert seen["transformer.h.0.attn"] is HALF
+    assert seen[module] is WIDE
+
+
+def test_generation_is_as_it_was(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    gpt2 = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(3).reshape(1, 3)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    before = gpt2.generate(ids, **options)
+    assert torch.equal(pinned(gpt2, ["transformer.h.0.attn:own"], tmp_path).generate(ids, **options), before)
