@@ -36,7 +36,13 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
     ``floor`` is FP32 on weights and inputs rounded to half; None where it was not needed or did not run.
     """
-    return _losses_agree(low, fp32, floor) and _gradients_agree(low, floor)
+    return losses_agree(low, fp32, floor) and _gradients_agree(low, floor)
+
+
+def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
+    """Whether the loss is within the noise of FP32's."""
+    noise = abs(floor.loss - fp32.loss) if floor else 0.0
+    return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
 
 
 def keeps_its_gradients(low: Replay) -> bool:
@@ -58,11 +64,6 @@ def rose(steps: Sequence[Step], *more: float) -> bool:
     """Whether the last finite loss is far above the lowest and the first; ``more`` losses come after the steps'."""
     losses = [abs(loss) for loss in (*(step.loss for step in steps), *more) if math.isfinite(loss)]
     return len(losses) >= 2 and losses[-1] > DIVERGED * min(losses) and losses[-1] > losses[0]
-
-
-def _losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
-    noise = abs(floor.loss - fp32.loss) if floor else 0.0
-    return abs(low.loss - fp32.loss) <= max(AGREEMENT * abs(fp32.loss), NOISE_FLOORS * noise)
 
 
 def _gradients_agree(low: Replay, floor: Replay | None) -> bool:

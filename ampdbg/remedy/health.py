@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import named
 from ampdbg.record import Investigation, Producer, Replay
@@ -23,7 +23,8 @@ class Health:
 def health_of(made: Investigation, *, is_silent: bool) -> Health:
     """Judges the first replay of ``made`` against the second, FP32's.
 
-    Healthy means: loss, gradients and buffers finite, the loss and the gradients within the noise floor of FP32's.
+    Healthy means: loss, gradients and buffers finite, no gradient flushed to zero, and the loss within the noise
+    floor of FP32's. So are the gradients, where the step has failed for no other reason than being far from FP32.
 
     Args:
         made: what ``PinnedReplays.with_pins`` returned.
@@ -36,15 +37,22 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     guilty = _guilty(made)
     if not is_finite(low) or low.buffers:
         return Health(False, _nonfinite(made, guilty), guilty)
-    if not agrees(low, fp32, floor):
-        far = (Suspect(made, made.first_far),) if made.first_far else ()
-        why = f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32"
-        return Health(False, f"finite, but far from FP32: {why}", guilty or far)
+    if not losses_agree(low, fp32, floor):
+        return Health(
+            False, f"finite, but the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32", guilty or _far(made)
+        )
+    if made.why == "end" and not agrees(low, fp32, floor):
+        why = f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
+        return Health(False, why, guilty or _far(made))
     if not keeps_its_gradients(low):
         return Health(False, f"{low.lost_energy or 0.0:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
         return Health(False, f"{named(guilty[0].producer)} still overflows and erases itself", guilty)
     return Health(True)
+
+
+def _far(made: Investigation) -> tuple[Suspect, ...]:
+    return (Suspect(made, made.first_far),) if made.first_far else ()
 
 
 def _guilty(made: Investigation) -> tuple[Suspect, ...]:

@@ -129,9 +129,9 @@ def record_of_best(setting: Setting, record: Record, search: Search, found: Foun
 def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
     """A line inside a library cannot be patched: where the whole module is healthy too, it is the pin to take."""
     modules = dict(setting.run.workload.model.named_modules())
-    whole = tuple(
-        pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins
-    )
+    whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
+    # A module that is whole now may hold others of the set.
+    whole = setting.trials.tree.compress(setting.trials.tree.expand(whole))
     try:
         if whole != pins and setting.trials.test(whole, "library modules whole").healthy:
             return whole

@@ -1,0 +1,44 @@
+"""``bisect`` on real models with outliers: the module that upstream keeps in FP32, or that a person would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ampdbg.config import load_config
+from ampdbg.remedy.bisection import bisect_run
+from tests.models.test_outliers import OVERFLOWS, planted
+
+# Behind the residual the stream itself stays beyond half, and so are the inputs of the next convolutions.
+BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
+
+QUICK = ("t5", "gpt2 queries and keys", "gemma", "bert", "residual of a resnet of timm")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OVERFLOWS]
+)
+def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
+    overflow = OVERFLOWS[name]
+    workload = planted(overflow)
+    config = {
+        "model": {"target": f"{workload.home}:{workload.model}", "args": dict(workload.args)},
+        "data": {"target": f"{workload.home}:{workload.data}", "args": dict(workload.data_args)},
+        "optimizer": {"args": {"lr": 1.0e-4}},
+        "train": {"steps": 3},
+    }
+    if workload.loss is not None:
+        config["loss"] = {"target": workload.loss}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    record = bisect_run(load_config(path))
+    search = record.search
+    assert search is not None
+    assert (search.outcome, search.message, search.minimal) == ("found", "", True)
+    # A library's line cannot be patched: its module is taken whole.
+    assert [pin.name for pin in record.pins] == [overflow.module, *BESIDES.get(name, ())]
+    assert all(pin.is_library for pin in record.pins)
+    assert record.pins[0].sites[0].op == overflow.op
+    assert (search.further, search.further_healthy) == (3, 3)
