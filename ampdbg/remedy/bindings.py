@@ -135,7 +135,7 @@ class Bindings:
         """Other names that were assigned from ``name``, or that it was assigned from, without a computation."""
         found: set[str] = set()
         for item in find(self._scope, cst.Assign):
-            if isinstance(item.value, cst.Name):
+            if isinstance(item.value, cst.Name) and item.value.value not in ("None", "True", "False"):
                 both = names_assigned(item) | {item.value.value}
                 found |= both if name in both else set()
         return found - {name}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .expressions import assigned_codes, code_of, find, names_assigned, walk
+from .expressions import assigned_codes, code_of, find, names_bound_inside
 from .modes import called_name
 from .operands import not_read, operands_of, root_name
 from .tensor_names import TensorNames
@@ -75,13 +75,7 @@ def _visited(statement: cst.BaseSmallStatement, casts: _Casts) -> cst.BaseSmallS
 
 def _can_rebind(code: str, pinned: Sequence[PinnedStatement]) -> bool:
     """Plain names of the function alone; not those of a comprehension, nor those that another function sees."""
-    inner = {
-        name
-        for item in pinned
-        for c in walk(item.statement)
-        if isinstance(c, cst.CompFor)
-        for name in names_assigned(c)
-    }
+    inner = {name for item in pinned for name in names_bound_inside(item.statement)}
     bindings = pinned[0].names.bindings
     return code in bindings.local and code not in inner and code not in bindings.shared
 
@@ -90,9 +84,7 @@ def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:
     """Whether what it assigns may be in half for all that its operands are not: ``.to(q.dtype)``, ``dtype=``."""
     calls = list(find(statement, cst.Call))
     keywords = {arg.keyword.value for call in calls for arg in call.args if arg.keyword is not None}
-    return "dtype" in keywords or any(
-        called_name(call) in {"to", "type", "type_as", "half", "bfloat16"} for call in calls
-    )
+    return "dtype" in keywords or not _TO_A_DTYPE.isdisjoint(called_name(call) for call in calls)
 
 
 def cast(node: cst.BaseExpression) -> cst.Call:

@@ -8,7 +8,7 @@ import libcst as cst
 
 from .bindings import Bindings, dotted
 from .casting import PinnedStatement
-from .expressions import assigned_codes, code_of, find, names_assigned, walk
+from .expressions import assigned_codes, code_of, find, names_bound_inside, walk
 from .source_text import EditError
 from .steps import value_of
 
@@ -25,11 +25,11 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     Raises:
         EditError: no such tensor has a name.
     """
-    inner = _bound_in_comprehensions(pinned)
+    inner = {name for item in pinned for name in names_bound_inside(item.statement)}
     local = pinned[0].names.bindings.local
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pinned, cast), key=lambda code: (code not in local, not code.isidentifier()))
-    candidates = (code for code in (*read, *_others(pinned)) if _root(code) not in inner)
+    candidates = (code for code in (*read, *_others(pinned)) if _root(code) not in inner and "(" not in code)
     found = next(candidates, "")
     if not found:
         raise EditError("no tensor that the device could be taken from has a name there")
@@ -68,7 +68,3 @@ def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
 def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:
     annotation = bindings.parameters[name].annotation
     return annotation is not None and dotted(annotation.annotation) in _TENSOR_TYPES
-
-
-def _bound_in_comprehensions(pinned: Sequence[PinnedStatement]) -> set[str]:
-    return {name for item in pinned for loop in find(item.statement, cst.CompFor) for name in names_assigned(loop)}

@@ -53,7 +53,8 @@ def edit_source(source: bytes, pins: Sequence[SourcePin]) -> Edited:
 
 def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Module, list[Refused]]:
     module = MetadataWrapper(text.module, unsafe_skip_copy=True)
-    source = SourceMap(text.module, module.resolve(PositionProvider), imports_of(text.module.body))
+    count = text.text.count("\n") + 1
+    source = SourceMap(text.module, module.resolve(PositionProvider), imports_of(text.module.body), count)
     refused: list[Refused] = []
     forwards: dict[int, tuple[cst.FunctionDef, ForwardPin]] = {}
     for pin in pins:

@@ -18,7 +18,8 @@ COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 def canonical(code: str) -> str:
     """An expression without what does not matter: spaces, outer parentheses, the kind of quotes."""
     try:
-        return ast.unparse(ast.parse(code.strip(), mode="eval"))
+        # In parentheses, as it may go over several lines.
+        return ast.unparse(ast.parse(f"({code.strip()}\n)", mode="eval"))
     except SyntaxError:
         return code
 
@@ -62,6 +63,12 @@ def assigned_codes(statement: cst.CSTNode) -> set[str]:
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
     targets = (item.target for item in walk(statement) if isinstance(item, kinds))
     return plain | {code_of(target) for target in targets if isinstance(target, (cst.Attribute, cst.Subscript))}
+
+
+def names_bound_inside(statement: cst.CSTNode) -> set[str]:
+    """Names that the expressions of a statement bind: in comprehensions, lambdas, and by ``:=``."""
+    kinds = (cst.CompFor, cst.Param, cst.NamedExpr)
+    return {name for item in walk(statement) if isinstance(item, kinds) for name in names_assigned(item)}
 
 
 def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:

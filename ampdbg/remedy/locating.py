@@ -60,11 +60,12 @@ class Located:
 
 @dataclass(frozen=True)
 class SourceMap:
-    """A module with the positions of its nodes and what it imports."""
+    """A module with the positions of its nodes, what it imports and how many lines it has."""
 
     module: cst.Module
     positions: Positions
     imports: Mapping[str, str]
+    count: int
 
     def at(self, number: int) -> Located:
         """The statement on a line (counted from 1).
@@ -72,9 +73,8 @@ class SourceMap:
         Raises:
             EditError: there is none, or it is of a kind that is left alone.
         """
-        count = self.module.code.count("\n") + 1
-        if not 1 <= number <= count:
-            raise EditError(f"the file has {count} lines", number)
+        if not 1 <= number <= self.count:
+            raise EditError(f"the file has {self.count} lines", number)
         try:
             found = self._in_body(self.module.body, Place(), number)
         except EditError as error:

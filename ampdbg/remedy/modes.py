@@ -148,6 +148,10 @@ class Modes:
         """Whether any part of it must run in FP32."""
         return any(self.of(item) is Mode.FP32 for item in walk(node) if isinstance(item, cst.BaseExpression))
 
+    def has_users_call(self, node: cst.CSTNode) -> bool:
+        """Whether it calls any code of the user's."""
+        return any(kind_of(item, self.names) is Kind.USERS_CALL for item in walk(node))
+
     def has_effect(self, node: cst.CSTNode) -> bool:
         """Whether moving the node in front of something else could change a result."""
         if not isinstance(node, cst.Call):

@@ -65,7 +65,9 @@ def not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
             return _not_read_by_call(node)
         case cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())]):
             return [node.left]
-        case cst.AugAssign(target=target) | cst.AnnAssign(target=target) | cst.CompFor(target=target):
+        case cst.AugAssign(target=target) | cst.AnnAssign(target=target):
+            return [target]
+        case cst.CompFor(target=target) | cst.NamedExpr(target=target) | cst.Param(name=target):
             return [target]
         case _:
             return []

@@ -103,8 +103,10 @@ def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
 def _modes(mark: Mark, statement: Statement) -> Modes:
     modes = Modes(mark.names, mark.callees, mark.operations)
     value = value_of(statement)
-    # Where a line only moves values, that is what has been pinned.
-    return modes if value is None or modes.has_fp32(value) else replace(modes, moves=mark.operations)
+    if value is None or modes.has_fp32(value) or modes.has_users_call(value):
+        return modes
+    # The line only moves values: then that is what has been pinned.
+    return replace(modes, moves=mark.operations)
 
 
 def _pieces_of_steps(apart: Apart, mark: Mark) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -112,7 +113,8 @@ class _Placer(cst.CSTTransformer):
         self._forced = _out_of_order(list(_visit_order(root, want, modes)))
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        self._wants.append(_inner_mode(node, self._wants[-1], self._modes))
+        is_callee = bool(self._parents) and _is_callee(node, self._parents[-1])
+        self._wants.append(_inner_mode(node, self._wants[-1], self._modes, is_callee))
         self._parents.append(node)
         return not self._modes.is_whole(node)
 
@@ -124,7 +126,8 @@ class _Placer(cst.CSTTransformer):
         if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
             return updated_node
         name = self._new_name(original_node)
-        self.steps.append(Step(mode, name, bare(updated_node), code_of(original_node)))
+        value = _standing_alone(updated_node, self._modes.names.bindings.module.default_indent)
+        self.steps.append(Step(mode, name, value, code_of(original_node)))
         return cst.Name(name)
 
     def _new_name(self, node: cst.BaseExpression) -> str:
@@ -132,17 +135,36 @@ class _Placer(cst.CSTTransformer):
         return unused(name_for(node, parent), self._modes.names.bindings.taken | {step.name for step in self.steps})
 
 
-def _inner_mode(node: cst.CSTNode, want: Mode, modes: Modes) -> Mode:
-    mode = modes.of(node) if isinstance(node, cst.BaseExpression) else Mode.EITHER
+def _inner_mode(node: cst.CSTNode, want: Mode, modes: Modes, is_callee: bool) -> Mode:
+    # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
+    mode = modes.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Mode.EITHER
     return want if mode is Mode.EITHER else mode
 
 
-def _visit_order(node: cst.CSTNode, want: Mode, modes: Modes, count: int = 0) -> Iterator[_Visited]:
+def _is_callee(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
+    return isinstance(parent, cst.Call) and parent.func is node and isinstance(node, cst.Attribute)
+
+
+def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
+    """The expression with parentheses only where it goes over several lines that would fall apart."""
+    value = bare(node)
+    try:
+        ast.parse(cst.Module([]).code_for_node(value), mode="eval")
+    except SyntaxError:
+        opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
+        closed = cst.ParenthesizedWhitespace(indent=True)
+        return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
+    return value
+
+
+def _visit_order(
+    node: cst.CSTNode, want: Mode, modes: Modes, count: int = 0, is_callee: bool = False
+) -> Iterator[_Visited]:
     """The steps and the calls with effects below ``node``, in the order of evaluation."""
-    mode = _inner_mode(node, want, modes)
+    mode = _inner_mode(node, want, modes, is_callee)
     start, has_effect = count, False
     for child in () if modes.is_whole(node) else node.children:
-        for item in _visit_order(child, mode, modes, count):
+        for item in _visit_order(child, mode, modes, count, _is_callee(child, node)):
             has_effect |= item.has_effect
             count = item.end + 1
             yield item

@@ -111,7 +111,7 @@ def names_after(pins: list[SourcePin], text: str) -> tuple[tuple[str, ...], tupl
         for statement in statements_in_blocks(text)
         for target in (statement.targets if isinstance(statement, ast.Assign) else ())
     }
-    full = {name for pin in line_pins for name in pin.full_names}
+    full = {name for pin in line_pins if isinstance(pin.full_names, tuple) for name in pin.full_names}
     return tuple(sorted(half - made)), ("_", *sorted(full | made))
 
 

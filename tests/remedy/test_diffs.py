@@ -1,0 +1,143 @@
+"""Diffs: what `git apply` and `patch -p1` make of them, forwards and in reverse, byte for byte."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampdbg.remedy.diffs import new_file_diff, unified_diff
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
+
+PATHS = ["model.py", "src/my model.py", "modèles/π.py", 'say "hi".py', "tab\there.py"]
+LINE = st.sampled_from(
+    [b"def f(x):", b"    return x", b"", b"x = 'caf\xe9'", b"a\x0cb", b"lone\rreturn", b"-- a", b"@@ b"]
+)
+END = st.sampled_from([b"\n", b"\r\n"])
+CONTENT = st.builds(
+    lambda lines, last: b"".join(line + end for line, end in lines) + last,
+    st.lists(st.tuples(LINE, END), max_size=30),
+    st.sampled_from([b"", b"no newline at the end"]),
+)
+
+
+def apply_with_git(folder: Path, diff: bytes, *options: str) -> None:
+    # A repository's configuration must not change line ends.
+    command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
+    subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+
+
+def apply_with_patch(folder: Path, diff: bytes, *options: str) -> None:
+    command = ["patch", "-p1", "--binary", "--quiet", *options]
+    subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+
+
+def placed(folder: Path, path: str, content: bytes) -> Path:
+    file = folder / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    return file
+
+
+def test_a_change_reads_as_git_writes_it() -> None:
+    before = b"import torch\n\n\ndef f(x):\n    a = 1\n    b = 2\n    c = 3\n    return x @ x\n"
+    after = before.replace(b"    return x @ x\n", b"    return x\n")
+    assert unified_diff(PurePosixPath("pkg/model.py"), before, after) == (
+        b"diff --git a/pkg/model.py b/pkg/model.py\n"
+        b"--- a/pkg/model.py\n"
+        b"+++ b/pkg/model.py\n"
+        b"@@ -5,4 +5,4 @@ def f(x):\n"
+        b"     a = 1\n     b = 2\n     c = 3\n-    return x @ x\n+    return x\n"
+    )
+
+
+def test_a_missing_newline_at_the_end_is_said() -> None:
+    diff = unified_diff(PurePosixPath("m.py"), b"a", b"a\nb")
+    assert diff.endswith(b"@@ -1 +1,2 @@\n-a\n\\ No newline at end of file\n+a\n+b\n\\ No newline at end of file\n")
+
+
+def test_no_change_is_no_diff() -> None:
+    assert unified_diff(PurePosixPath("m.py"), b"a\n", b"a\n") == b""
+
+
+@needs_git
+@pytest.mark.parametrize("path", PATHS)
+def test_git_takes_any_path(tmp_path: Path, path: str) -> None:
+    before, after = b"a\r\nb\r\n", b"a\r\nc\r\n"
+    file = placed(tmp_path, path, before)
+    diff = unified_diff(PurePosixPath(path), before, after)
+    apply_with_git(tmp_path, diff)
+    assert file.read_bytes() == after
+    apply_with_git(tmp_path, diff, "-R")
+    assert file.read_bytes() == before
+
+
+@needs_git
+def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
+    for path in PATHS:
+        file = placed(tmp_path, path, b"a\n")
+        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+        subprocess.run(["git", "add", "--", path], cwd=tmp_path, check=True, capture_output=True)
+        file.write_bytes(b"b\n")
+        command = [
+            "git",
+            "-c",
+            "core.autocrlf=false",
+            "diff",
+            "--no-color",
+            "--no-ext-diff",
+            "--src-prefix=a/",
+            "--dst-prefix=b/",
+        ]
+        result = subprocess.run([*command, "--", path], cwd=tmp_path, check=True, capture_output=True)
+        ours = unified_diff(PurePosixPath(path), b"a\n", b"b\n")
+        assert ours == b"".join(line for line in result.stdout.splitlines(True) if not line.startswith(b"index "))
+
+
+@needs_patch
+@pytest.mark.parametrize("path", PATHS[:2])
+def test_patch_takes_it_too(tmp_path: Path, path: str) -> None:
+    before, after = b"a\r\nb\r\nc", b"a\r\nc"
+    file = placed(tmp_path, path, before)
+    diff = unified_diff(PurePosixPath(path), before, after)
+    apply_with_patch(tmp_path, diff)
+    assert file.read_bytes() == after
+    apply_with_patch(tmp_path, diff, "-R")
+    assert file.read_bytes() == before
+
+
+@needs_git
+@settings(max_examples=60)
+@given(before=CONTENT.filter(bool), after=CONTENT.filter(bool))
+def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, after: bytes) -> None:
+    if before == after:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = placed(Path(folder), "m.py", before)
+        diff = unified_diff(PurePosixPath("m.py"), before, after)
+        apply_with_git(Path(folder), diff)
+        assert file.read_bytes() == after
+        apply_with_git(Path(folder), diff, "-R")
+        assert file.read_bytes() == before
+
+
+@needs_git
+def test_a_new_file_is_made_and_taken_away_again(tmp_path: Path) -> None:
+    diff = new_file_diff(PurePosixPath("pkg/pins fp32.py"), b"x = 1\n")
+    apply_with_git(tmp_path, diff)
+    assert (tmp_path / "pkg/pins fp32.py").read_bytes() == b"x = 1\n"
+    apply_with_git(tmp_path, diff, "-R")
+    assert not (tmp_path / "pkg/pins fp32.py").exists()
+
+
+@needs_patch
+def test_patch_makes_a_new_file(tmp_path: Path) -> None:
+    apply_with_patch(tmp_path, new_file_diff(PurePosixPath("pins.py"), b"x = 1\n"))
+    assert (tmp_path / "pins.py").read_bytes() == b"x = 1\n"

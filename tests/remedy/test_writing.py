@@ -1,0 +1,149 @@
+"""Writing edited files: all or none, permissions kept, and never over what git has not got."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdbg.errors import PatchError
+from ampdbg.remedy.writing import FileEdit, write_edits
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with `a.py` and `b.py`, committed."""
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_bytes(name.encode())
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=T", "-c", "user.email=t@example.org", "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def both(folder: Path) -> list[FileEdit]:
+    return [FileEdit(folder / name, name.encode(), name.encode() + b" edited") for name in ("a.py", "b.py")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+OLD = {"a.py": b"a.py", "b.py": b"b.py"}
+NEW = {"a.py": b"a.py edited", "b.py": b"b.py edited"}
+
+
+@needs_git
+def test_committed_files_are_written(repository: Path) -> None:
+    write_edits(both(repository))
+    assert contents(repository) == NEW
+
+
+@needs_git
+@pytest.mark.parametrize("stage", [False, True], ids=["changed", "staged"])
+def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, stage: bool) -> None:
+    (repository / "b.py").write_bytes(b"mine")
+    if stage:
+        git(repository, "add", "b.py")
+    edits = [both(repository)[0], FileEdit(repository / "b.py", b"mine", b"yours")]
+    with pytest.raises(PatchError, match=r"b\.py: git has not got it as it is now; .* --force") as caught:
+        write_edits(edits)
+    assert "a.py" not in str(caught.value)
+    assert contents(repository) == {**OLD, "b.py": b"mine"}
+    write_edits(edits, force=True)
+    assert contents(repository) == {**NEW, "b.py": b"yours"}
+
+
+@needs_git
+def test_changes_in_other_files_do_not_matter(repository: Path) -> None:
+    (repository / "c.py").write_bytes(b"untracked")
+    write_edits(both(repository))
+    assert contents(repository) == {**NEW, "c.py": b"untracked"}
+
+
+@needs_git
+def test_a_file_that_git_does_not_track_is_refused(repository: Path) -> None:
+    (repository / "c.py").write_bytes(b"new")
+    with pytest.raises(PatchError, match=r"c\.py"):
+        write_edits([FileEdit(repository / "c.py", b"new", b"edited")])
+
+
+@needs_git
+def test_the_check_leaves_no_trace_in_the_repository(repository: Path) -> None:
+    index = repository / ".git" / "index"
+    os.utime(repository / "a.py", (1, 1))
+    before = index.read_bytes()
+    write_edits(both(repository))
+    assert index.read_bytes() == before
+
+
+def test_files_outside_of_any_repository_are_written(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"a")
+    write_edits([FileEdit(tmp_path / "a.py", b"a", b"b"), FileEdit(tmp_path / "new" / "c.py", None, b"c")])
+    assert (tmp_path / "a.py").read_bytes() == b"b"
+    assert (tmp_path / "new" / "c.py").read_bytes() == b"c"
+
+
+def test_without_git_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "a.py").write_bytes(b"a")
+    write_edits([FileEdit(tmp_path / "a.py", b"a", b"b")])
+    assert (tmp_path / "a.py").read_bytes() == b"b"
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "message"),
+    [(b"else", b"a", "has changed"), (None, b"a", "is gone"), (b"a", None, "is there already")],
+)
+def test_a_file_that_is_not_as_expected_is_refused(
+    tmp_path: Path, now: bytes | None, before: bytes | None, message: str
+) -> None:
+    file = tmp_path / "a.py"
+    if now is not None:
+        file.write_bytes(now)
+    with pytest.raises(PatchError, match=message):
+        write_edits([FileEdit(file, before, b"b")], force=True)
+    assert (file.read_bytes() if file.exists() else None) == now
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_when_one_cannot_be_written_none_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    for name in OLD:
+        (tmp_path / name).write_bytes(name.encode())
+    replace = os.replace
+
+    def failing(source: str, target: Path) -> None:
+        if Path(target).name == "b.py":
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    edits = [*both(tmp_path)[:1], FileEdit(tmp_path / "c.py", None, b"c"), both(tmp_path)[1]]
+    with pytest.raises(PatchError if isinstance(error, OSError) else KeyboardInterrupt):
+        write_edits(edits)
+    assert contents(tmp_path) == OLD
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions and links of POSIX")
+def test_permissions_and_links_are_kept(tmp_path: Path) -> None:
+    file, link = tmp_path / "a.py", tmp_path / "link.py"
+    file.write_bytes(b"a")
+    file.chmod(0o750)
+    link.symlink_to(file)
+    write_edits([FileEdit(link, b"a", b"b")])
+    assert link.is_symlink()
+    assert file.read_bytes() == b"b"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o750
