@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .commands.bisect import bisect as bisect
     from .commands.ranges import ranges as ranges
     from .commands.scan import scan as scan
+    from .commands.suggest_fp32 import suggest_fp32 as suggest_fp32
     from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
@@ -21,6 +22,7 @@ _HOMES = {
     "scan": ".commands.scan",
     "ranges": ".commands.ranges",
     "bisect": ".commands.bisect",
+    "suggest_fp32": ".commands.suggest_fp32",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",
     "write_record": ".record",

@@ -13,13 +13,14 @@ import typer
 
 from ampdbg import __version__
 
-from . import bisect, explain, ranges, report, scan
+from . import bisect, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
     "ranges": ranges.command,
     "bisect": bisect.command,
+    "suggest-fp32": suggest_fp32.command,
     "report": report.command,
     "explain": explain.command,
 }

@@ -37,7 +37,7 @@ def config_given(config: Path | None, module: Path | None, overrides: Sequence[s
         return config_of_module_file(module, overrides)
     if config is None:
         raise ConfigError(f"got nothing to run; {EITHER}")
-    return _from_record(config, overrides) if _is_record(config) else _from_yaml(config, overrides)
+    return _from_record(config, overrides) if is_record(config) else _from_yaml(config, overrides)
 
 
 def _from_yaml(path: Path, overrides: Sequence[str]) -> Config:
@@ -56,7 +56,7 @@ def _from_record(path: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{error}\n{NO_FOLDER}") from None
 
 
-def _is_record(path: Path) -> bool:
+def is_record(path: Path) -> bool:
     """JSON is YAML too: a file of JSON that does not call itself a record is a config."""
     if path.suffix != ".json":
         return False

@@ -55,19 +55,31 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def write_result(text: str, stream: TextIO) -> None:
-    """Writes the result; a reader that has gone away, such as ``head``, ends it quietly.
+def write_result(text: str | bytes, stream: TextIO) -> None:
+    """Writes the result, bytes as they are; a reader that has gone away, such as ``head``, ends it quietly.
 
     Raises:
         AmpdbgError: stdout cannot be written, as when it is a file on a full disk.
     """
     try:
-        stream.write(text)
+        if isinstance(text, bytes):
+            _write_bytes(text, stream)
+        else:
+            stream.write(text)
         stream.flush()
     except BrokenPipeError:
         pass
     except OSError as error:
         raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
+
+
+def _write_bytes(content: bytes, stream: TextIO) -> None:
+    """Past the encoding and the line ends of the stream; a notebook's has no bytes beneath."""
+    beneath = getattr(stream, "buffer", None)
+    if beneath is None:
+        stream.write(content.decode("utf-8", "replace"))
+    else:
+        beneath.write(content)
 
 
 @contextlib.contextmanager

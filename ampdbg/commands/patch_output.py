@@ -1,0 +1,133 @@
+"""What ``ampdbg suggest-fp32`` hands over: the text in the format that was asked for, and what to do with it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampdbg.report.verdict import NextStep
+
+if TYPE_CHECKING:
+    from ampdbg.remedy.suggestion import Suggestion
+
+
+class PatchFormat(str, Enum):
+    """How the suggestion is written down."""
+
+    diff = "diff"
+    module = "module"
+    yaml = "yaml"
+    json = "json"
+
+
+@dataclass(frozen=True)
+class Output:
+    """The suggestion as bytes; ``content`` is None where there is nothing to hand over in this format.
+
+    ``base`` is what the paths of a diff are relative to, ``is_git`` whether that is the root of a repository.
+    """
+
+    format: PatchFormat
+    content: bytes | None
+    base: Path
+    is_git: bool
+
+
+def output_of(found: Suggestion, format_: PatchFormat, config_folder: Path) -> Output:
+    """The suggestion in one format. A patch that failed its proof is handed over in none."""
+    from ampdbg.remedy.dialects import base_folder
+
+    edits = found.patch.edits if found.patch is not None else ()
+    base, is_git = base_folder(edits, config_folder)
+    proof = found.record.verification
+    failed = proof is not None and not proof.passed
+    content = None if failed or found.record.interrupted else WRITERS[format_](found, base)
+    return Output(format_, content, base, is_git)
+
+
+def _diff(found: Suggestion, base: Path) -> bytes | None:
+    from ampdbg.remedy.dialects import diff
+
+    return diff(found, base) if found.patch is not None else None
+
+
+def _json(found: Suggestion, base: Path) -> bytes | None:
+    from ampdbg.remedy.dialects import as_json
+
+    return as_json(found, base) if found.patch is not None or _is_by_name(found) else None
+
+
+def _module(found: Suggestion, base: Path) -> bytes | None:
+    from ampdbg.remedy.dialects import module
+
+    return module(found) if _is_by_name(found) else None
+
+
+def _yaml(found: Suggestion, base: Path) -> bytes | None:
+    from ampdbg.report.pin_text import pins_yaml
+
+    lines = pins_yaml(found.names, found.record.config)
+    return ("\n".join(lines) + "\n").encode() if _is_by_name(found) else None
+
+
+def _is_by_name(found: Suggestion) -> bool:
+    """Whether names say it all: a line of the step function or the loss has none."""
+    return bool(found.names) and all(pin.source is None for pin in found.record.pins)
+
+
+WRITERS: Mapping[PatchFormat, Callable[[Suggestion, Path], bytes | None]] = {
+    PatchFormat.diff: _diff,
+    PatchFormat.module: _module,
+    PatchFormat.yaml: _yaml,
+    PatchFormat.json: _json,
+}
+
+
+def next_step(found: Suggestion, output: Output, given: str, file: Path | None, *, applied: bool) -> NextStep | None:
+    """What to type next.
+
+    Args:
+        found: what was suggested.
+        output: what was handed over of it.
+        given: the config or record, quoted for a shell.
+        file: where the text was saved.
+        applied: whether the files were written.
+    """
+    again = f"ampdbg bisect {given}" if given.endswith(".json") else f"ampdbg scan {given}"
+    proof = found.record.verification
+    if proof is not None and not proof.passed:
+        return NextStep("another search, blind to what overflows", f"ampdbg bisect {given} --strategy ddmin")
+    if output.content is None:
+        return NextStep(*_other_format(found, output, given)) if found.names or found.patch is not None else None
+    if applied:
+        return NextStep("the same run, with the patch", again)
+    if file is None:
+        return None
+    return NextStep(*HANDED_OVER[output.format](output, shlex.quote(str(file)), given))
+
+
+def _other_format(found: Suggestion, output: Output, given: str) -> tuple[str, str]:
+    if output.format is PatchFormat.diff:
+        return "the pins as a file of their own", f"ampdbg suggest-fp32 {given} --format module"
+    return "lines outside of any module have no name; as a patch", f"ampdbg suggest-fp32 {given}"
+
+
+def _apply(output: Output, file: str, given: str) -> tuple[str, str]:
+    if output.is_git:
+        return "the patch, where it is not applied yet", f"git apply {file}"
+    return "the patch, where it is not applied yet", f"patch -p1 -d {shlex.quote(str(output.base))} < {file}"
+
+
+HANDED_OVER: Mapping[PatchFormat, Callable[[Output, str, str], tuple[str, str]]] = {
+    PatchFormat.diff: _apply,
+    PatchFormat.module: lambda output, file, given: (
+        "put it beside your code as ampdbg_pins.py, and call it where the model is made",
+        "from ampdbg_pins import pin_fp32; pin_fp32(model)",
+    ),
+    PatchFormat.yaml: lambda output, file, given: ("these lines belong into the config; then", f"ampdbg scan {given}"),
+    PatchFormat.json: lambda output, file, given: ("the same as a patch", f"ampdbg suggest-fp32 {given}"),
+}
