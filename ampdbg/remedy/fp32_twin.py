@@ -53,7 +53,7 @@ def fp32_losses(
 
 
 def distance(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The median relative difference of two runs' losses over their last quarter; NaN where one is not finite."""
+    """The median relative difference of two runs of one length over their last quarter; NaN where one is not finite."""
     pairs = list(zip(last_quarter(losses), last_quarter(others), strict=True))
     if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.nan

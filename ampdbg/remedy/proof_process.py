@@ -23,7 +23,7 @@ from ampdbg.remedy.proof_jobs import Job, Seen
 from ampdbg.remedy.proof_runs import OnStage, perform
 from ampdbg.remedy.saved_steps import Uncarried, load_steps
 
-STALLED = 900.0
+STALLED = 1800.0
 """Seconds without a sign of life after which a process is taken to hang; one comes at least with every step."""
 
 ENDING = 30.0
@@ -54,7 +54,7 @@ def in_fresh_process(job: Job, steps: Path, on_stage: OnStage, stalled: float = 
     with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         task, result, output = folder / "task", folder / "result.json", folder / "output"
-        with _started((job, steps, torch.get_num_threads()), task, result, output) as child:
+        with _started((job, steps, torch.get_num_threads(), sys.argv), task, result, output) as child:
             failure = _followed(child, on_stage, stalled) or _ended(child)
         if result.exists():
             seen = Seen.model_validate_json(result.read_bytes())
@@ -69,7 +69,8 @@ def main() -> None:
     """The side that runs in the process: takes a task and the path of the result from the command line."""
     task, result = map(Path, sys.argv[1:3])
     stages = _standard_output_for_stages()
-    job, steps, threads = pickle.loads(task.read_bytes())
+    # The user's code is to find the command line that it has found before.
+    job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
     seen = _performed(job, steps, functools.partial(print, file=stages, flush=True))
     whole = result.with_suffix(".part")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ampdbg.agreement import is_finite
 from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, WorkloadError
 from ampdbg.findings import Finding
 from ampdbg.record import Record
 from ampdbg.remedy.fp32_twin import fp32_losses
@@ -75,7 +75,7 @@ def perform(job: Job, load: Load, on_stage: OnStage) -> Seen:
 def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
     on_stage("building the workload with the patch")
     with prepared(job.config) as run:
-        steps = load(run)
+        steps = _fitting(load(run), run)
         on_stage("the failing step with the patch")
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
         if not all(one.healthy for one in tried):
@@ -94,7 +94,7 @@ def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
     """Ends at the first step that is unhealthy: that one is enough."""
     with prepared(job.config) as run:
         tried: list[Tried] = []
-        for each in zip(load(run), job.keeps_scale, strict=True):
+        for each in zip(_fitting(load(run), run), job.keeps_scale, strict=True):
             tried.append(_try(run, *each, job))
             if not tried[-1].healthy:
                 break
@@ -104,7 +104,7 @@ def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
 def _reference(job: Job, load: Load, on_stage: OnStage) -> Seen:
     on_stage("the failing step without the patch")
     with prepared(job.config) as run:
-        steps = load(run)
+        steps = _fitting(load(run), run)
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
         with weights_of(run.workload.model, steps[0]):
             ways = {"unpatched": step_use(run, steps[0]), "float32": step_use(run, steps[0], in_fp32=True)}
@@ -117,6 +117,13 @@ KINDS: dict[str, Callable[[Job, Load, OnStage], Seen]] = {
     "dropped": _dropped,
     "reference": _reference,
 }
+
+
+def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
+    shapes = [parameter.shape for parameter in run.workload.model.parameters()]
+    if any([weight.shape for weight in step.weights] != shapes for step in steps):
+        raise WorkloadError("the model has other parameters than the failing step")
+    return steps
 
 
 def _try(run: Run, failing: FailingStep, keeps_scale: bool, job: Job) -> Tried:
@@ -161,7 +168,7 @@ def _further(run: Run, failing: FailingStep, scale: float, job: Job) -> tuple[tu
 
 def _reference_runs(job: Job, uses: dict[str, StepUse], on_stage: OnStage) -> dict[str, Trained]:
     def is_short(way: str) -> bool:
-        return way in uses and uses[way].seconds * job.config.train.accumulate * job.train_steps < LONGEST_EXTRA_RUN
+        return way in uses and uses[way].seconds * job.train_steps < LONGEST_EXTRA_RUN
 
     on_stage(f"{job.train_steps} steps in FP32")
     runs = {"float32": _trained_in_fp32(job, on_stage, is_rounded=False)}

@@ -83,9 +83,8 @@ def training_run(trained: Trained, unpatched: Trained | None, steps: int) -> Pro
         return ProofStep(name, False, trained.faults[0])
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
-    return ProofStep(
-        name, True, f"healthy{beside}; loss scale {trained.scale:g}, {len(trained.skipped)} steps skipped{other}"
-    )
+    skipped = f"{len(trained.skipped)} skipped step{'' if len(trained.skipped) == 1 else 's'}"
+    return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
@@ -93,15 +92,17 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     name = "its losses"
     if float32.failure or not _finite(float32):
         return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
+    if len(trained.losses) < len(float32.losses):
+        return ProofStep(name, False, f"the run ended after {len(trained.losses)} steps")
     apart = distance(trained.losses, float32.losses)
     if math.isnan(apart):
         return ProofStep(name, False, f"not finite: the last is {_number(trained.losses[-1])}")
     last = len(last_quarter(trained.losses))
-    said = f"{apart:.2%} from those of FP32 (median of the last {last} steps)"
+    said = f"{_percent(apart)} from those of FP32 (median of the last {last} steps)"
     if rounded is None or not _finite(rounded):
         return ProofStep(name, True, said)
     noise = distance(rounded.losses, float32.losses)
-    said += f"; of FP32 from weights rounded to half {noise:.2%}"
+    said += f"; of FP32 from weights rounded to half {_percent(noise)}"
     return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
 
 
@@ -125,7 +126,7 @@ def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
         found[f"loss_{name}"] = runs[name].losses[-1] if name in runs and runs[name].losses else None
     if "float32" in runs and _finite(runs["float32"]):
         for name, key in (("patched", "loss_difference"), ("rounded", "noise_floor")):
-            if name in runs and not runs[name].failure:
+            if name in runs and len(runs[name].losses) == steps:
                 found[key] = distance(runs[name].losses, runs["float32"].losses)
     return {key: float(value) for key, value in found.items() if value is not None}
 
@@ -141,12 +142,16 @@ def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
     return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
 
 
+def _size(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
 _WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
 
 _USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
     ("step_seconds", lambda value: f"{value:.3g} s", ""),
-    ("saved_bytes", lambda value: f"{value / 2**20:.3g} MiB", " kept for the backward pass"),
-    ("peak_bytes", lambda value: f"{value / 2**20:.4g} MiB", " at the peak"),
+    ("saved_bytes", _size, " kept for the backward pass"),
+    ("peak_bytes", _size, " at the peak"),
 )
 
 
@@ -158,6 +163,10 @@ def _state(one: Tried) -> str:
 
 def _finite(run: Trained) -> bool:
     return bool(run.losses) and all(map(math.isfinite, run.losses))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
 
 
 def _number(value: float) -> str:

@@ -11,6 +11,9 @@ from ampdbg.training.failing_step import FailingStep
 from ampdbg.training.replay import Manner, replay_step
 from ampdbg.training.run import Run
 
+View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
+"""The offset, shape and strides by which a tensor looks at its memory."""
+
 
 @dataclass(frozen=True)
 class StepUse:
@@ -37,23 +40,28 @@ def step_use(run: Run, failing: FailingStep, *, in_fp32: bool = False) -> StepUs
 
 
 def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
-    """Each memory once, however many ops keep a view of it; None where the step raises."""
+    """None where the step raises."""
     model = run.workload.model
     weights = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    sizes: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    views: dict[int, dict[View, int]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in weights:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
+            view = (tensor.storage_offset(), tensor.shape, tensor.stride())
+            views.setdefault(storage.data_ptr(), {})[view] = tensor.nbytes
         return tensor
 
     # Of several micro-batches the first: the graph of each is freed before the next, whose memory may be the same.
     snapshot = replace(failing.snapshot, batches=failing.snapshot.batches[:1])
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         replayed = replay_step(run, snapshot, manner)
-    return None if replayed.replay.error else sum(sizes.values())
+    if replayed.replay.error:
+        return None
+    # Memory counts once, however many ops keep a view of it; of a data set a batch counts that is a slice of it.
+    return sum(min(size, sum(views[storage].values())) for storage, size in storages.items())
 
 
 def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:

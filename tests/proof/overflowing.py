@@ -1,0 +1,118 @@
+"""A folder with a small model that overflows in FP16, its failing step, and patches of it written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ampdbg.config import Config, load_config
+from ampdbg.experiments import Proof, ProofStep
+from ampdbg.record import Investigation
+from ampdbg.remedy.proof import Patched, prove
+from ampdbg.training.failing_step import FailingStep, failing_step
+from ampdbg.training.loop import train_prepared
+from ampdbg.training.run import prepared
+from ampdbg.training.snapshot import Snapshot
+
+NET = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+GAIN = 300.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.before(x)
+        large = (GAIN * x) @ (GAIN * torch.eye(8))
+        x = F.layer_norm(large / GAIN**2, (8,))
+        return self.after(x)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    pairs = [torch.randn(2, 16, 8, generator=generator) for _ in range(4)]
+    return [(x, y) for x, y in pairs]
+
+
+def loss(output, target):
+    return F.mse_loss(output.float(), target)
+"""
+
+OVERFLOWS = "        large = (GAIN * x) @ (GAIN * torch.eye(8))\n"
+
+IN_FP32 = """\
+        with torch.autocast(x.device.type, enabled=False):
+            large = (GAIN * x.float()) @ (GAIN * torch.eye(8))
+"""
+
+GOOD = NET.replace(OVERFLOWS, IN_FP32)
+
+CONFIG = """\
+model: {target: net.py:Net}
+data: {target: net.py:batches}
+loss: {target: net.py:loss}
+optimizer: {args: {lr: 1.0e-3}}
+precision: {loss_scale: {init: 1024.0}}
+train: {steps: 3}
+"""
+
+
+def written(folder: Path, files: Mapping[str, str] | None = None, config: str = CONFIG) -> Config:
+    """Writes ``net.py``, the other files and the config, and reads the config."""
+    for name, text in {"net.py": NET, **(files or {}), "config.yaml": config}.items():
+        (folder / name).write_bytes(text.encode())
+    return load_config(folder / "config.yaml")
+
+
+def failing_steps(config: Config) -> list[FailingStep]:
+    """The first step of the run that is investigated."""
+    kept: list[FailingStep] = []
+    with prepared(config) as run:
+
+        def keep(snapshot: Snapshot, scale: float, made: Investigation) -> None:
+            kept.append(failing_step(run.workload.model, snapshot, scale, made))
+
+        train_prepared(
+            run,
+            on_step=lambda step: None,
+            on_replay=lambda step, doing: None,
+            command="bisect",
+            replays=1,
+            on_investigated=keep,
+        )
+    return kept[:1]
+
+
+def proven(
+    config: Config,
+    patch: Patched,
+    without: Mapping[str, Patched] | None = None,
+    *,
+    failing: Sequence[FailingStep] | None = None,
+    train_steps: int = 8,
+    stages: list[str] | None = None,
+    is_silent: bool = False,
+) -> Proof:
+    """The proof of a patch of the failing step, with the defaults of these tests."""
+    steps = failing_steps(config) if failing is None else failing
+    return prove(
+        config,
+        steps,
+        patch,
+        without or {},
+        train_steps=train_steps,
+        is_silent=is_silent,
+        keeps_scale=[False] * len(steps),
+        on_stage=(lambda stage: None) if stages is None else stages.append,
+    )
+
+
+def step_of(proof: Proof, name: str) -> ProofStep:
+    """The step of that name."""
+    return next(step for step in proof.steps if step.name == name)

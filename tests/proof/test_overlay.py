@@ -1,0 +1,176 @@
+"""Patched bytes in the place of files: however they are imported, shown in tracebacks, and gone afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ampdbg.probes.source_lines import source_of
+from ampdbg.remedy.overlay import overlaid
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on ``sys.path`` with a file, a sibling and a package; what it imports is forgotten."""
+    (tmp_path / "overlaid_one.py").write_text("import overlaid_two\nVALUE = 'disk'\n")
+    (tmp_path / "overlaid_two.py").write_text("VALUE = 'disk'\n")
+    (tmp_path / "overlaid_package").mkdir()
+    (tmp_path / "overlaid_package" / "__init__.py").write_text("from .inner import VALUE\n")
+    (tmp_path / "overlaid_package" / "inner.py").write_text("VALUE = 'disk'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def imported_by_path(path: Path, name: str = "overlaid_by_path") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def value_of(name: str) -> str:
+    return importlib.import_module(name).VALUE
+
+
+def test_a_file_is_patched_by_path_and_by_name(folder: Path) -> None:
+    path = folder / "overlaid_two.py"
+    with overlaid({path: b"VALUE = 'patch'\n"}) as taken:
+        assert taken == set()
+        assert imported_by_path(path).VALUE == "patch"
+        assert value_of("overlaid_two") == "patch"
+        assert value_of("overlaid_one") == "disk"
+        assert taken == {path}
+
+
+def test_a_sibling_gets_the_patched_one(folder: Path) -> None:
+    with overlaid({folder / "overlaid_two.py": b"VALUE = 'patch'\n"}):
+        assert importlib.import_module("overlaid_one").overlaid_two.VALUE == "patch"
+
+
+def test_a_module_in_a_package_is_patched(folder: Path) -> None:
+    with overlaid({folder / "overlaid_package" / "inner.py": b"VALUE = 'patch'\n"}):
+        assert value_of("overlaid_package") == "patch"
+
+
+def test_another_spelling_of_the_path_is_the_same_file(folder: Path) -> None:
+    with overlaid({folder / "overlaid_package" / ".." / "overlaid_two.py": b"VALUE = 'patch'\n"}):
+        assert value_of("overlaid_two") == "patch"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("overlaid_new.py", "overlaid_new"),
+        ("overlaid_package/new.py", "overlaid_package.new"),
+        ("overlaid_other/__init__.py", "overlaid_other"),
+    ],
+)
+def test_a_file_that_does_not_exist_yet_is_found(folder: Path, file: str, name: str) -> None:
+    with overlaid({folder / file: b"VALUE = 'patch'\n"}):
+        assert value_of(name) == "patch"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(name)
+
+
+def test_a_new_file_does_not_hide_a_module_that_comes_first(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    later = tmp_path_factory.mktemp("later")
+    sys.path.append(str(later))
+    try:
+        with overlaid({later / "overlaid_two.py": b"VALUE = 'patch'\n"}):
+            assert value_of("overlaid_two") == "disk"
+    finally:
+        sys.path.remove(str(later))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"VALUE = 'patch'\r\nOTHER = 1\r\n",
+        "# -*- coding: latin-1 -*-\nÄRGER, VALUE = 'ü', 'patch'\n".encode("latin-1"),
+        "\ufeffVALUE = 'patch'\n".encode(),
+    ],
+    ids=["CRLF", "latin-1", "BOM"],
+)
+def test_line_endings_and_encodings_are_as_in_a_file(folder: Path, source: bytes) -> None:
+    with overlaid({folder / "overlaid_two.py": source}):
+        assert value_of("overlaid_two") == "patch"
+        assert "VALUE" in linecache.getline(str(folder / "overlaid_two.py"), 2 if b"coding" in source else 1)
+
+
+def test_bytecode_is_neither_read_nor_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    cache = folder / "__pycache__"
+    path = folder / "overlaid_two.py"
+    with overlaid({path: b"VALUE = 'patch'\n"}):
+        assert value_of("overlaid_two") == "patch"
+    assert not cache.exists()
+    assert value_of("overlaid_two") == "disk"
+    (compiled,) = cache.iterdir()
+    was = compiled.read_bytes()
+    with overlaid({path: b"VALUE = 'patch'\n"}):
+        assert value_of("overlaid_two") == "patch"
+    assert compiled.read_bytes() == was
+
+
+def test_lines_are_those_of_the_patch(folder: Path) -> None:
+    path = folder / "overlaid_two.py"
+    with overlaid({path: b"\n\ndef fail():\n    raise ArithmeticError  # the patch\n"}):
+        module = importlib.import_module("overlaid_two")
+        assert inspect.getsource(module.fail).startswith("def fail():")
+        with pytest.raises(ArithmeticError) as caught:
+            module.fail()
+        assert "# the patch" in "".join(traceback.format_exception(caught.value))
+        assert source_of((str(path), 4, "fail")).text == "raise ArithmeticError  # the patch"
+    assert source_of((str(path), 1, "")).text == "VALUE = 'disk'"
+    assert source_of((str(path), 4, "")).text == ""
+
+
+def test_a_syntax_error_names_the_patched_line(folder: Path) -> None:
+    with overlaid({folder / "overlaid_two.py": b"VALUE = (\n"}), pytest.raises(SyntaxError) as caught:
+        importlib.import_module("overlaid_two")
+    assert caught.value.filename == str(folder / "overlaid_two.py")
+
+
+def test_modules_imported_before_are_set_aside_and_put_back(folder: Path) -> None:
+    whole, inner = importlib.import_module("overlaid_package"), sys.modules["overlaid_package.inner"]
+    with overlaid({folder / "overlaid_package" / "inner.py": b"VALUE = 'patch'\n"}):
+        assert value_of("overlaid_package") == "patch"
+    assert sys.modules["overlaid_package"] is whole
+    assert sys.modules["overlaid_package.inner"] is inner
+    assert whole.VALUE == "disk"
+
+
+def test_nothing_is_left_after_an_error(folder: Path) -> None:
+    path = folder / "overlaid_two.py"
+    finders, methods = list(sys.meta_path), (SourceFileLoader.get_code, SourceFileLoader.get_data)
+    own = {name for name in ("get_code", "get_data") if name in vars(SourceFileLoader)}
+
+    def fail() -> None:
+        with overlaid({path: b"VALUE = 'patch'\n"}):
+            importlib.import_module("overlaid_two")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert sys.meta_path == finders
+    assert (SourceFileLoader.get_code, SourceFileLoader.get_data) == methods
+    assert {name for name in ("get_code", "get_data") if name in vars(SourceFileLoader)} == own
+    assert str(path) not in linecache.cache
+    assert value_of("overlaid_two") == "disk"

@@ -1,0 +1,228 @@
+"""Proofs of patches written by hand: a good one passes, and each way of being wrong fails in a step that says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.config import load_config
+from ampdbg.experiments import Proof
+from ampdbg.remedy import proof as proof_module
+from ampdbg.remedy.saved_steps import Uncarried
+from ampdbg.training.run import prepared
+from tests.commands.program import ROOT
+from tests.proof.overflowing import CONFIG, GOOD, IN_FP32, NET, OVERFLOWS, failing_steps, proven, step_of, written
+
+TITLE = "line 15 of net.py"
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started: what is tested is what the experiments say, and a process takes seconds to start."""
+
+    def refuse(steps: object, path: Path) -> None:
+        raise Uncarried("the test does not want it")
+
+    monkeypatch.setattr(proof_module, "save_steps", refuse)
+
+
+def failed(proof: Proof) -> list[str]:
+    return [step.name for step in proof.steps if not step.passed]
+
+
+def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # The overflow is in a sibling with CRLF and Latin-1; the files print, read stdin and say where they run.
+    scaling = (
+        "# -*- coding: latin-1 -*-\r\nimport torch\r\n\r\n\r\ndef large(x):  # größer\r\n"
+        "    return (300 * x) @ (300 * torch.eye(8))\r\n"
+    )
+    cured = scaling.replace(
+        "    return (300 * x)",
+        "    with torch.autocast(x.device.type, enabled=False):\r\n        return (300 * x.float())",
+    )
+    net = NET.replace(OVERFLOWS, "        large = scaling.large(x)\n").replace(
+        "import torch\n",
+        "import os\nimport torch\nimport scaling\nprint('not for the patch')\n"
+        "with open('processes', 'a') as file:\n    print(os.getpid(), file=file)\n",
+        1,
+    )
+    config = written(tmp_path, {"net.py": net})
+    path = tmp_path / "scaling.py"
+    path.write_bytes(scaling.encode("latin-1"))
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        stages: list[str] = []
+        failing = failing_steps(config)
+        capfd.readouterr()
+        patch, without = {path: cured.encode("latin-1")}, {"line 6 of scaling.py": {path: scaling.encode("latin-1")}}
+        proof = proven(config, patch, without, failing=failing, stages=stages)
+    finally:
+        os.chdir(here)
+
+    assert proof.passed, proof
+    assert [step.name for step in proof.steps] == [
+        "the patched code",
+        "the failing step (0)",
+        "the model's function",
+        "without line 6 of scaling.py",
+        "further batches",
+        "training 8 steps",
+        "its losses",
+        "time and memory of a step",
+    ]
+    assert step_of(proof, "the failing step (0)").detail.startswith("healthy; loss 1.4873, 1.4872 in FP32")
+    assert "loss NaN: aten.mm.default (line 6)" in step_of(proof, "without line 6 of scaling.py").detail
+    assert step_of(proof, "further batches").detail == "3 of 3 healthy"
+    assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1024, 0 skipped steps, 8 without the patch"
+    assert proof.figures["loss_scale_patched"] == 1024
+    assert proof.figures["loss_difference"] < 1e-3
+    assert stages[0] == "building the workload with the patch"
+    assert "8 steps without the patch" in stages
+    assert capfd.readouterr() == ("", "")
+    assert path.read_bytes() == scaling.encode("latin-1")
+    # The two experiments, and the run that failed.
+    assert len(set((tmp_path / "processes").read_text().split())) == 3
+
+
+def test_a_patch_that_breaks_the_import_is_a_failed_step(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    proof = proven(config, {tmp_path / "net.py": GOOD.replace("class Net(", "class Net(oops.").encode()})
+    assert not proof.passed
+    (step,) = proof.steps
+    assert step.name == "the patched code"
+    assert "net.py" in step.detail
+    assert "NameError: name 'oops' is not defined" in step.detail
+
+
+def test_a_batch_that_cannot_be_pickled_is_proven_in_this_process(tmp_path: Path) -> None:
+    kept = (
+        "\n\ndef step(model, batch):\n    return loss(model(batch['x']), batch['y'])\n\n\n"
+        "def unpicklable():\n    return [{'x': x, 'y': y, 'augment': lambda: None} for x, y in batches()]\n"
+    )
+    config = written(
+        tmp_path,
+        {"net.py": NET + kept},
+        CONFIG.replace("net.py:batches", "net.py:unpicklable") + "step: {target: net.py:step}\n",
+    )
+    path = tmp_path / "net.py"
+    proof = proven(config, {path: (GOOD + kept).encode()}, {TITLE: {path: path.read_bytes()}})
+    assert proof.passed, proof
+    assert proof.steps[0].name == "a fresh process"
+    assert "lambda" in proof.steps[0].detail
+    assert proof.steps[0].detail.endswith("proven in this one")
+    assert step_of(proof, f"without {TITLE}").passed
+    with prepared(config) as run, torch.autocast("cpu", dtype=torch.float16):
+        assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "the patch is left behind"
+
+
+UNCURED = GOOD.replace("enabled=False", "enabled=True")
+OTHER_FUNCTION = GOOD.replace("large / GAIN**2", "1.01 * large / GAIN**2").replace(
+    "F.layer_norm", "0.99 * F.layer_norm"
+)
+DETACHED = GOOD.replace("return self.after(x)", "return self.after(x) - (self.after(x) - self.after(x.detach()))")
+RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)\n        self.before, self.after =")
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("patch", "name", "detail"),
+    [
+        (UNCURED, "the failing step (0)", "loss NaN: aten.mm.default (line 16)"),
+        (OTHER_FUNCTION, "the model's function", "changed: in FP32 the loss of step 0 is"),
+        (DETACHED, "the model's function", "changed: in FP32 the gradients' norm of step 0 is"),
+        (RENAMED, "the patched code", "other parameters than the failing step"),
+    ],
+    ids=["does not cure", "changes the loss", "changes the gradients", "changes the weights"],
+)
+def test_a_wrong_patch_fails_where_it_is_wrong(patch: str, name: str, detail: str, tmp_path: Path) -> None:
+    config = written(tmp_path)
+    proof = proven(config, {tmp_path / "net.py": patch.encode()})
+    assert not proof.passed
+    assert name in failed(proof)
+    assert detail in step_of(proof, name).detail
+    assert (tmp_path / "net.py").read_text() == NET
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
+    config, path = written(tmp_path), tmp_path / "net.py"
+    more = GOOD.replace(
+        "        return self.after(x)\n",
+        "        with torch.autocast(x.device.type, enabled=False):\n            return self.after(x.float())\n",
+    )
+    without = {
+        TITLE: {path: more.replace(IN_FP32, OVERFLOWS).encode()},
+        "line 17 of net.py": {path: GOOD.encode()},
+    }
+    proof = proven(config, {path: more.encode()}, without)
+    assert not proof.passed
+    assert failed(proof) == ["without line 17 of net.py"]
+    assert step_of(proof, "without line 17 of net.py").detail.startswith("not needed: healthy; loss 1.48")
+    assert step_of(proof, f"without {TITLE}").passed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
+    config = written(tmp_path, {"unused.py": "X = 1\n"})
+    proof = proven(config, {tmp_path / "net.py": GOOD.encode(), tmp_path / "unused.py": b"X = 2\n"})
+    assert proof.steps[-1].detail == "the run does not import unused.py"
+    assert not proof.passed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_new_file_beside_is_imported(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    wrapped = "def fp32(x):\n    return x.float()\n"
+    net = "from ampdbg_pins import fp32\n" + GOOD.replace("x.float()", "fp32(x)")
+    proof = proven(config, {tmp_path / "net.py": net.encode(), tmp_path / "ampdbg_pins.py": wrapped.encode()})
+    assert proof.passed, proof
+    assert step_of(proof, "without the patch").passed
+    assert not (tmp_path / "ampdbg_pins.py").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_patch_that_holds_on_one_batch_only_fails(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    first = float(failing[0].snapshot.batches[0][0][0, 0])
+    first_only = GOOD.replace("enabled=False", "enabled=not is_first").replace(
+        "        x = self.before(x)\n", f"        is_first = float(x[0, 0]) == {first!r}\n        x = self.before(x)\n"
+    )
+    proof = proven(config, {tmp_path / "net.py": first_only.encode()}, failing=failing)
+    assert failed(proof)[0] == "further batches"
+    assert step_of(proof, "further batches").detail.startswith("0 of 3 healthy; loss NaN")
+    assert not step_of(proof, "training 8 steps").passed
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    with prepared(config) as run:
+        before = run.workload.losses(next(run.workload.batches()))
+        assert proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing).passed
+        with torch.autocast("cpu", dtype=torch.float16):
+            after = run.workload.losses(next(run.workload.batches()))
+    assert torch.isfinite(before["loss"])
+    assert torch.isnan(after["loss"])
+
+
+@pytest.mark.slow
+def test_the_camera_is_proven_over_200_steps(tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "camera.yaml")
+    path = (ROOT / "configs" / "camera.py").absolute()
+    whole = path.read_bytes()
+    camera = b"        camera = self.intrinsics @ self.extrinsics\n"
+    block = b"        with torch.autocast(world.device.type, enabled=False):\n    " + camera
+    rest = whole.replace(camera, block).replace(
+        b"        pixels = homogeneous @ camera.T\n        return pixels[:, :2] / pixels[:, 2:]\n",
+        b"        with torch.autocast(world.device.type, enabled=False):\n"
+        b"            pixels = homogeneous.float() @ camera.T\n"
+        b"            return pixels[:, :2] / pixels[:, 2:]\n",
+    )
+    proof = proven(config, {path: rest}, {"the projection": {path: whole}}, train_steps=200)
+    assert proof.passed, proof

@@ -1,0 +1,133 @@
+"""The process of an experiment: what it says is passed on, and however it ends the other side gets an answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config import Config
+from ampdbg.remedy import proof_process
+from ampdbg.remedy.proof_jobs import Job, Seen
+from ampdbg.remedy.proof_process import in_fresh_process
+from ampdbg.remedy.proof_runs import OnStage
+from ampdbg.remedy.saved_steps import Uncarried
+from tests.proof.overflowing import written
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return written(tmp_path)
+
+
+def run(
+    config: Config,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
+    on_stage: OnStage = lambda stage: None,
+    stalled: float = 60.0,
+) -> Seen:
+    """A job whose process runs ``program`` and not a proof: it starts at once."""
+    monkeypatch.setattr(proof_process, "_START", program)
+    return in_fresh_process(Job("dropped", config, {}, (False,), False), Path("steps"), on_stage, stalled)
+
+
+def result(seen: Seen) -> str:
+    """A program that writes the result."""
+    return f"import sys; open(sys.argv[2], 'w').write({seen.model_dump_json()!r}); "
+
+
+def test_stages_are_passed_on_and_signs_of_life_are_not(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    program = result(Seen()) + "print('one'); print(); print('two')"
+    assert run(config, program, monkeypatch, stages.append) == Seen()
+    assert stages == ["one", "two"]
+
+
+def test_a_result_with_nan_arrives(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen.model_validate({"runs": {"patched": {"losses": [float("nan"), float("inf"), 0.5]}}})
+    assert repr(run(config, result(seen), monkeypatch)) == repr(seen)
+
+
+def test_steps_that_do_not_arrive_are_a_signal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Uncarried, match="no module named net"):
+        run(config, result(Seen(uncarried="no module named net")), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("import os; os._exit(3)", "its process ended with exit code 3"),
+        ("import sys; sys.exit('no more memory')", "its process ended with exit code 1: no more memory"),
+        ("input()", "its process ended with exit code 1: EOFError: EOF when reading a line"),
+        pytest.param(
+            "import os; os.abort()",
+            "its process ended by a signal: Aborted",
+            marks=pytest.mark.skipif(os.name == "nt", reason="Windows has no signals"),
+        ),
+    ],
+    ids=["exits", "exits with a message", "reads stdin", "crashes"],
+)
+def test_a_process_that_ends_without_a_result_says_how(
+    program: str, failure: str, config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(config, program, monkeypatch) == Seen(failure=failure)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_process_that_hangs_is_ended(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    program = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); print('', flush=True); time.sleep(60)"
+    seen = run(config, program, monkeypatch, stalled=2.0)
+    assert seen == Seen(failure="its process hangs: no sign of life for 2 seconds")
+    assert not is_alive(int(pid.read_text()))
+
+
+def test_a_result_counts_although_threads_are_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_process, "ENDING", 0.2)
+    program = result(Seen(unused=("a.py",))) + "import os, time; os.close(1); time.sleep(60)"
+    assert run(config, program, monkeypatch) == Seen(unused=("a.py",))
+
+
+def test_an_interrupt_ends_the_process_and_its_workers(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = (
+        "import os, subprocess, sys, time; "
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(os.getpid(), worker.pid, flush=True); time.sleep(60)"
+    )
+    started: list[str] = []
+
+    def interrupt(stage: str) -> None:
+        started.extend(stage.split())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, program, monkeypatch, interrupt)
+    assert not is_alive(int(started[0]))
+    if os.name != "nt":
+        assert not is_alive(int(started[1]))
+
+
+def test_where_no_process_can_be_started_it_is_a_signal(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(Uncarried, match="no process can be started"):
+        run(config, "", monkeypatch)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process still runs, after a moment to end in."""
+    for _ in range(20):
+        state = Path(f"/proc/{pid}/stat")
+        if state.parent.parent.exists() and (not state.exists() or state.read_text().split()[2] == "Z"):
+            return False
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        time.sleep(0.1)
+    return True

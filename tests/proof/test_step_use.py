@@ -1,0 +1,51 @@
+"""What a step takes: the bytes that autograd keeps are counted by memory, in half and in FP32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.remedy.step_use import StepUse, step_use
+from ampdbg.training.run import prepared
+from tests.proof.overflowing import NET, failing_steps, written
+
+LINEAR = (
+    NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)")
+    .replace("        x = F.layer_norm(large / GAIN**2, (8,))\n", "")
+    .replace("        large = (GAIN * x) @ (GAIN * torch.eye(8))\n", "        x = x * float('inf')\n")
+)
+
+
+def used(folder: Path, *, in_fp32: bool = False) -> StepUse | None:
+    config = written(folder, {"net.py": LINEAR})
+    (step,) = failing_steps(config)
+    with prepared(config) as run:
+        return step_use(run, step, in_fp32=in_fp32)
+
+
+@pytest.mark.parametrize(
+    ("in_fp32", "item"),
+    [
+        # Both inputs and a copy of the second weight, which is what the gradient of its input needs.
+        (False, 2 * 2 * 16 * 8 + 2 * 8 * 8),
+        (True, 4 * 2 * 16 * 8),
+    ],
+    ids=["half", "FP32"],
+)
+def test_bytes_kept_for_the_backward_pass(in_fp32: bool, item: int, tmp_path: Path) -> None:
+    use = used(tmp_path, in_fp32=in_fp32)
+    assert use is not None
+    # The loss keeps its two operands in FP32.
+    assert use.saved_bytes == item + 2 * 4 * 16 * 8
+    assert use.seconds > 0
+    assert use.peak_bytes is None or torch.cuda.is_available()
+
+
+def test_a_step_that_raises_is_not_measured(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    (step,) = failing_steps(config)
+    (tmp_path / "net.py").write_text(NET.replace("return self.after(x)", "raise RuntimeError"))
+    with prepared(config) as run:
+        assert step_use(run, step) is None
