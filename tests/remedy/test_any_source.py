@@ -1,0 +1,143 @@
+"""Any file that LibCST can parse: what an edit leaves alone is kept, and undoing it gives the old bytes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path, PurePosixPath
+
+import libcst as cst
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampdbg.remedy.diffs import unified_diff
+from ampdbg.remedy.edits import StatementPin, edit_source
+from ampdbg.remedy.source_text import EditError, SourceText, read_source
+
+STANDARD_LIBRARY = Path(os.__file__).parent
+EVERY = 16
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+def corpus() -> list[Path]:
+    """One in sixteen of the standard library's own modules, packages included, tests of broken syntax left out."""
+    files = sorted(STANDARD_LIBRARY.glob("*.py")) + sorted(STANDARD_LIBRARY.glob("[a-z]*/*.py"))
+    kept = (file for file in files if not {"site-packages", "test", "lib2to3"} & set(file.parts))
+    return [file for file in kept if file.stat().st_size][::EVERY]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(STANDARD_LIBRARY).as_posix()
+
+
+@pytest.mark.parametrize("file", corpus(), ids=name_of)
+def test_all_but_the_edit_is_kept(file: Path) -> None:
+    """A line put in front of the last statement is the only one that differs."""
+    source = file.read_bytes()
+    text = read_source(source)
+    assert text.with_module(text.module) == source
+    line = cst.SimpleStatementLine([cst.Expr(cst.SimpleString("'here'"))])
+    body = text.module.body
+    edited = text.with_module(text.module.with_changes(body=[*body[:-1], line, *body[-1:]]))
+    before, here, after = edited.partition(b"'here'" + text.module.default_newline.encode())
+    assert here
+    assert before + after == source
+
+
+@pytest.mark.parametrize("file", corpus(), ids=name_of)
+def test_any_operations_can_be_pinned(file: Path) -> None:
+    """The edits parse, and every line is edited or refused."""
+    source = file.read_bytes()
+    lines = sorted({node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp)})
+    pins = [StatementPin("", (line,)) for line in lines[:: max(1, len(lines) // 4)]]
+    edited = edit_source(source, pins)
+    ast.parse(edited.source)
+    assert edited.changed == (edited.source != source)
+    assert edited.changed or len(edited.refused) >= len({pin.lines for pin in pins})
+
+
+STATEMENTS = st.sampled_from(
+    [
+        "y = x @ x",
+        "y = x + self.f(x)  # residual",
+        "x += y * 2",
+        "if x: y = x @ y",
+        "y = [q @ q for q in x]; z = 1",
+        "y = self.g(x * y, key=lambda t: t)",
+        "\x0c",
+        "",
+        "# Kommentar: größer",
+        "y = (x\n         @ y)",
+        "y = x @ \\\n        y",
+        "for y in x @ x:\n        x = y * y",
+        "z = '''\n  x @ y\n'''",
+        "return x * y",
+    ]
+)
+FILES = st.builds(
+    lambda statements, indent, end, bom, last: (
+        ("def f(self, x, y):\n" + "".join(f"    {line}\n" if line.strip() else f"{line}\n" for line in statements))
+        .replace("    ", indent)
+        .replace("\n", end)
+        .removesuffix(end)
+        .encode(bom)
+        + last.replace("\n", end).encode()
+    ),
+    st.lists(STATEMENTS, min_size=1, max_size=8).map(lambda lines: [*lines, "pass"]),
+    st.sampled_from(["    ", "\t", "  "]),
+    st.sampled_from(["\n", "\r\n"]),
+    st.sampled_from(["utf-8", "utf-8-sig"]),
+    st.sampled_from(["", "\n", "\n\n# the end"]),
+)
+
+
+def pinned(source: bytes, traced: bool) -> bytes:
+    names = ("x", "y", "q") if traced else ()
+    lines = source.decode("utf-8-sig").count("\n") + 1
+    return edit_source(source, [StatementPin("f", (line,), names) for line in range(1, lines + 1)]).source
+
+
+@settings(max_examples=50)
+@given(source=FILES, traced=st.booleans())
+def test_edits_of_made_up_files_parse_and_keep_what_they_do_not_touch(source: bytes, traced: bool) -> None:
+    read_source(source)
+    edited = pinned(source, traced)
+    ast.parse(edited)
+    assert edited.startswith(b"\xef\xbb\xbf") == source.startswith(b"\xef\xbb\xbf")
+    assert b"\r\n" in source or b"\r" not in edited
+    for kept in ("# Kommentar: größer".encode(), b"\x0c", b"# residual", b"# the end", b"'''"):
+        assert edited.count(kept) == source.count(kept)
+
+
+@needs_git
+@settings(max_examples=25)
+@given(source=FILES, traced=st.booleans())
+def test_an_edit_applied_by_git_and_undone_gives_the_old_bytes(source: bytes, traced: bool) -> None:
+    edited = pinned(source, traced)
+    diff = unified_diff(PurePosixPath("m.py"), source, edited)
+    if not diff:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "m.py")
+        for options, before, after in (((), source, edited), (("-R",), edited, source)):
+            file.write_bytes(before)
+            command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
+            subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
+            assert file.read_bytes() == after
+
+
+@pytest.mark.parametrize("source", [b"x = 1\ry = x @ x\r", b"x = 1\r\n\x0cy = 2\r\n", b"", b"\n", b"# only a comment"])
+def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
+    text = read_source(source)
+    assert text.with_module(text.module) == source
+
+
+def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
+    text = SourceText("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"))
+    with pytest.raises(EditError, match="line endings cannot be kept"):
+        text.with_module(cst.parse_module("y = 1\n"))
