@@ -10,7 +10,7 @@ import libcst as cst
 
 from .expressions import bare, code_of, find, names_read, walk
 from .modes import Mode, Modes
-from .new_names import first_name, name_for, unused
+from .new_names import UPDATE, first_name, name_for, unused
 from .source_text import EditError
 
 VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
@@ -189,7 +189,7 @@ def _out_of_order(visited: list[_Visited]) -> set[int]:
 
 def _with_old_name(apart: Apart, modes: Modes) -> Apart:
     """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
-    if not apart.steps:
+    if not apart.steps or apart.steps[-1].name == UPDATE:
         return apart
     *before, last = apart.steps
     name = _name_to_reuse(apart.rest, last, modes)

@@ -279,3 +279,20 @@ def test_random_numbers_are_drawn_in_the_order_that_they_were() -> None:
 def test_no_pins_no_change() -> None:
     source = b"x = 1\r\n\ty = (\n"
     assert edit_source(source, []).source == source
+
+
+def test_the_name_of_what_is_added_says_so() -> None:
+    source = b"import torch\ndef f(self, x):\n    y = x + self.drop(x)\n    return y\n"
+    edited = edit_source(source, [StatementPin("f", (3,), ("x",))]).source
+    assert b"    update = self.drop(x)\n" in edited
+    assert b"        y = x.float() + update.float()\n" in edited
+
+
+@pytest.mark.parametrize("name", ["einsum_chain", "residual_add", "whole_forward"])
+def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str) -> None:
+    namespace: dict[str, Any] = {"__name__": "fixture"}
+    exec(compile((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"), name, "exec"), namespace)
+    function, inputs = namespace["example"]()
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        torch.testing.assert_close(compiled(*inputs), function(*inputs))
