@@ -53,8 +53,8 @@ def _place(finding: Finding) -> str:
 
 def _overflow(finding: Finding, record: Record) -> Iterator[str]:
     text = finding.source.text if finding.source else ""
-    if PRODUCTS.search(finding.op) and (SCALED.search(text) or "aten.bmm" in finding.op):
-        yield f"scale before the product, where it is scaled: (q * s) @ k in place of (q @ k) * s ({SAME})"
+    if PRODUCTS.search(finding.op) and SCALED.search(text):
+        yield f"scale before the product: (q * s) @ k in place of (q @ k) * s ({SAME})"
     if SUMS.search(finding.op):
         yield f"add up in FP32: sum(..., dtype=torch.float32) ({SAME})"
     if finding.phase == "backward" and (".sum(" in text or "reduction='sum'" in text.replace('"', "'")):

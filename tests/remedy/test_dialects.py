@@ -1,0 +1,204 @@
+"""A suggestion as text: what git and patch make of the diff, what Python makes of the module, what JSON holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.remedy.dialects import as_json, base_folder, diff, module
+from ampdbg.remedy.patch import FileEdit
+from ampdbg.remedy.suggestion import Suggestion
+from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")
+
+
+def run(folder: Path, *command: str, text: bytes = b"") -> str:
+    done = subprocess.run(command, cwd=folder, input=text, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.decode()
+
+
+def content(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / "model.py").read_bytes(), (folder / "parts" / "train.py").read_bytes()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path.resolve() / "repository"
+    folder.mkdir()
+    run(folder, "git", "init", "-q")
+    return folder
+
+
+HEAD = """\
+# Keeps in FP32 under autocast: blocks.2.attn, blocks.3:own.
+#   - line 2 of model.py
+#   - line 2 of train.py
+# Proven by ampdbg 0.1.0 (torch 2.6.0, cpu, CUDA's autocast emulated):
+#   - the failing step (3): healthy; loss 2.3101, 2.3102 in FP32
+#   - without line 2 of model.py: step 3 fails: loss NaN
+diff --git a/model.py b/model.py
+"""
+
+
+def test_the_proof_stands_above_the_diff(tmp_path: Path) -> None:
+    assert diff(suggestion(tmp_path), tmp_path.resolve()).decode().startswith(HEAD)
+
+
+def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
+    found = suggestion(tmp_path, record=replace(proven(), verification=None))
+    lines = diff(found, tmp_path.resolve()).decode().splitlines()
+    assert "# Not proven: --no-verify was given, and nothing was run with this patch." in lines
+    assert not any("Proven by" in line for line in lines)
+
+
+def test_many_pins_are_counted(tmp_path: Path) -> None:
+    found = replace(suggestion(tmp_path), names=tuple(f"blocks.{n}.attn" for n in range(12)))
+    first = diff(found, tmp_path.resolve()).decode().splitlines()[0]
+    assert first == "# Keeps in FP32 under autocast: 12 modules, blocks.0.attn to blocks.11.attn."
+
+
+@needs_git
+def test_git_applies_it_and_takes_it_back(repository: Path) -> None:
+    found = suggestion(repository / "project")
+    assert found.patch is not None
+    base, is_git = base_folder(found.patch.edits, repository / "project" / "parts")
+    assert (base, is_git) == (repository, True)
+    text = diff(found, base)
+    run(repository, "git", "apply", text=text)
+    assert content(repository / "project") == (AFTER, AFTER)
+    run(repository, "git", "apply", "-R", text=text)
+    assert content(repository / "project") == (BEFORE, BEFORE)
+
+
+@needs_git
+def test_git_applies_it_from_a_folder_below_the_root(repository: Path) -> None:
+    found = suggestion(repository / "project")
+    run(repository / "project", "git", "apply", text=diff(found, repository))
+    assert content(repository / "project") == (AFTER, AFTER)
+
+
+@needs_git
+def test_git_applies_it_outside_of_a_repository(tmp_path: Path) -> None:
+    found = suggestion(tmp_path.resolve())
+    assert found.patch is not None
+    base, is_git = base_folder(found.patch.edits, tmp_path)
+    assert (base, is_git) == (tmp_path.resolve(), False)
+    run(tmp_path, "git", "apply", text=diff(found, base))
+    assert content(tmp_path) == (AFTER, AFTER)
+
+
+@needs_patch
+def test_patch_applies_it_and_takes_it_back(tmp_path: Path) -> None:
+    text = diff(suggestion(tmp_path), tmp_path.resolve())
+    run(tmp_path, "patch", "-p1", text=text)
+    assert content(tmp_path) == (AFTER, AFTER)
+    run(tmp_path, "patch", "-p1", "-R", text=text)
+    assert content(tmp_path) == (BEFORE, BEFORE)
+
+
+HARD = {
+    "CRLF": (b"a = 1\r\nb = 2\r\n", b"a = 1\r\nb = 3\r\n"),
+    "latin-1": (b"# -*- coding: latin-1 -*-\nname = 'M\xfcller'\n", b"# -*- coding: latin-1 -*-\nname = 'M\xfcnch'\n"),
+    "no newline at the end": (b"a = 1", b"a = 2"),
+    "a line like a header": (b"x = 1\n-- a/model.py\n", b"x = 2\n-- a/model.py\n"),
+}
+
+
+@needs_git
+@pytest.mark.parametrize("name", HARD)
+def test_every_byte_is_kept(name: str, tmp_path: Path) -> None:
+    before, after = HARD[name]
+    file = tmp_path.resolve() / "model.py"
+    file.write_bytes(before)
+    found = replace(suggestion(tmp_path), patch=patch_of(FileEdit(file, before, after)))
+    file.write_bytes(before)
+    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    assert file.read_bytes() == after
+
+
+@needs_git
+def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    proof = proven().verification
+    assert proof is not None
+    odd = replace(proof.steps[0], detail="line\n--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-def\ndiff --git a/x b/x")
+    found = replace(found, record=replace(proven(), verification=replace(proof, steps=(odd,))))
+    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    assert content(tmp_path) == (AFTER, AFTER)
+
+
+@needs_git
+def test_a_new_file_is_made(tmp_path: Path) -> None:
+    new = tmp_path.resolve() / "pins.py"
+    found = replace(suggestion(tmp_path), patch=patch_of(FileEdit(new, None, b"import torch\n")))
+    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    assert new.read_bytes() == b"import torch\n"
+
+
+def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path: Path) -> None:
+    found = suggestion(tmp_path / "source")
+    (tmp_path / "configs").mkdir()
+    assert found.patch is not None
+    assert base_folder(found.patch.edits, tmp_path / "configs") == (tmp_path.resolve(), False)
+    assert b"--- a/source/model.py" in diff(found, tmp_path.resolve())
+
+
+# The other forms
+
+
+class Net(nn.Module):
+    """Two blocks that the hand-made pins name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential() for _ in range(4))
+        self.blocks[2].add_module("attn", nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](x)
+
+
+def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
+    text = module(suggestion(tmp_path)).decode()
+    assert text.startswith("# Keeps in FP32 under autocast: blocks.2.attn, blocks.3:own.\n# Found by experiment: ")
+    scope: dict[str, object] = {}
+    exec(compile(text, "ampdbg_pins.py", "exec"), scope)  # as an import would
+    pin = scope["pin_fp32"]
+    assert callable(pin)
+    net = Net()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert net(torch.ones(1, 2)).dtype is torch.bfloat16
+        assert pin(net)(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    data = json.loads(as_json(found, tmp_path.resolve()))
+    assert (data["format"], data["version"], data["names"]) == ("ampdbg.patch", 1, ["blocks.2.attn", "blocks.3:own"])
+    assert [pin["module"] for pin in data["pins"]] == ["blocks.2.attn", "blocks.3"]
+    assert [file["path"] for file in data["files"]] == ["model.py", "parts/train.py"]
+    assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"]}
+    assert data["proof"]["passed"] is True
+    assert data["notes"] == list(found.notes)
+
+
+@needs_git
+@pytest.mark.parametrize("name", HARD)
+def test_the_diffs_in_json_are_exact(name: str, tmp_path: Path) -> None:
+    before, after = HARD[name]
+    file = tmp_path.resolve() / "model.py"
+    found: Suggestion = replace(suggestion(tmp_path), patch=patch_of(FileEdit(file, before, after)))
+    file.write_bytes(before)
+    (entry,) = json.loads(as_json(found, tmp_path.resolve()))["files"]
+    run(tmp_path, "git", "apply", text=entry["diff"].encode(entry["encoding"]))
+    assert file.read_bytes() == after
