@@ -23,15 +23,41 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float = 1.0) -> tor
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    # Thousands of small gradients are not rare: what is spent on each of them here adds up to part of a step.
-    values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in _gradients(optimizer)]
-    present = [value for value in values if value is not None and value.numel()]
-    if not present:
-        return None
-    norm = _norm(present)
-    if norm.device.type == "cpu" and torch.isinf(norm):
-        norm = _norm([value.double() for value in present]).float()
+    gradients = [
+        gradient
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (gradient := parameter.grad) is not None
+    ]
+    norm = _norm_of_plain(gradients)
+    if norm is None:
+        values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in gradients]
+        present = [value for value in values if value is not None and value.numel()]
+        if not present:
+            return None
+        norm = _norm(present)
+        if norm.device.type == "cpu" and torch.isinf(norm):
+            norm = _norm([value.double() for value in present]).float()
     return norm / divisor
+
+
+def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+    """The norm of ordinary float32 gradients in main memory; None where some are not, or the sum overflows.
+
+    Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
+    """
+    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
+    large = [gradient for gradient in gradients if gradient.numel() > SMALL] if len(small) < len(gradients) else []
+    try:
+        parts = [_flatten_dense_tensors(small), *large] if small else large
+    except (RuntimeError, TypeError):  # sparse ones, or several devices
+        return None
+    if not parts or not all(_is_plain(part) and part.device.type == "cpu" for part in parts):
+        return None
+    flat = [part.reshape(-1) for part in parts]
+    # On a CPU a dot product takes half the time of a norm.
+    squares = torch.stack([torch.dot(part, part).double() for part in flat]).sum()
+    return None if torch.isinf(squares) else squares.sqrt().float()
 
 
 def nonfinite_groups(
@@ -65,13 +91,6 @@ def _overflowed(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) ->
             yield ParameterCounts(name, inf, nan, parameter.numel())
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield parameter.grad
-
-
 def _is_plain(gradient: torch.Tensor) -> bool:
     return gradient.dtype is torch.float32 and gradient.layout is torch.strided and not gradient.is_meta
 
@@ -86,9 +105,6 @@ def _norm(values: list[torch.Tensor]) -> torch.Tensor:
             parts.append(value)
     parts += [_flatten_dense_tensors(alike) for alike in small.values()]
     flat = [part.reshape(-1).float() if part.dtype.itemsize < 4 else part.reshape(-1) for part in parts]
-    if all(part.device.type == "cpu" for part in flat):
-        # On a CPU a dot product takes half the time of a norm.
-        return torch.stack([torch.dot(part, part).double() for part in flat]).sum().sqrt().float()
     norms = torch._foreach_norm(flat)
     on_one_device = [norm.to(flat[0].device, norms[0].dtype) for norm in norms]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_one_device))
