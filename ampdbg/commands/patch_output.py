@@ -117,9 +117,9 @@ def _other_format(found: Suggestion, output: Output, given: str) -> tuple[str, s
 
 
 def _apply(output: Output, file: str, given: str) -> tuple[str, str]:
-    if output.is_git:
-        return "the patch, where it is not applied yet", f"git apply {file}"
-    return "the patch, where it is not applied yet", f"patch -p1 -d {shlex.quote(str(output.base))} < {file}"
+    elsewhere = "" if output.base == Path.cwd().resolve() else f" -d {shlex.quote(str(output.base))}"
+    command = f"git apply {file}" if output.is_git else f"patch -p1{elsewhere} < {file}"
+    return "the patch, where it is not applied yet", command
 
 
 HANDED_OVER: Mapping[PatchFormat, Callable[[Output, str, str], tuple[str, str]]] = {

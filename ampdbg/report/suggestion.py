@@ -14,7 +14,7 @@ from ampdbg.record import Record
 
 from .bisection import render_bisection
 from .drawing import draw
-from .layout import indented, title, verbatim
+from .layout import INDENT, indented, title, verbatim
 from .pin_text import cost_text, set_text
 from .quantities import counted
 from .text import environment_facts, named_from, source_from
@@ -139,4 +139,4 @@ def _summary(record: Record, step: NextStep | None, record_path: str) -> Iterato
         yield verbatim(f"Record: {record_path}", "dim")
     if step is not None:
         yield Text.assemble(("Next: ", "bold"), step.why)
-        yield indented(verbatim(step.command, "bold cyan"))
+        yield verbatim(" " * INDENT + step.command, "bold cyan")  # padding would cut it at the edge

@@ -1,0 +1,384 @@
+"""``ampdbg suggest-fp32``: what goes to stdout, what to stderr, its exit codes, and the whole way to a patched file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ampdbg
+from ampdbg.config import Config, load_config
+from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
+from ampdbg.record import Record, read_record, write_record
+from ampdbg.remedy import suggestion as suggestions
+from ampdbg.remedy.suggestion import Suggestion
+from tests.commands.program import Here, imported_by, start
+from tests.remedy.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
+from tests.report.bisections import found, fp32_fails, no_pin_helps, not_in_a_module, nothing_to_pin, search_interrupted
+
+CONFIG = "model: {target: net.py:build_model}\ndata: {target: net.py:build_data}\ntrain: {steps: 3}\n"
+NET = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        scores = h @ h.transpose(0, 1)
+        return self.second(scores[:, :4] / 1e6).float().square().mean()
+
+
+def build_model():
+    torch.manual_seed(0)
+    net = Net()
+    with torch.no_grad():
+        net.first.weight.fill_(100.0)
+    return net
+
+
+def build_data():
+    return [torch.ones(8, 4) + 0.1 * torch.arange(8.0)[:, None]]
+"""
+
+
+@dataclass
+class Faked:
+    """A search and a proof that run nothing: it returns ``found``, and notes what it was called with."""
+
+    found: Suggestion
+    configs: list[Config] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, config: Config, **options: Any) -> Suggestion:
+        self.configs.append(config)
+        self.options = options
+        if "on_stage" in options:
+            options["on_search"](("", "block"))
+            options["on_stage"]("planning the patch")
+        return self.found
+
+
+Fake = Callable[..., Faked]
+
+
+@pytest.fixture
+def fake(here: Here) -> Fake:
+    """Puts a suggestion in the place of the real one: with a patch of model.py, or without for ``record`` alone."""
+    Path("net.py").write_text(NET, encoding="utf-8")
+    Path("config.yaml").write_text(CONFIG, encoding="utf-8")
+
+    def put(record: Record | None = None, **fields: Any) -> Faked:
+        made = suggestion(here.folder) if record is None else without_patch(here.folder, record)
+        faked = Faked(replace(made, **fields))
+        here.monkeypatch.setattr(suggestions, "suggest", faked)
+        return faked
+
+    return put
+
+
+def without_patch(folder: Path, record: Record) -> Suggestion:
+    names = tuple(pin.name for pin in record.pins if pin.source is None)
+    return replace(suggestion(folder, record=record), patch=None, names=names, notes=())
+
+
+def saved(pattern: str) -> Path:
+    (file,) = Path(".ampdbg").glob(pattern)
+    return file
+
+
+# The patch and the report
+
+
+def test_stdout_is_the_patch_and_nothing_else(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml")
+    assert result.code == 0
+    assert result.stdout.startswith("# Keeps in FP32 under autocast: blocks.2.attn, blocks.3:own.\n")
+    assert result.stdout.endswith("+    y = x.float() @ x.float()\n     return y\n")
+    assert saved("*.patch").read_text(encoding="utf-8") == result.stdout
+
+
+def test_stderr_says_what_it_pins_and_why_the_proof_and_what_to_type(here: Here, fake: Fake) -> None:
+    fake()
+    lines = here("suggest-fp32", "config.yaml").stderr
+    assert "✓ 2 places must run in FP32; the patch for them is proven on the failing step." in lines
+    assert "blocks.3:own" in lines
+    assert "without line 2 of model.py" in lines
+    assert "Other remedies\n  model.py:41: scale before the product\n" in lines
+    assert "planning the patch" in lines
+    assert lines.rstrip().endswith(".patch")
+    assert "\n  patch -p1 < .ampdbg/" in lines
+
+
+def test_quiet_says_nothing_beside_a_patch(here: Here, fake: Fake) -> None:
+    fake()
+    assert here("suggest-fp32", "config.yaml", "--quiet").stderr == ""
+
+
+def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
+    faked = fake(record=replace(proven(), verification=None), patch=suggestion(here.folder).patch)
+    result = here("suggest-fp32", "config.yaml", "--no-verify")
+    assert faked.options["verify"] is False
+    assert "# Not proven: --no-verify was given" in result.stdout
+    assert "the patch for them was not proven" in result.stderr
+    assert result.code == 0
+
+
+def test_the_record_is_written_and_json_prints_it(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--quiet", "--json", "--record", "r.json")
+    assert json.loads(result.stdout) == json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert read_record(Path("r.json")).verification == PROOF
+
+
+def test_the_text_goes_to_a_file(here: Here, fake: Fake) -> None:
+    fake()
+    printed = here("suggest-fp32", "config.yaml", "--quiet").stdout
+    result = here("suggest-fp32", "config.yaml", "--output", "fix.patch")
+    assert (result.code, result.stdout) == (0, "")
+    assert Path("fix.patch").read_text(encoding="utf-8") == printed
+    assert result.stderr.rstrip().endswith("< fix.patch")
+
+
+def test_a_file_that_cannot_be_written_is_named(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--output", "no/such/folder.patch")
+    assert result.code == 2
+    assert "error: no/such/folder.patch: cannot be written: No such file or directory" in result.stderr.replace(
+        "\\", "/"
+    )
+
+
+def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
+    after = AFTER.replace(b"y = ", b"# M\xfcller\r\n    y = ")
+    fake(patch=suggestion(here.folder, after=after).patch)
+    assert here("suggest-fp32", "config.yaml", "--quiet").code == 0
+    assert b"+    # M\xfcller\r\n" in saved("*.patch").read_bytes()
+
+
+# The other formats
+
+
+def test_the_module_form(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--format", "module")
+    assert "def pin_fp32(model):" in result.stdout
+    compile(result.stdout, "ampdbg_pins.py", "exec")
+    assert result.stderr.rstrip().endswith("from ampdbg_pins import pin_fp32; pin_fp32(model)")
+
+
+def test_the_yaml_form_is_what_the_config_takes(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--format", "yaml")
+    assert result.stdout == "precision:\n  pins:\n    - blocks.2.attn\n    - blocks.3:own\n"
+    Path("config.yaml").write_text(CONFIG + result.stdout, encoding="utf-8")
+    assert load_config(Path("config.yaml")).precision.pins == ("blocks.2.attn", "blocks.3:own")
+
+
+def test_the_json_form(here: Here, fake: Fake) -> None:
+    fake()
+    data = json.loads(here("suggest-fp32", "config.yaml", "--format", "json", "--quiet").stdout)
+    assert [file["path"] for file in data["files"]] == ["model.py", "parts/train.py"]
+
+
+@pytest.mark.parametrize("form", ["module", "yaml"])
+def test_code_that_cannot_be_edited_can_be_pinned_by_name(form: str, here: Here, fake: Fake) -> None:
+    fake(record=replace(found(), verification=None))
+    result = here("suggest-fp32", "config.yaml")
+    assert (result.code, result.stdout) == (1, "")
+    assert "✗ 2 places must run in FP32, and no code of yours could be edited for them." in result.stderr
+    assert result.stderr.rstrip().endswith("ampdbg suggest-fp32 config.yaml --format module")
+    by_name = here("suggest-fp32", "config.yaml", "--format", form)
+    assert by_name.code == 0
+    assert "blocks.2.attn" in by_name.stdout
+
+
+def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None:
+    fake(record=not_in_a_module())
+    result = here("suggest-fp32", "config.yaml", "--format", "yaml")
+    assert (result.code, result.stdout) == (1, "")
+
+
+# Applying
+
+
+def test_apply_writes_the_files_and_prints_no_patch(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--apply")
+    assert (result.code, result.stdout) == (0, "")
+    assert Path("model.py").read_bytes() == Path("parts/train.py").read_bytes() == AFTER
+    assert result.stderr.rstrip().endswith("ampdbg scan config.yaml")
+
+
+def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    subprocess.run(["git", "init", "-q"], check=True)
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--apply")
+    assert result.code == 2
+    assert "commit it or stash it first, or add --force" in result.stderr
+    assert Path("model.py").read_bytes() == BEFORE
+    assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
+    assert Path("model.py").read_bytes() == AFTER
+
+
+def test_what_was_applied_is_taken_back_by_the_saved_patch(here: Here, fake: Fake) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    fake()
+    here("suggest-fp32", "config.yaml", "--apply")
+    subprocess.run(["git", "apply", "-R", str(saved("*.patch"))], check=True)
+    assert Path("model.py").read_bytes() == BEFORE
+
+
+def test_only_a_diff_can_be_applied(here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", "--apply", "--format", "yaml")
+    assert result.code == 2
+    assert result.stderr == "error: got --apply with --format yaml; --apply writes the files that a diff is of\n"
+
+
+# No patch
+
+
+WITHOUT = {"fp32 fails": fp32_fails, "no pin helps": no_pin_helps}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
+def test_what_no_pin_cures_has_no_patch_but_the_reason(name: str, form: str, here: Here, fake: Fake) -> None:
+    fake(record=WITHOUT[name](), notes=("clamp inside the root",))
+    result = here("suggest-fp32", "config.yaml", "--format", form, "--quiet")
+    assert (result.code, result.stdout) == (1, "")
+    assert result.stderr.startswith("✗ No pin helps: ")
+    assert "Other remedies\n  clamp inside the root\n" in result.stderr
+
+
+def test_a_healthy_run_has_nothing_to_pin(here: Here, fake: Fake) -> None:
+    fake(record=nothing_to_pin())
+    result = here("suggest-fp32", "config.yaml")
+    assert (result.code, result.stdout) == (0, "")
+    assert "✓ Nothing to pin" in result.stderr
+
+
+@pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
+def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here, fake: Fake) -> None:
+    fake(record=replace(proven(), verification=FAILED))
+    result = here("suggest-fp32", "config.yaml", "--format", form)
+    assert (result.code, result.stdout) == (1, "")
+    assert "failed its proof: further batches: 1 of 3 healthy; loss NaN. It is not" in result.stderr.replace("\n", " ")
+    assert result.stderr.rstrip().endswith("ampdbg bisect config.yaml --strategy ddmin")
+
+
+def test_an_interrupt_hands_nothing_over(here: Here, fake: Fake) -> None:
+    fake(record=search_interrupted())
+    result = here("suggest-fp32", "config.yaml")
+    assert (result.code, result.stdout) == (130, "")
+
+
+# Where the config comes from
+
+
+def test_without_an_argument_the_latest_record_is_taken(here: Here, fake: Fake) -> None:
+    faked = fake()
+    write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path(".ampdbg/latest.json"))
+    assert here("suggest-fp32", "--set", "train.steps=9").code == 0
+    assert (faked.configs[0].train.steps, faked.configs[0].model.target) == (9, "net.py:build_model")
+    assert faked.options["known"].search == found().search
+
+
+def test_without_an_argument_and_a_record_it_says_what_to_do(here: Here) -> None:
+    result = here("suggest-fp32")
+    assert result.code == 2
+    assert "no record given, and none here" in result.stderr
+
+
+def test_the_options_reach_the_search(here: Here, fake: Fake) -> None:
+    faked = fake()
+    here("suggest-fp32", "config.yaml", "--strategy", "ddmin", "--max-trials", "7", "--seed", "4", "--steps", "9")
+    assert (faked.options["strategy"], faked.options["max_trials"], faked.options["verify"]) == ("ddmin", 7, True)
+    assert (faked.configs[0].train.seed, faked.configs[0].train.steps) == (4, 9)
+    assert faked.options["known"] is None
+
+
+def test_a_file_that_has_changed_is_refused_with_the_reason(here: Here, fake: Fake) -> None:
+    fake()
+
+    def stale(config: Config, **options: Any) -> Suggestion:
+        raise WorkloadError("model.py has changed since the record was made")
+
+    here.monkeypatch.setattr(suggestions, "suggest", stale)
+    result = here("suggest-fp32", "config.yaml", "--quiet")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == "error: model.py has changed since the record was made\n"
+
+
+def test_a_usage_error_answers_without_torch(tmp_path: Path) -> None:
+    result = start(tmp_path, "suggest-fp32", "--format", "docx", flags=("-X", "importtime"))
+    assert result.code == 2
+    assert "torch" not in imported_by(result)
+
+
+# From Python
+
+
+def test_from_python_it_returns_the_record_and_writes_nothing(here: Here, fake: Fake) -> None:
+    faked = fake()
+    assert ampdbg.suggest_fp32("config.yaml") is faked.found.record
+    assert not Path(".ampdbg").exists()
+    assert Path("model.py").read_bytes() == BEFORE
+
+
+def test_from_python_it_may_apply_the_patch(here: Here, fake: Fake) -> None:
+    fake()
+    ampdbg.suggest_fp32("config.yaml", apply=True)
+    assert Path("model.py").read_bytes() == AFTER
+    with pytest.raises(PatchError, match="has changed since the patch was made"):
+        ampdbg.suggest_fp32("config.yaml", apply=True)
+
+
+def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake) -> None:
+    fake()
+
+    def fails(config: Config, **options: Any) -> Suggestion:
+        error = AmpdbgError("stopped")
+        error.record = replace(found(), search=None, findings=(), verdict="inconclusive")
+        raise error
+
+    here.monkeypatch.setattr(suggestions, "suggest", fails)
+    with pytest.raises(AmpdbgError) as caught:
+        ampdbg.suggest_fp32("config.yaml")
+    assert isinstance(caught.value.record, Record)
+    assert caught.value.record.findings
+
+
+# The whole way, in real processes
+
+
+@pytest.mark.slow
+def test_the_patch_cures_the_run(tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    (tmp_path / "net.py").write_text(NET, encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    options = ("config.yaml", "--quiet", "--device", "cpu")
+    assert start(tmp_path, "scan", *options).code == 1
+    result = start(tmp_path, "suggest-fp32", *options)
+    assert result.code == 0, result.stderr
+    subprocess.run(["git", "apply"], cwd=tmp_path, input=result.stdout.encode(), check=True)
+    assert "h.float() @ h.float().transpose(0, 1)" in (tmp_path / "net.py").read_text(encoding="utf-8")
+    assert start(tmp_path, "scan", *options).code == 0
+    assert start(tmp_path, "suggest-fp32", *options).stdout == ""
