@@ -34,7 +34,7 @@ FURTHER_BATCHES = 3
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
 
-LONGEST_EXTRA_RUN = 300.0
+LONGEST_EXTRA_RUN = 120.0
 """Seconds that a training run may take which only adds a figure."""
 
 NOT_AGAINST_A_PATCH = (

@@ -98,11 +98,11 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     if math.isnan(apart):
         return ProofStep(name, False, f"not finite: the last is {_number(trained.losses[-1])}")
     last = len(last_quarter(trained.losses))
-    said = f"{_percent(apart)} from those of FP32 (median of the last {last} steps)"
+    said = f"{_percent(apart)} from FP32's (median of the last {last} steps)"
     if rounded is None or not _finite(rounded):
         return ProofStep(name, True, said)
     noise = distance(rounded.losses, float32.losses)
-    said += f"; of FP32 from weights rounded to half {_percent(noise)}"
+    said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
     return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
 
 

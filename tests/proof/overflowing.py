@@ -9,6 +9,7 @@ from ampdbg.config import Config, load_config
 from ampdbg.experiments import Proof, ProofStep
 from ampdbg.record import Investigation
 from ampdbg.remedy.proof import Patched, prove
+from ampdbg.remedy.proof_runs import OnStage
 from ampdbg.training.failing_step import FailingStep, failing_step
 from ampdbg.training.loop import train_prepared
 from ampdbg.training.run import prepared
@@ -96,8 +97,7 @@ def proven(
     *,
     failing: Sequence[FailingStep] | None = None,
     train_steps: int = 8,
-    stages: list[str] | None = None,
-    is_silent: bool = False,
+    on_stage: OnStage = lambda stage: None,
 ) -> Proof:
     """The proof of a patch of the failing step, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
@@ -107,9 +107,9 @@ def proven(
         patch,
         without or {},
         train_steps=train_steps,
-        is_silent=is_silent,
+        is_silent=False,
         keeps_scale=[False] * len(steps),
-        on_stage=(lambda stage: None) if stages is None else stages.append,
+        on_stage=on_stage,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         failing = failing_steps(config)
         capfd.readouterr()
         patch, without = {path: cured.encode("latin-1")}, {"line 6 of scaling.py": {path: scaling.encode("latin-1")}}
-        proof = proven(config, patch, without, failing=failing, stages=stages)
+        proof = proven(config, patch, without, failing=failing, on_stage=stages.append)
     finally:
         os.chdir(here)
 
@@ -209,6 +211,23 @@ def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
             after = run.workload.losses(next(run.workload.batches()))
     assert torch.isfinite(before["loss"])
     assert torch.isnan(after["loss"])
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("at", ["the failing step with the patch", ""], ids=["a replay", "the training run"])
+def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) -> None:
+    config = written(tmp_path)
+    failing, finders = failing_steps(config), list(sys.meta_path)
+
+    def interrupt(stage: str) -> None:
+        if stage == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing, on_stage=interrupt)
+    assert sys.meta_path == finders
+    with prepared(config) as run:
+        assert "enabled=False" not in inspect.getsource(type(run.workload.model))
 
 
 @pytest.mark.slow

@@ -117,10 +117,10 @@ def curve(factor: float, count: int = 8) -> Trained:
 @pytest.mark.parametrize(
     ("trained", "float32", "rounded", "passed", "said"),
     [
-        (curve(1.01), curve(1.0), curve(1.002), True, "1% from those of FP32 (median of the last 2 steps)"),
-        (curve(1.10), curve(1.0), curve(1.002), False, "10% from those of FP32"),
-        (curve(1.10), curve(1.0), curve(1.03), True, "of FP32 from weights rounded to half 3%"),
-        (curve(1.10), curve(1.0), None, True, "10% from those of FP32"),
+        (curve(1.01), curve(1.0), curve(1.002), True, "1% from FP32's (median of the last 2 steps)"),
+        (curve(1.10), curve(1.0), curve(1.002), False, "10% from FP32's"),
+        (curve(1.10), curve(1.0), curve(1.03), True, "FP32's own, from weights rounded to half: 3%"),
+        (curve(1.10), curve(1.0), None, True, "10% from FP32's"),
         (curve(math.nan), curve(1.0), curve(1.0), False, "not finite: the last is nan"),
         (curve(1.0, 3), curve(1.0), None, False, "the run ended after 3 steps"),
         (curve(1.0), curve(math.nan), None, True, "not compared: FP32 does not stay finite"),
