@@ -103,7 +103,13 @@ def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
 def _modes(mark: Mark, statement: Statement) -> Modes:
     modes = Modes(mark.names, mark.callees, mark.operations)
     value = value_of(statement)
-    if value is None or modes.has_fp32(value) or modes.has_users_call(value):
+    if value is None:
+        return modes
+    # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
+    certain = replace(modes, names=replace(mark.names, guesses=not mark.names.full))
+    if certain.has_fp32(value):
+        return certain
+    if modes.has_fp32(value) or modes.has_users_call(value):
         return modes
     # The line only moves values: then that is what has been pinned.
     return replace(modes, moves=mark.operations)

@@ -15,13 +15,15 @@ from .vocabulary import METADATA, MOVES, TENSOR_METHODS
 class TensorNames:
     """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or other tensors.
 
-    ``is_traced`` is False where no trace has seen these lines: then any operand may be in half.
+    ``is_traced`` is False where no trace has seen these lines: then any operand may be in half. With ``guesses`` a
+    plain name of which nothing is known may be a tensor.
     """
 
     half: frozenset[str]
     full: frozenset[str]
     is_traced: bool
     bindings: Bindings
+    guesses: bool = True
 
     def with_new(self, half: frozenset[str], full: frozenset[str]) -> TensorNames:
         """The same with further names, new ones of the edit itself."""
@@ -57,7 +59,12 @@ class TensorNames:
 
     def _may_be_tensor(self, name: str) -> bool:
         known = self.bindings
-        return name not in known.numbers and name not in known.imports and name not in ("self", "cls", "super")
+        return (
+            self.guesses
+            and name not in known.numbers
+            and name not in known.imports
+            and name not in ("self", "cls", "super")
+        )
 
     def _call_is_tensor(self, node: cst.Call) -> bool:
         function = node.func
