@@ -17,12 +17,21 @@ _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
 
 
 def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
-    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional."""
+    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional.
+
+    Those in an ``if`` or ``try`` count (``if is_torch_available():``), but for what is there for types alone.
+    """
     bound: dict[str, str] = {}
     for line in body:
         for statement in line.body if isinstance(line, cst.SimpleStatementLine) else ():
             bound.update(_imported(statement))
+        if isinstance(line, cst.Try) or (isinstance(line, cst.If) and not _is_for_types(line.test)):
+            bound.update(imports_of(line.body.body))
     return bound
+
+
+def _is_for_types(test: cst.BaseExpression) -> bool:
+    return any(name.value == "TYPE_CHECKING" for name in find(test, cst.Name))
 
 
 def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:

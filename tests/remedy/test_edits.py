@@ -296,3 +296,10 @@ def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str) -> None:
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     with torch.autocast("cpu", dtype=torch.float16):
         torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+def test_an_import_for_types_alone_does_not_serve_at_run_time(test: str) -> None:
+    source = f"import typing\nif {test}:\n    import torch\n\ndef f(x):\n    return x @ x\n".encode()
+    edited = edit_source(source, [StatementPin("f", (6,), ("x",))]).source
+    assert edited.startswith(b"import typing\n\nimport torch\n")
