@@ -15,6 +15,10 @@ Statements = Sequence[cst.BaseStatement]
 
 BLANK = cst.EmptyLine(indent=False)
 
+MODEL = "model"
+LONG = 72
+"""An expression of more characters, or lines, is not put into a call as it stands."""
+
 
 def with_model_kept(module: cst.Module, name: str, helper: str) -> cst.Module:
     """The module with every model that ``name`` makes passed through the function ``helper``.
@@ -30,12 +34,15 @@ def with_model_kept(module: cst.Module, name: str, helper: str) -> cst.Module:
 
 
 def top_level(module: cst.Module, name: str) -> int:
-    """The index of the statement that defines ``name`` or the class that holds it.
+    """The index of the statement that defines ``name`` or the class that holds it; an alias is followed.
 
     Raises:
         EditError: there is none.
     """
-    return _index(module.body, name.partition(".")[0])
+    first = name.partition(".")[0]
+    index = _index(module.body, first)
+    value = _value(module.body[index], first)
+    return top_level(module, value.value) if isinstance(value, cst.Name) else index
 
 
 def _in_body(body: Statements, path: Sequence[str], helper: str, *, is_class: bool) -> list[cst.BaseStatement]:
@@ -119,6 +126,25 @@ class _Returns(cst.CSTTransformer):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802 - LibCST's name
         return False
+
+    def leave_SimpleStatementLine(  # noqa: N802 - LibCST's name
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+        """A model whose making is long gets a name first."""
+        before, after = original_node.body[0], updated_node.body[0]
+        if before is after or not isinstance(before, cst.Return) or not isinstance(after, cst.Return):
+            return updated_node
+        if before.value is None or not self._is_long(before.value):
+            return updated_node
+        made = cst.Assign([cst.AssignTarget(cst.Name(MODEL))], before.value)
+        kept = after.with_changes(value=cst.Call(cst.Name(self.helper), [cst.Arg(cst.Name(MODEL))]))
+        return cst.FlattenSentinel([updated_node.with_changes(body=[made]), cst.SimpleStatementLine([kept])])
+
+    def _is_long(self, value: cst.BaseExpression) -> bool:
+        code = cst.Module([]).code_for_node(value)
+        outer = (node for kind in (cst.Global, cst.Nonlocal) for node in find(self.function, kind))
+        shared = {item.name.value for node in outer for item in node.names}
+        return MODEL not in shared and ("\n" in code or len(code) > LONG)
 
     def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
         value = updated_node.value

@@ -13,7 +13,7 @@ INDENT = "    "
 DOCSTRING = "Keeps modules that overflow in FP16 in FP32 under autocast; returns the model."
 """By which the function is known again."""
 
-OWN_LINES_FUNCTION = "_own_lines_in_fp32"
+WHOLE_FUNCTION, OWN_LINES_FUNCTION = "_forward_in_fp32", "_own_lines_in_fp32"
 
 FORWARD_OF_ONE_TENSOR = '''
 def _forward_in_fp32(module, input):
@@ -160,6 +160,10 @@ def _inner_first(names: NameSet) -> NameSet:
 
 
 def _loop(names: NameSet, body: Sequence[str]) -> Iterator[str]:
+    if len(names.names) == 1:
+        yield f'module = model.get_submodule("{names.names[0]}")'
+        yield from body
+        return
     if not names.is_pattern:
         yield from _for_each([f'"{name}"' for name in names.names])
         yield f"{INDENT}module = model.get_submodule(name)"

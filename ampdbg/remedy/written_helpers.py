@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import libcst as cst
 
 from ampdbg.experiments import OWN
 
 from .bindings import dotted, imports_of
-from .expressions import find, names_assigned
-from .helper_text import DOCSTRING, INDENT, OWN_LINES_FUNCTION, Spelling
+from .expressions import code_of, find, names_assigned
+from .helper_text import DOCSTRING, INDENT, OWN_LINES_FUNCTION, WHOLE_FUNCTION, Spelling
 from .source_text import EditError
 
 BLANK = cst.EmptyLine(indent=False)
@@ -45,21 +45,36 @@ def pins_kept(module: cst.Module, spelling: Spelling, all_names: Collection[str]
         return ()
     if DOCSTRING not in module.code_for_node(helper):
         raise EditError(f"it has a function {spelling.function} of its own; rename that first")
-    loops = [node for node in helper.body.body if isinstance(node, cst.For)]
-    return tuple(name for loop in loops for name in _names(loop, OWN_LINES_FUNCTION, all_names))
+    return tuple(_pins_in(helper.body.body, all_names))
 
 
-def _names(loop: cst.For, own_lines: str, all_names: Collection[str]) -> Iterator[str]:
-    suffix = OWN if any(name.value == own_lines for name in find(loop.body, cst.Name)) else ""
+def _pins_in(body: Sequence[cst.CSTNode], all_names: Collection[str]) -> Iterator[str]:
+    """Loops over names, and single modules: a line that gets one, and behind it the line that pins it."""
+    single = ""
+    for node in body:
+        if isinstance(node, cst.For) and code_of(node.target) in ("name", "(name, module)"):
+            yield from (name + _suffix(node) for name in _names(node, all_names))
+            continue
+        used = {name.value for name in find(node, cst.Name)}
+        if "get_submodule" in used:
+            single = next(_text(call.args[0].value) for call in find(node, cst.Call))
+        elif used & {WHOLE_FUNCTION, OWN_LINES_FUNCTION}:
+            yield single + _suffix(node)
+
+
+def _suffix(node: cst.CSTNode) -> str:
+    return OWN if any(name.value == OWN_LINES_FUNCTION for name in find(node, cst.Name)) else ""
+
+
+def _names(loop: cst.For, all_names: Collection[str]) -> Iterator[str]:
     if isinstance(loop.iter, (cst.List, cst.Tuple)):
-        texts = [_text(element.value) for element in loop.iter.elements]
-        yield from (text + suffix for text in texts)
+        yield from (_text(element.value) for element in loop.iter.elements)
         return
     tests = {dotted(call.func): _text(call.args[0].value) for call in find(loop.body, cst.Call) if call.args}
     start, end = tests.get("name.startswith", ""), tests.get("name.endswith", "")
     if not end:
         raise EditError("its helper names its modules in a way of its own; add the new ones to it by hand")
-    yield from (name + suffix for name in all_names if name.startswith(start) and name.endswith(end))
+    yield from (name for name in all_names if name.startswith(start) and name.endswith(end))
 
 
 def _text(node: cst.BaseExpression) -> str:

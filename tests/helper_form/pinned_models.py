@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torc
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.remedy.helper_form import module_text
 from ampdbg.remedy.plain_layers import takes_one_tensor
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 _numbers = itertools.count()
 
@@ -76,7 +78,7 @@ def pin_function(folder: Path, names: Sequence[str], all_names: Sequence[str] = 
     return module.pin_fp32
 
 
-def pinned(model: nn.Module, names: Sequence[str], folder: Path) -> nn.Module:
+def pinned(model: AnyModel, names: Sequence[str], folder: Path) -> AnyModel:
     """The model with the helper for ``names`` applied, the short form where the pins allow it."""
     modules = dict(model.named_modules())
     simple = [name for name in names if name in modules and takes_one_tensor(modules[name])]

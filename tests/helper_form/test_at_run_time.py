@@ -38,7 +38,7 @@ def batch() -> torch.Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=SETS.values(), ids=SETS.keys())
+@pytest.fixture(params=list(SETS.values()), ids=list(SETS))
 def names(request: pytest.FixtureRequest) -> tuple[str, ...]:
     assert isinstance(request.param, tuple)
     return request.param

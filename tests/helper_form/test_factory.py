@@ -1,0 +1,188 @@
+"""The helper in a user's file: `NAME.in.py` becomes `NAME.out.py`, which makes the same model, with its pins."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.remedy.edits import Edited
+from ampdbg.remedy.helper_form import edit_factory
+from tests.conftest import Golden
+
+FIXTURES = Path(__file__).parents[1] / "remedy" / "fixtures" / "by_name"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to edit in a fixture: the name that makes the model, its pins, and how a test makes it."""
+
+    target: str
+    pins: tuple[str, ...]
+    is_simple: bool = True
+    make: Callable[[Any], Any] = lambda made: made()
+
+    @property
+    def one_tensor(self) -> tuple[str, ...]:
+        return self.pins if self.is_simple else ()
+
+
+PATTERN = tuple(f"{side}.{n}.wo" for side in ("encoder", "decoder") for n in range(6))
+CASES = {
+    "function": Case("build_model", ("0",)),
+    "several_returns": Case("build_model", ("1.0",)),
+    "class_with_init": Case("Net", ("first", "layer0", "layer1")),
+    "class_without_init": Case("Net", ("0",), make=lambda net: net(nn.Linear(2, 2))),
+    "placeholder": Case("Net", ("",), make=lambda net: net(2, 2)),
+    "variable": Case("network", ("0",), make=lambda model: model),
+    "static_method": Case("Build.model", ("0",)),
+    "aliases": Case("build_model", ("0", "1")),
+    "tabs_and_own_lines": Case("build_model", ("0:own", "0.query"), is_simple=False),
+    "pattern": Case("build_model", PATTERN),
+    "no_imports": Case("build_model", ("0",)),
+    "long_list": Case("build_model", tuple(f"{n}.0" for n in range(8))),
+}
+
+
+def source(name: str, end: str = "in") -> bytes:
+    return (FIXTURES / f"{name}.{end}.py").read_bytes()
+
+
+def modules_of(case: Case, text: bytes) -> dict[str, nn.Module]:
+    """The modules of the model that a file makes, by name."""
+    scope: dict[str, Any] = {"__name__": "fixture"}
+    exec(compile(text, "<fixture>", "exec"), scope)
+    made = functools.reduce(getattr, case.target.split(".")[1:], scope[case.target.partition(".")[0]])
+    model = case.make(made)
+    assert isinstance(model, nn.Module)
+    return dict(model.named_modules())
+
+
+def edited(name: str, text: bytes | None = None) -> Edited:
+    case = CASES[name]
+    before = source(name) if text is None else text
+    names = tuple(modules_of(case, source(name)))
+    return edit_factory(before, case.target, case.pins, names, one_tensor=case.one_tensor)
+
+
+def test_every_fixture_has_a_case() -> None:
+    assert {path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden) -> None:
+    result = edited(name)
+    assert result.refused == ()
+    assert result.changed
+    golden(FIXTURES / f"{name}.out.py", result.source.decode())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_edited_file_makes_the_same_model_with_its_pins(name: str) -> None:
+    case = CASES[name]
+    before, after = (modules_of(case, source(name, end)) for end in ("in", "out"))
+    assert list(after) == list(before)
+    assert list(after[""].state_dict()) == list(before[""].state_dict())
+    pinned = {name.removesuffix(":own") for name in case.pins}
+    assert {name for name, module in after.items() if "forward" in vars(module)} == pinned
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_second_edit_changes_nothing(name: str) -> None:
+    again = edited(name, source(name, "out"))
+    assert not again.changed
+    assert again.refused == ()
+    assert again.source == source(name, "out")
+
+
+KEPT = {
+    "CRLF": source("function").replace(b"\n", b"\r\n"),
+    "a byte order mark": b"\xef\xbb\xbf" + source("function"),
+    "latin-1": b"# coding: latin-1\n" + source("function").replace(b"small", b"gr\xf6\xdfer"),
+    "no newline at the end": source("function").rstrip(b"\n"),
+    "a form feed": source("function").replace(b"LAYERS", b"\x0cLAYERS"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
+    before = KEPT[name]
+    after = edit_factory(before, "build_model", ["0"], one_tensor=["0"]).source
+    end = b"\r\n" if name == "CRLF" else b"\n"
+    kept = after.split(end)
+    for line in before.split(end):
+        if b"return" not in line and line.strip() != b")":
+            assert line in kept
+    assert (b"\r\n" in after) == (name == "CRLF")
+    assert after.count(b"\n") == after.count(end)
+    assert after.endswith(b"\n") == before.endswith(b"\n")
+
+
+# More pins for a file that has some
+
+
+def test_more_pins_join_those_of_an_earlier_run() -> None:
+    case = CASES["class_with_init"]
+    first = edit_factory(source("class_with_init"), case.target, ["first"], one_tensor=["first"])
+    both = edit_factory(first.source, case.target, ["layer1:own"])
+    assert both.refused == ()
+    assert both.source.count(b"_keep_in_fp32(") == 2
+    pinned = {name for name, module in modules_of(case, both.source).items() if "forward" in vars(module)}
+    assert pinned == {"first", "layer1"}
+    assert not edit_factory(both.source, case.target, ["first", "layer1:own"]).changed
+
+
+def test_more_pins_join_a_pattern_of_an_earlier_run() -> None:
+    case, names = CASES["pattern"], tuple(modules_of(CASES["pattern"], source("pattern")))
+    more = edit_factory(source("pattern", "out"), case.target, ["encoder.0.wi"], names)
+    assert more.refused == ()
+    pinned = [name for name, module in modules_of(case, more.source).items() if "forward" in vars(module)]
+    assert sorted(pinned) == sorted([*PATTERN, "encoder.0.wi"])
+
+
+def test_the_edited_file_trains_without_ampdbg() -> None:
+    model = modules_of(CASES["function"], source("function", "out"))[""]
+    assert b"ampdbg" not in source("function", "out")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.get_parameter("0.weight").grad is not None
+
+
+# What is left alone, with the reason
+
+
+REFUSED = {
+    "an imported name": ("from parts import build\n", "build is not defined at the top of this file"),
+    "a coroutine": ("async def build():\n    return Net()\n", "build is a coroutine"),
+    "a generator": ("def build():\n    yield Net()\n    return None\n", "build is a generator"),
+    "no model": ("def build():\n    Net()\n", "build returns no model"),
+    "a tuple": ("def build():\n    return Net(), 1\n", "build returns more than the model"),
+    "a lambda": ("build = lambda: Net()\n", "build is a lambda"),
+    "an __init__ that returns": (
+        "class build:\n    def __init__(self, x):\n        if x:\n            return\n        self.y = 1\n",
+        "its __init__ returns early",
+    ),
+    "a dataclass": ("@dataclass\nclass build(Base):\n    x: int\n", "build is a dataclass"),
+    "another helper of that name": ("def _keep_in_fp32(x):\n    return x\ndef build():\n    return Net()\n", "rename"),
+    "another function of that name": (
+        "def _forward_in_fp32(x):\n    return x\ndef build():\n    return Net()\n",
+        "it has a function _forward_in_fp32 of its own",
+    ),
+    "another torch": ("torch = None\ndef build():\n    return Net()\n", "the name torch stands for something else"),
+    "no Python": ("def build(:\n", "does not parse"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_edited_is_left_alone_with_a_reason(name: str) -> None:
+    text, reason = REFUSED[name]
+    result = edit_factory(text.encode(), "build", ["a"])
+    assert (result.source, result.changed) == (text.encode(), False)
+    (refused,) = result.refused
+    assert reason in refused.reason
