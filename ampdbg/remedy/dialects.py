@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ampdbg.experiments import OWN
 from ampdbg.record import Record, to_json
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
 from ampdbg.remedy.helper_form import module_text
@@ -116,9 +117,15 @@ def _commented(lines: Sequence[str]) -> str:
 
 
 def _what(suggestion: Suggestion) -> Iterator[str]:
-    names = [name or "the model" for name in suggestion.names]
+    names = [_told(name) for name in suggestion.names]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
     yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
+
+
+def _told(name: str) -> str:
+    """A pin in words."""
+    module = name.removesuffix(OWN) or "the model"
+    return f"{module} (its own lines)" if name.endswith(OWN) else module
 
 
 def _units(suggestion: Suggestion) -> Iterator[str]:

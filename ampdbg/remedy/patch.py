@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
 from ampdbg.config import Config
 from ampdbg.config.target_names import parse_target
@@ -19,6 +18,7 @@ from ampdbg.remedy.half_names import Seen
 from ampdbg.remedy.helper_form import edit_factory
 from ampdbg.remedy.own_lines import OwnLines
 from ampdbg.remedy.ownership import file_of_class, is_users_file
+from ampdbg.remedy.plain_layers import takes_one_tensor
 from ampdbg.remedy.writing import FileEdit
 
 __all__ = ["FileEdit", "Patch", "PatchUnit", "planned"]
@@ -210,9 +210,9 @@ def _with_helper(edited: Edited, names: Sequence[str], materials: Materials) -> 
 
 
 def layers_of_one_tensor(names: Iterable[str], model: torch.nn.Module) -> tuple[str, ...]:
-    """Those of the pins that are torch's own layers, called with one tensor."""
+    """Those of the pins that are plain layers, called with one tensor."""
     modules = dict(model.named_modules())
-    return tuple(name for name in names if isinstance(modules.get(name), (torch.nn.Linear, _ConvNd)))
+    return tuple(name for name in names if name in modules and takes_one_tensor(modules[name]))
 
 
 def _file_that_makes_the_model(config: Config) -> str:

@@ -13,6 +13,7 @@ from ampdbg.record import Record, Step
 from ampdbg.remedy.bisection import Bisected, bisected
 from ampdbg.remedy.found_pins import digest
 from ampdbg.remedy.half_names import Seen, names_seen
+from ampdbg.remedy.hugging_face import keep_in_fp32_note
 from ampdbg.remedy.other_remedies import other_remedies
 from ampdbg.remedy.own_lines import OwnLines, own_lines
 from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned
@@ -87,12 +88,17 @@ def suggest(
             names=names,
             all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
             one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
-            notes=other_remedies(ended.record),
+            notes=_notes(ended, names),
         )
         if ended.record.interrupted or not ended.record.pins:
             return found
         on_stage("planning the patch")
         return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
+
+
+def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
+    of_transformers = keep_in_fp32_note(ended.run.workload.model, names)
+    return (*other_remedies(ended.record), *([of_transformers] if of_transformers else []))
 
 
 def _with_patch(
