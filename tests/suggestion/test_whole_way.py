@@ -1,0 +1,201 @@
+"""From a broken run to a merged patch: scan, suggest-fp32, git apply, scan again; and training without ampdbg."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record import Record, read_record
+from tests.commands.program import ROOT, Result, environment, start
+from tests.zoo.test_zoo import CASES, FILES, config_of
+
+PATCHES = {
+    "linear_attention": """\
++        with torch.autocast(device_type=k.device.type, enabled=False):
++            k_sum = k.float().sum(dim=1)
++            kv = torch.einsum("nshd,nshm->nhdm", k.float(), v.float())
++            normaliser = torch.einsum("nlhd,nhd->nlh", q.float(), k_sum)
++            return torch.einsum("nlhd,nhdm->nlhm", q.float(), kv) / normaliser.unsqueeze(-1)
+""",
+    "camera": """\
++        with torch.autocast(device_type=world.device.type, enabled=False):
++            camera = self.intrinsics @ self.extrinsics
++            homogeneous = torch.cat([world, torch.ones_like(world[:, :1])], dim=1)
++            pixels = homogeneous @ camera.T
+""",
+    "house_prices": """\
++        with torch.autocast(device_type=price.device.type, enabled=False):
++            return 10_000 * price.float()
+""",
+    "vit": """\
++        with torch.autocast(device_type=x.device.type, enabled=False):
++            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
++        with torch.autocast(device_type=q.device.type, enabled=False):
++            logits = (q.float() * self.scale) @ k.float().transpose(-2, -1)
+""",
+}
+
+T5 = '''\
+"""Fine-tunes a small T5 with a gated feed-forward, in which outliers have grown."""
+import torch
+{before}from transformers import T5Config, T5ForConditionalGeneration
+
+
+def build_model(outliers=300.0):
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=128, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+                      feed_forward_proj="gated-gelu", decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config)
+    feed_forward = model.encoder.block[1].layer[1].DenseReluDense
+    with torch.no_grad():
+        feed_forward.wi_0.weight[:4] *= outliers
+        feed_forward.wi_1.weight[:4] *= outliers
+    return model
+
+
+def build_data():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 128, (4, 4, 24), generator=generator)
+    return [{{"input_ids": batch, "labels": batch[:, :12].contiguous()}} for batch in ids]
+
+
+if __name__ == "__main__":
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in build_data():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+    print(f"trained to {{float(loss):.3f}}")
+'''
+
+
+def git(folder: Path, *arguments: str, given: str = "") -> str:
+    done = subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+        cwd=folder,
+        input=given.encode(),
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode()
+
+
+def repository(folder: Path, name: str) -> Path:
+    """A repository with one of the examples in it, committed."""
+    for suffix in (".py", ".yaml"):
+        shutil.copy(ROOT / "configs" / f"{name}{suffix}", folder)
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "as it was")
+    return folder
+
+
+def without_ampdbg(folder: Path, code: str) -> str:
+    """Runs code in a Python that cannot import ampdbg."""
+    blocked = f"import sys; sys.modules['ampdbg'] = None; sys.path.insert(0, '.')\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked],
+        cwd=folder,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def suggested(folder: Path, config: str, *options: str) -> tuple[Result, Record]:
+    result = start(folder, "suggest-fp32", config, "--record", "record.json", *options, OMP_NUM_THREADS="1")
+    return result, read_record(folder / "record.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("camera", "house_prices") else pytest.param(name, marks=pytest.mark.slow) for name in PATCHES],
+)
+def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    folder = repository(tmp_path, name)
+    result, record = suggested(folder, f"{name}.yaml")
+    assert result.code == 0, result.stderr
+    added = [line for line in result.stdout.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert added == PATCHES[name].splitlines()
+    assert record.verification is not None
+    assert record.verification.passed
+    assert all(f"#   - {step.name}: {step.detail}" in result.stdout for step in record.verification.steps)
+    git(folder, "apply", "-", given=result.stdout)
+    again = start(folder, "scan", f"{name}.yaml", "--quiet", OMP_NUM_THREADS="1")
+    assert again.code == 0, again.stdout
+    git(folder, "apply", "-R", "-", given=result.stdout)
+    assert git(folder, "status", "--porcelain", "--untracked-files=no") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear_attention", "camera"])
+def test_200_steps_with_the_patch_stay_within_the_noise_of_fp32(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    _, record = suggested(repository(tmp_path, name), f"{name}.yaml", "--steps", "200")
+    assert record.verification is not None
+    assert record.verification.passed
+    figures = record.verification.figures
+    assert figures["steps"] == 200
+    assert figures["skipped_patched"] <= 2
+    assert figures["loss_difference"] <= max(0.05, 4 * figures["noise_floor"])
+
+
+def test_the_patched_model_trains_without_ampdbg(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    folder = repository(tmp_path, "camera")
+    assert suggested(folder, "camera.yaml", "--apply")[0].code == 0
+    code = """
+import torch, camera
+model = camera.SceneCoordinates()
+patches, target = next(camera.build_batches())
+with torch.autocast("cpu", torch.bfloat16):
+    pixels = model(patches)
+assert pixels.dtype is torch.float32
+((pixels - target) ** 2).mean().backward()
+print(all(torch.isfinite(p.grad).all() for p in model.parameters()))
+"""
+    assert without_ampdbg(folder, code) == "True\n"
+
+
+def test_a_library_module_is_kept_by_name_in_the_users_script(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    # The CPU build of torch does not fit the torchvision of the package index, which a text model does not need.
+    before = "import sys; sys.modules.setdefault('torchvision', None)\n"
+    (tmp_path / "train.py").write_text(T5.format(before=before))
+    (tmp_path / "run.yaml").write_text(
+        "model: {target: train.py:build_model}\ndata: {target: train.py:build_data}\ntrain: {steps: 3}\n"
+    )
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "as it was")
+    result, record = suggested(tmp_path, "run.yaml")
+    assert result.code == 0, result.stderr
+    assert [pin.name for pin in record.pins] == ["encoder.block.1.layer.1.DenseReluDense.wo"]
+    assert "+    return _keep_in_fp32(model)" in result.stdout
+    assert "_keep_in_fp32_modules" in result.stderr
+    git(tmp_path, "apply", "-", given=result.stdout)
+    assert start(tmp_path, "scan", "run.yaml", "--quiet", OMP_NUM_THREADS="1").code == 0
+    ran = without_ampdbg(tmp_path, "import runpy; runpy.run_path('train.py', run_name='__main__')")
+    assert ran.startswith("trained to ")
+
+
+@pytest.mark.parametrize("name", ["true_nan_forward", "batch_with_nan", "divergence", "batch_out_of_range"])
+def test_where_no_pin_helps_there_is_no_patch(name: str, tmp_path: Path) -> None:
+    file = next(file for file in FILES if file.stem == name)
+    result, record = suggested(tmp_path, str(config_of(file, tmp_path)))
+    assert (result.code, result.stdout) == (1, "")
+    assert record.findings[0].code == CASES[name].code
+    assert record.findings[0].remedy in " ".join(result.stderr.split())
+    assert record.pins == ()
