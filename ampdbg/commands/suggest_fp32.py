@@ -117,9 +117,7 @@ def _apply(found: Suggestion, force: bool) -> None:
 def command(
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="CONFIG or RECORD", help="The YAML config of the run, or a record.", show_default=False
-        ),
+        typer.Argument(metavar="CONFIG or RECORD", help="The YAML config of the run, or a record.", show_default=False),
     ] = None,
     format_: Annotated[
         PatchFormat, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")

@@ -142,8 +142,7 @@ class _Returns(cst.CSTTransformer):
 
     def _is_long(self, value: cst.BaseExpression) -> bool:
         code = cst.Module([]).code_for_node(value)
-        outer = (node for kind in (cst.Global, cst.Nonlocal) for node in find(self.function, kind))
-        shared = {item.name.value for node in outer for item in node.names}
+        shared = {item.name.value for item in find(self.function, cst.NameItem)}  # of global and nonlocal
         return MODEL not in shared and ("\n" in code or len(code) > LONG)
 
     def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
@@ -231,9 +230,8 @@ def _block(body: cst.BaseSuite) -> cst.IndentedBlock:
     """A suite as a block of lines; ``class Net(Base): pass`` becomes one."""
     if isinstance(body, cst.IndentedBlock):
         return body
-    small = body.body
     assert isinstance(body, cst.SimpleStatementSuite)
-    line = cst.SimpleStatementLine(small, trailing_whitespace=body.trailing_whitespace)
+    line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
     return cst.IndentedBlock([line])
 
 

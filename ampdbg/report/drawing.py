@@ -36,6 +36,6 @@ def draw(sections: Iterable[RenderableType], *, width: int, color: bool, unicode
         for number, section in enumerate(sections):
             if number:
                 console.print()
-            console.print(section)
+            console.print(section, crop=False)  # lines to copy are wider than the terminal
     text = "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
     return text if unicode else text.translate(ASCII)

@@ -170,7 +170,9 @@ class Net(nn.Module):
 
 def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
     text = module(suggestion(tmp_path)).decode()
-    assert text.startswith("# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Found by experiment: ")
+    assert text.startswith(
+        "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Found by experiment: "
+    )
     scope: dict[str, object] = {}
     exec(compile(text, "ampdbg_pins.py", "exec"), scope)  # as an import would
     pin = scope["pin_fp32"]

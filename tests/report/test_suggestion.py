@@ -1,0 +1,110 @@
+"""What is said beside a patch: the set, the proof, other remedies, the next command, in every look."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ampdbg.experiments import Proof, ProofStep
+from ampdbg.record import Record
+from ampdbg.report.suggestion import Suggested, headline, render_suggestion
+from ampdbg.report.verdict import NextStep
+from tests.conftest import Golden
+from tests.report.bisections import found, fp32_fails
+
+GOLDEN = Path(__file__).parent / "golden"
+
+PASSED = Proof(
+    True,
+    (
+        ProofStep("the failing step (3)", True, "healthy; loss 2.3101, 2.3102 in FP32"),
+        ProofStep("without lines 41 to 43 of model.py", True, "step 3 fails: loss NaN"),
+        ProofStep("training 200 steps", True, "healthy; loss scale 65536, 0 skipped steps, 183 without the patch"),
+    ),
+)
+FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
+
+PATCHED = Suggested(
+    units=("lines 41 to 43 of model.py", "Block.forward in model.py"),
+    notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
+    next_step=NextStep("the patch, where it is not applied yet", "git apply .ampdbg/a-file-of-a-long-name-" + "x" * 60),
+)
+
+
+def proven() -> Record:
+    return replace(found(), verification=PASSED)
+
+
+def rendered(record: Record, suggested: Suggested, **look: object) -> str:
+    options: dict[str, object] = {"width": 80, "color": False, "record_path": "r.json", "folder": "/home/me", **look}
+    return render_suggestion(record, suggested, **options)  # type: ignore[arg-type]
+
+
+def test_a_proven_patch(golden: Golden) -> None:
+    golden(GOLDEN / "suggestion_proven.txt", rendered(proven(), PATCHED))
+
+
+def test_a_failed_proof(golden: Golden) -> None:
+    golden(GOLDEN / "suggestion_failed.txt", rendered(replace(found(), verification=FAILED), Suggested()))
+
+
+def test_a_command_to_copy_is_never_cut() -> None:
+    assert PATCHED.next_step is not None
+    for width in (40, 80):
+        assert f"  {PATCHED.next_step.command}\n" in rendered(proven(), PATCHED, width=width)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_it_fits(width: int) -> None:
+    short = replace(PATCHED, next_step=None)
+    lines = rendered(proven(), short, width=width, color=False).splitlines()
+    assert max(len(line) for line in lines if not line.startswith("Record: ")) <= width
+
+
+def test_ascii_alone_where_the_terminal_has_no_more() -> None:
+    text = rendered(proven(), PATCHED, unicode=False)
+    assert text.isascii()
+    assert text.startswith("+ 2 places must run in FP32")
+
+
+def test_colour_changes_no_word() -> None:
+    plain = re.sub(r"\x1b\[[\d;]*m", "", rendered(proven(), PATCHED, color=True))
+    assert plain.split() == rendered(proven(), PATCHED).split()
+
+
+HEADLINES = {
+    "proven": (proven(), PATCHED, "2 places must run in FP32; the patch for them is proven on the failing step."),
+    "not proven": (found(), PATCHED, "2 places must run in FP32; the patch for them was not proven."),
+    "by name": (proven(), Suggested(is_by_name=True), "2 places must run in FP32; here they are by name."),
+    "no code": (found(), Suggested(), "2 places must run in FP32, and no code of yours could be edited for them."),
+    "failed": (
+        replace(found(), verification=FAILED),
+        Suggested(),
+        (
+            "2 places must run in FP32, and the patch for them failed its proof: "
+            "further batches: 1 of 3 healthy; loss NaN. It is not suggested."
+        ),
+    ),
+    "one pin": (
+        replace(proven(), pins=found().pins[:1]),
+        PATCHED,
+        "1 place must run in FP32; the patch for it is proven on the failing step.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_each_end_has_its_headline(name: str) -> None:
+    record, suggested, sentence = HEADLINES[name]
+    assert headline(record, suggested).sentence == sentence
+
+
+def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
+    told = fp32_fails().findings[0].remedy
+    text = rendered(fp32_fails(), Suggested(notes=(told, "normalise the data")))
+    assert text.startswith("✗ No pin helps: step 3 goes wrong in FP32 too.")
+    assert text.endswith("Other remedies\n  normalise the data\n")
+    assert text.count(told) == 1
