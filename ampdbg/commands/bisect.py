@@ -93,7 +93,7 @@ def bisect(
     on_start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.diagnosis.diagnose import diagnose
-    from ampdbg.remedy.bisection import bisect_run
+    from ampdbg.remedy.pins.bisection import bisect_run
 
     try:
         return bisect_run(

@@ -16,13 +16,13 @@ from torch.utils import _pytree
 
 from ampdbg.errors import WorkloadError
 from ampdbg.experiments import OWN
-from ampdbg.replacing import replaced
+from ampdbg.replacing import replace
 
 DEVICE_TYPES = ("cuda", "cpu")
 
 
 class PinHandle:
-    """Pins that are in force; :meth:`remove`, or leaving it as a context manager, undoes them."""
+    """Pins that are in force until :meth:`remove`, or until it is left as a context manager; it need not be kept."""
 
     def __init__(self, modules: tuple[str, ...], stack: ExitStack) -> None:
         self.modules = modules
@@ -60,14 +60,14 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
     whole, own = _named(patterns, modules)
     with ExitStack() as stack:
         for name in whole:
-            stack.enter_context(replaced(modules[name], "forward", _in_fp32(modules[name].forward)))
+            stack.callback(replace(modules[name], "forward", _in_fp32(modules[name].forward)))
         pinned = {name: OwnLines(modules[name].forward) for name in own}
         for name, lines in pinned.items():
-            stack.enter_context(replaced(modules[name], "forward", lines))
+            stack.callback(replace(modules[name], "forward", lines))
         # Around the pins: what is called from own lines is under autocast again, and there pinned if it is to be.
         for name, lines in pinned.items():
             for inner in _eager_submodules(modules[name]):
-                stack.enter_context(replaced(inner, "forward", lines.left_by(inner.forward)))
+                stack.callback(replace(inner, "forward", lines.left_by(inner.forward)))
         return PinHandle((*whole, *(name + OWN for name in own)), stack.pop_all())
 
 

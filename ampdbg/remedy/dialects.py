@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ampdbg.experiments import OWN
 from ampdbg.record import Record, to_json
+from ampdbg.remedy.by_name.helper_form import module_text
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
-from ampdbg.remedy.helper_form import module_text
 from ampdbg.remedy.writing import FileEdit
 
 if TYPE_CHECKING:

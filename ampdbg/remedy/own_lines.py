@@ -33,11 +33,11 @@ person would: its result would only be rounded to half on the way."""
 
 @dataclass(frozen=True)
 class OwnLines:
-    """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up`` hold an
-    accumulation."""
+    """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
+    holds the module, file and line of each accumulation."""
 
     close: Mapping[str, frozenset[Line]]
-    adding_up: frozenset[tuple[str, int]]
+    adding_up: frozenset[tuple[str, str, int]]
 
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """The lines to wrap for a pin, by file and function, in order."""
@@ -46,15 +46,15 @@ class OwnLines:
             lines.setdefault((file, function), set()).add(number)
         seen = {(site.source.file, site.source.function) for site in pin.sites if site.source}
         return {
-            place: sorted({*numbers, *self._leading_into(place[0], min(numbers))})
+            place: sorted({*numbers, *self._leading_into(pin.module, place[0], min(numbers))})
             for place, numbers in lines.items()
             if place in seen
         }
 
-    def _leading_into(self, file: str, first: int) -> Iterator[int]:
+    def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
         """The accumulations in the statements just before a line."""
         for line in _statements_before(file, first):
-            if (file, line) not in self.adding_up:
+            if (module, file, line) not in self.adding_up:
                 return
             yield line
 
@@ -62,7 +62,7 @@ class OwnLines:
 def own_lines(run: Run, failing: Sequence[FailingStep]) -> OwnLines:
     """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
     close: dict[str, set[Line]] = {}
-    adding_up: set[tuple[str, int]] = set()
+    adding_up: set[tuple[str, str, int]] = set()
     for step in failing:
         scale = step.scale if step.made.why == "gradients" else 1.0
         with weights_of(run.workload.model, step):
@@ -77,7 +77,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep]) -> OwnLines:
                 close.setdefault(seen.place.module, set()).add(seen.place.line)
         for op in trace.ops if trace else ():
             if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
-                adding_up.add(op.place.line[:2])
+                adding_up.add((op.place.module, *op.place.line[:2]))
     return OwnLines({module: frozenset(lines) for module, lines in close.items()}, frozenset(adding_up))
 
 

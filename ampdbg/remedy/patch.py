@@ -13,12 +13,12 @@ import torch
 from ampdbg.config import Config
 from ampdbg.config.target_names import parse_target
 from ampdbg.experiments import Pin
-from ampdbg.remedy.edits import CallPin, Edited, ForwardPin, Refused, SourcePin, StatementPin, edit_source
+from ampdbg.remedy.by_name.helper_form import edit_factory
+from ampdbg.remedy.by_name.plain_layers import takes_one_tensor
 from ampdbg.remedy.half_names import Seen
-from ampdbg.remedy.helper_form import edit_factory
 from ampdbg.remedy.own_lines import OwnLines
 from ampdbg.remedy.ownership import file_of_class, is_users_file
-from ampdbg.remedy.plain_layers import takes_one_tensor
+from ampdbg.remedy.source.edits import CallPin, Edited, ForwardPin, Refused, SourcePin, StatementPin, edit_source
 from ampdbg.remedy.writing import FileEdit
 
 __all__ = ["FileEdit", "Patch", "PatchUnit", "planned"]

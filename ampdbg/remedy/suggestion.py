@@ -10,16 +10,16 @@ from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
 from ampdbg.experiments import Proof, Trial
 from ampdbg.record import Record, Step
-from ampdbg.remedy.bisection import Bisected, bisected
-from ampdbg.remedy.found_pins import digest
+from ampdbg.remedy.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.remedy.half_names import Seen, names_seen
-from ampdbg.remedy.hugging_face import keep_in_fp32_note
 from ampdbg.remedy.other_remedies import other_remedies
 from ampdbg.remedy.own_lines import OwnLines, own_lines
 from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned
-from ampdbg.remedy.pin_search import Strategy, keeps_scale
-from ampdbg.remedy.proof import prove
-from ampdbg.remedy.set_found import Events
+from ampdbg.remedy.pins.bisection import Bisected, bisected
+from ampdbg.remedy.pins.found_pins import digest
+from ampdbg.remedy.pins.pin_search import Strategy, keeps_scale
+from ampdbg.remedy.pins.set_found import Events
+from ampdbg.remedy.proof.proving import prove
 from ampdbg.training.failing_step import weights_of
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.replay import Manner, replay_step
@@ -71,7 +71,7 @@ def suggest(
         known: a record of this config: files that have changed since are refused.
         on_stage: called with what is being done, from the plan on.
 
-    The other arguments are those of :func:`~ampdbg.remedy.bisection.bisect_run`.
+    The other arguments are those of :func:`~ampdbg.remedy.pins.bisection.bisect_run`.
 
     Raises:
         WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.

@@ -14,7 +14,7 @@ import yaml
 from ampdbg.config import load_config
 from ampdbg.experiments import Trial
 from ampdbg.record import Record
-from ampdbg.remedy.bisection import bisect_run
+from ampdbg.remedy.pins.bisection import bisect_run
 from tests.bisection.planted import name_of
 
 PROOF = ("the whole set once more", "further batch")

@@ -14,7 +14,7 @@ import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.record import Record, read_record, write_record
-from ampdbg.remedy import bisection
+from ampdbg.remedy.pins import bisection
 from tests.commands.program import Here, imported_by, start
 from tests.report.bisections import BISECTIONS, TRIALS, found, nothing_to_pin
 

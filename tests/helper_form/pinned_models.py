@@ -15,8 +15,8 @@ from torch import nn
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.helper_form import module_text
-from ampdbg.remedy.plain_layers import takes_one_tensor
+from ampdbg.remedy.by_name.helper_form import module_text
+from ampdbg.remedy.by_name.plain_layers import takes_one_tensor
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 

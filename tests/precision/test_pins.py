@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -152,6 +153,15 @@ def test_nothing_stays_behind() -> None:
         assert "forward" in vars(model.block.first)
         assert "forward" in vars(model.wide)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_pins_stay_in_force_when_nobody_keeps_the_handle() -> None:
+    model = Model()
+    pin_fp32(model, ["block.first", "block:own"])
+    gc.collect()
+    run(model)
+    assert model.block.first.seen == [WIDE]
+    assert model.block.own == [torch.float32, torch.float32]
 
 
 def test_own_lines_that_raise_can_be_called_again() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from ampdbg.config import Config, load_config
 from ampdbg.experiments import Proof, ProofStep
 from ampdbg.record import Investigation
-from ampdbg.remedy.proof import Patched, prove
-from ampdbg.remedy.proof_runs import OnStage
+from ampdbg.remedy.proof.proving import Patched, prove
+from ampdbg.remedy.proof.runs import OnStage
 from ampdbg.training.failing_step import FailingStep, failing_step
 from ampdbg.training.loop import train_prepared
 from ampdbg.training.run import prepared

@@ -13,7 +13,7 @@ import torch
 from ampdbg.config import load_config
 from ampdbg.experiments import Proof
 from ampdbg.remedy import proof as proof_module
-from ampdbg.remedy.saved_steps import Uncarried
+from ampdbg.remedy.proof.saved_steps import Uncarried
 from ampdbg.training.run import prepared
 from tests.commands.program import ROOT
 from tests.proof.overflowing import CONFIG, GOOD, IN_FP32, NET, OVERFLOWS, failing_steps, proven, step_of, written

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import Config
-from ampdbg.remedy import proof_process
-from ampdbg.remedy.proof_jobs import Job, Seen
-from ampdbg.remedy.proof_process import in_fresh_process
-from ampdbg.remedy.proof_runs import OnStage
-from ampdbg.remedy.saved_steps import Uncarried
+from ampdbg.remedy.proof import process as proof_process
+from ampdbg.remedy.proof.jobs import Job, Seen
+from ampdbg.remedy.proof.process import in_fresh_process
+from ampdbg.remedy.proof.runs import OnStage
+from ampdbg.remedy.proof.saved_steps import Uncarried
 from tests.proof.overflowing import written
 
 

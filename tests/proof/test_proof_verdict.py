@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from ampdbg.remedy.proof_jobs import Seen, Trained, Tried
-from ampdbg.remedy.proof_verdict import (
+from ampdbg.remedy.proof.jobs import Seen, Trained, Tried
+from ampdbg.remedy.proof.step_use import StepUse
+from ampdbg.remedy.proof.verdict import (
     figures,
     further_batches,
     losses_as_in_fp32,
@@ -18,7 +19,6 @@ from ampdbg.remedy.proof_verdict import (
     with_the_patch,
     without_a_unit,
 )
-from ampdbg.remedy.step_use import StepUse
 
 
 def tried(**changes: Any) -> Tried:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.remedy.saved_steps import Uncarried, load_steps, save_steps
+from ampdbg.remedy.proof.saved_steps import Uncarried, load_steps, save_steps
 from ampdbg.training.failing_step import FailingStep
 from ampdbg.training.run import Run, prepared
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written

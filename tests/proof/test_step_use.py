@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.remedy.step_use import StepUse, step_use
+from ampdbg.remedy.proof.step_use import StepUse, step_use
 from ampdbg.training.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.remedy.diffs import unified_diff
-from ampdbg.remedy.edits import StatementPin, edit_source
-from ampdbg.remedy.source_text import EditError, SourceText, read_source
+from ampdbg.remedy.source.edits import StatementPin, edit_source
+from ampdbg.remedy.source.source_text import EditError, SourceText, read_source
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 EVERY = 16

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.edits import CallPin, ForwardPin, SourcePin, StatementPin, edit_source
+from ampdbg.remedy.source.edits import CallPin, ForwardPin, SourcePin, StatementPin, edit_source
 from tests.conftest import Golden
 from tests.remedy.marked_source import FIXTURES, NAMES, marked, without_marks
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ampdbg.config import Config
 from ampdbg.experiments import Proof, ProofStep
-from ampdbg.remedy.proof_jobs import Job, Seen
-from ampdbg.remedy.proof_process import in_fresh_process
-from ampdbg.remedy.proof_runs import OnStage, perform
-from ampdbg.remedy.proof_verdict import (
+from ampdbg.remedy.proof.jobs import Job, Seen
+from ampdbg.remedy.proof.process import in_fresh_process
+from ampdbg.remedy.proof.runs import OnStage, perform
+from ampdbg.remedy.proof.saved_steps import Uncarried, save_steps
+from ampdbg.remedy.proof.verdict import (
     figures,
     further_batches,
     losses_as_in_fp32,
@@ -23,7 +24,6 @@ from ampdbg.remedy.proof_verdict import (
     with_the_patch,
     without_a_unit,
 )
-from ampdbg.remedy.saved_steps import Uncarried, save_steps
 from ampdbg.training.failing_step import FailingStep
 from ampdbg.workload.imports import forget_user_modules
 
@@ -56,7 +56,7 @@ def prove(
         patch: the patch.
         without: for each part that can be left out, by its title, the patch without it.
         train_steps: how long the training runs are.
-        is_silent: see :func:`~ampdbg.remedy.health.health_of`.
+        is_silent: see :func:`~ampdbg.remedy.pins.health.health_of`.
         keeps_scale: see :class:`~ampdbg.training.pinned.PinnedReplays`, one for each failing step.
         on_stage: called with what is about to run.
         repeats: a failing step is run so often, and is healthy when it always is; for steps that fail only sometimes.

@@ -10,10 +10,10 @@ from pathlib import Path
 from ampdbg.agreement import is_finite
 from ampdbg.experiments import OWN, PinSite, Search, Trial
 from ampdbg.record import Record
-from ampdbg.remedy.costs import step_costs, step_seconds
-from ampdbg.remedy.experiment import Case, Experiment
-from ampdbg.remedy.found_pins import classes_of, described, digests, reason_of, statements
 from ampdbg.remedy.ownership import is_library_class
+from ampdbg.remedy.pins.costs import step_costs, step_seconds
+from ampdbg.remedy.pins.experiment import Case, Experiment
+from ampdbg.remedy.pins.found_pins import classes_of, described, digests, reason_of, statements
 from ampdbg.search import Found, OutOfTrials, Trials
 from ampdbg.training.failing_step import FailingStep, further_steps
 from ampdbg.training.pinned import PinnedReplays
@@ -131,10 +131,10 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     modules = dict(setting.run.workload.model.named_modules())
     whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
     # A module that is whole now may hold others of the set.
-    whole = setting.trials.tree.compress(setting.trials.tree.expand(whole))
+    larger = setting.trials.tree.compress(setting.trials.tree.expand(whole))
     try:
-        if whole != pins and setting.trials.test(whole, "library modules whole").healthy:
-            return whole
+        if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
+            return larger
     except OutOfTrials:
         pass  # What was found stands without it.
     return pins

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ampdbg.remedy.costs import as_it_was, seconds_of
+from ampdbg.remedy.pins.costs import as_it_was, seconds_of
 from ampdbg.training.failing_step import FailingStep
 from ampdbg.training.replay import Manner, replay_step
 from ampdbg.training.run import Run

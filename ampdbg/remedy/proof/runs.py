@@ -11,12 +11,12 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, WorkloadError
 from ampdbg.findings import Finding
 from ampdbg.record import Record
-from ampdbg.remedy.fp32_twin import fp32_losses
-from ampdbg.remedy.health import health_of
-from ampdbg.remedy.overlay import overlaid
-from ampdbg.remedy.proof_jobs import Job, Seen, Trained, Tried
-from ampdbg.remedy.saved_steps import Uncarried
-from ampdbg.remedy.step_use import StepUse, step_use
+from ampdbg.remedy.pins.health import health_of
+from ampdbg.remedy.proof.fp32_twin import fp32_losses
+from ampdbg.remedy.proof.jobs import Job, Seen, Trained, Tried
+from ampdbg.remedy.proof.overlay import overlaid
+from ampdbg.remedy.proof.saved_steps import Uncarried
+from ampdbg.remedy.proof.step_use import StepUse, step_use
 from ampdbg.training.failing_step import FailingStep, further_steps, weights_of
 from ampdbg.training.loop import train
 from ampdbg.training.pinned import PinnedReplays

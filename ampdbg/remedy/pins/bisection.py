@@ -13,8 +13,8 @@ from ampdbg.diagnosis.diagnose import PRECISION, diagnose
 from ampdbg.experiments import Outcome, Search, Trial
 from ampdbg.findings import Finding
 from ampdbg.record import Investigation, Record, Step
-from ampdbg.remedy.pin_search import Strategy, search_pins
-from ampdbg.remedy.set_found import Events
+from ampdbg.remedy.pins.pin_search import Strategy, search_pins
+from ampdbg.remedy.pins.set_found import Events
 from ampdbg.training.failing_step import FailingStep, failing_step, weights_of
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.loop import train_prepared

@@ -19,9 +19,9 @@ from typing import IO
 
 import torch
 
-from ampdbg.remedy.proof_jobs import Job, Seen
-from ampdbg.remedy.proof_runs import OnStage, perform
-from ampdbg.remedy.saved_steps import Uncarried, load_steps
+from ampdbg.remedy.proof.jobs import Job, Seen
+from ampdbg.remedy.proof.runs import OnStage, perform
+from ampdbg.remedy.proof.saved_steps import Uncarried, load_steps
 
 STALLED = 1800.0
 """Seconds without a sign of life after which a process is taken to hang; one comes at least with every step."""
@@ -35,7 +35,7 @@ POLL = 0.5
 # where a file may have the name of a module of Python's own.
 _START = (
     "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); "
-    "from ampdbg.remedy.proof_process import main; main()"
+    "from ampdbg.remedy.proof.process import main; main()"
 )
 
 

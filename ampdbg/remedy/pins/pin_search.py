@@ -14,10 +14,10 @@ from ampdbg.config import Config
 from ampdbg.experiments import Search
 from ampdbg.probes.coverage import coverage
 from ampdbg.record import Record
-from ampdbg.remedy.candidates import proposed_by_shadow
-from ampdbg.remedy.experiment import Case, Experiment
-from ampdbg.remedy.journals import journal_of
-from ampdbg.remedy.set_found import (
+from ampdbg.remedy.pins.candidates import proposed_by_shadow
+from ampdbg.remedy.pins.experiment import Case, Experiment
+from ampdbg.remedy.pins.journals import journal_of
+from ampdbg.remedy.pins.set_found import (
     Events,
     FailsSometimes,
     Setting,
@@ -25,7 +25,7 @@ from ampdbg.remedy.set_found import (
     record_of_found,
     record_without_set,
 )
-from ampdbg.remedy.tying import tied_modules
+from ampdbg.remedy.pins.tying import tied_modules
 from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_debug, first_overflowing, guided
 from ampdbg.training.failing_step import FailingStep, weights_of
 from ampdbg.training.pinned import PinnedReplays

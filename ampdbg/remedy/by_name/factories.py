@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .bindings import dotted
-from .expressions import SCOPES, find, walk
-from .source_text import EditError
+from ampdbg.remedy.source.bindings import dotted
+from ampdbg.remedy.source.expressions import SCOPES, find, walk
+from ampdbg.remedy.source.source_text import EditError
 
 Statements = Sequence[cst.BaseStatement]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ampdbg.diagnosis.producers import Suspect
 from ampdbg.experiments import PinSite
-from ampdbg.remedy.health import Health, health_of
+from ampdbg.remedy.pins.health import Health, health_of
 from ampdbg.search import AtomTree, Seen
 from ampdbg.training.failing_step import FailingStep, weights_of
 from ampdbg.training.pinned import PinnedReplays
@@ -31,7 +31,7 @@ class Experiment:
         run: the workload; it has the weights of the first step meanwhile.
         cases: the steps, the one that the search is about first.
         tree: what can be pinned.
-        is_silent: see :func:`~ampdbg.remedy.health.health_of`.
+        is_silent: see :func:`~ampdbg.remedy.pins.health.health_of`.
     """
 
     def __init__(self, run: Run, cases: Sequence[Case], tree: AtomTree, *, is_silent: bool) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Collection, Sequence
 import libcst as cst
 
 from ampdbg.experiments import OWN
+from ampdbg.remedy.source.autocast_names import with_imported
+from ampdbg.remedy.source.edits import Edited
+from ampdbg.remedy.source.source_pins import Refused
+from ampdbg.remedy.source.source_text import EditError, read_source
 
-from .autocast_names import with_imported
-from .edits import Edited
 from .factories import top_level, with_model_kept
 from .helper_text import Pinned, Spelling, helper_functions
 from .name_sets import name_set
-from .source_pins import Refused
-from .source_text import EditError, read_source
 from .written_helpers import pins_kept, spelling_in, with_functions
 
 MODULE_NAME = "ampdbg_pins"

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import libcst as cst
 
 from ampdbg.experiments import OWN
+from ampdbg.remedy.source.bindings import dotted, imports_of
+from ampdbg.remedy.source.expressions import code_of, find, names_assigned
+from ampdbg.remedy.source.source_text import EditError
 
-from .bindings import dotted, imports_of
-from .expressions import code_of, find, names_assigned
 from .helper_text import DOCSTRING, INDENT, OWN_LINES_FUNCTION, WHOLE_FUNCTION, Spelling
-from .source_text import EditError
 
 BLANK = cst.EmptyLine(indent=False)
 

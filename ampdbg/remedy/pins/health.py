@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, losses_agree, noise_floor
+from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import named
 from ampdbg.record import Investigation, Producer, Replay
@@ -23,8 +23,8 @@ class Health:
 def health_of(made: Investigation, *, is_silent: bool) -> Health:
     """Judges the first replay of ``made`` against the second, FP32's.
 
-    Healthy means: loss, gradients and buffers finite, no gradient flushed to zero, and the loss within the noise
-    floor of FP32's. So are the gradients, where the step has failed for no other reason than being far from FP32.
+    Healthy means: loss, gradients and buffers finite, the gradient's energy kept, and the loss within the noise floor
+    of FP32's. So are the gradients, where the step has failed for no other reason than being far from FP32.
 
     Args:
         made: what ``PinnedReplays.with_pins`` returned.
@@ -44,8 +44,9 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if made.why == "end" and not agrees(low, fp32, floor):
         why = f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
         return Health(False, why, guilty or _far(made))
-    if not keeps_its_gradients(low):
-        return Health(False, f"{low.lost_energy or 0.0:.0%} of the gradient's energy is flushed to zero", guilty)
+    lost = low.lost_energy or 0.0
+    if lost > LOST_ENERGY:
+        return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
         return Health(False, f"{named(guilty[0].producer)} still overflows and erases itself", guilty)
     return Health(True)

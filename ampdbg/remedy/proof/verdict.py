@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.experiments import ProofStep
-from ampdbg.remedy.fp32_twin import distance, last_quarter
-from ampdbg.remedy.proof_jobs import Seen, Trained, Tried
+from ampdbg.remedy.proof.fp32_twin import distance, last_quarter
+from ampdbg.remedy.proof.jobs import Seen, Trained, Tried
 
 SAME_FUNCTION = 1e-3
 """In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ampdbg.config import Config
-from ampdbg.remedy.step_use import StepUse
+from ampdbg.remedy.proof.step_use import StepUse
 
 
 @dataclass(frozen=True)
