@@ -12,7 +12,7 @@ import torch
 
 from ampdbg.config import load_config
 from ampdbg.experiments import Proof
-from ampdbg.remedy import proof as proof_module
+from ampdbg.remedy.proof import proving as proof_module
 from ampdbg.remedy.proof.saved_steps import Uncarried
 from ampdbg.training.run import prepared
 from tests.commands.program import ROOT
