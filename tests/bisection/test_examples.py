@@ -19,8 +19,12 @@ SETS = {
     "vit": ["block1.0.attn:own", "block1.0.attn.qkv"],
 }
 
+QUICK = ["camera", "house_prices"]
 
-@pytest.mark.parametrize("name", SETS)
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SETS]
+)
 def test_the_set_of_an_example(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     config = str(ROOT / "configs" / f"{name}.yaml")

@@ -44,7 +44,7 @@ def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variable
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=600,  # a guard against a hang: the longest of the slow tests takes three minutes
         check=False,
     )
     return Result(done.returncode, done.stdout, done.stderr)

@@ -13,7 +13,8 @@ from tests.commands.program import ROOT, Result, start
 FORWARD = ["linear_attention", "camera"]
 """Examples whose loss is not finite from the first step."""
 
-EXAMPLES = [*FORWARD, "house_prices", "vit"]
+QUICK = [*FORWARD, "house_prices"]
+EXAMPLES = [*QUICK, "vit"]
 
 
 def scan(folder: Path, config: str, *options: str) -> tuple[Result, Record]:
@@ -92,7 +93,7 @@ def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
     assert_learns(record)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*QUICK, pytest.param("vit", marks=pytest.mark.slow)])
 def test_a_failing_example_is_healthy_in_fp32(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name, "--set", "precision.level=O0")
     assert result.code == 0
