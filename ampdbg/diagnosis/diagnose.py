@@ -56,28 +56,35 @@ NO_PIN_HELPS = (
 
 def diagnose(record: Record) -> Record:
     """The record with its findings, the root cause first, and its verdict; nothing is run."""
-    findings: list[Finding] = []
+    told: list[Finding] = []
+    information: list[Finding] = []
     for family in ORDER_OF_DECISION:
         for finding in family(record):
-            findings.append(_beside(finding, findings))
-    findings = _told(findings) or findings
-    return replace(record, findings=tuple(findings), verdict=_verdict(record, findings))
+            if finding.severity == "info":
+                information.append(replace(finding, root=None))
+            else:
+                told.append(replace(finding, root=_root(finding, told)))
+    # Information is left out where there is more to tell.
+    return replace(record, findings=tuple(told or information), verdict=_verdict(record, told))
 
 
-def _beside(finding: Finding, found: list[Finding]) -> Finding:
-    """What a later family finds follows from the first thing that was found; information is no cause."""
-    if finding.severity == "info" or not _told(found):
-        return replace(finding, root=None)
-    return replace(finding, root=0)
+def _root(finding: Finding, told: list[Finding]) -> int | None:
+    """What a later family finds follows from what was found before it: the first thing, as a rule.
+
+    Only what FP16 did in an earlier step cannot follow from what it did in a later one: it stands beside it, and a
+    scale that began to fall there follows from it.
+    """
+    if not told:
+        return None
+    of_fp16 = finding.code in PRECISION or finding.code == "scale-collapse"
+    if not of_fp16 or told[0].code not in PRECISION or told[0].step <= finding.step:
+        return 0
+    if finding.code in PRECISION:
+        return None
+    return next((index for index, cause in enumerate(told) if cause.root is None and cause.step <= finding.step), 0)
 
 
-def _told(findings: list[Finding]) -> list[Finding]:
-    """Everything but information, which is left out where there is more to tell."""
-    return [finding for finding in findings if finding.severity != "info"]
-
-
-def _verdict(record: Record, findings: list[Finding]) -> Verdict:
-    told = _told(findings)
+def _verdict(record: Record, told: list[Finding]) -> Verdict:
     if not told:
         return "inconclusive" if record.error else "healthy"
     root = told[0]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from ampdbg.findings import Finding, Severity
+from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
+from ampdbg.findings import Finding, Severity, Source
 from ampdbg.record import Investigation, Producer
 
 REMEDIES = {
-    "forward-overflow": "run this op in FP32 with its inputs cast up, or scale before the product",
-    "gradient-overflow": "run this op in FP32 with its inputs cast up; take a mean instead of a sum",
+    "forward-overflow": "run this op in FP32 with its inputs cast up",
+    "gradient-overflow": "run this op in FP32 with its inputs cast up",
     "eps-underflow": "use an eps of at least 1e-6, or compute this statistic in FP32",
     "mask-constant": "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
     "data-range": "normalise the data: it is beyond what FP16 can hold",
@@ -23,6 +24,12 @@ REMEDIES = {
     "unknown": "compare with a run in FP32: --set precision.level=O0",
 }
 
+
+AT_ITS_LINE: Mapping[str, tuple[Callable[[str], bool], str]] = {
+    "forward-overflow": (scales_after_its_product, ", or scale before the product"),
+    "gradient-overflow": (takes_a_sum, "; take a mean in place of the sum"),
+}
+"""What is added to a remedy where the line of source tells that it applies."""
 
 NO_EVIDENCE: Mapping[str, object] = {}
 
@@ -44,13 +51,19 @@ def finding_at(
         step=made.step,
         phase="data" if code == "data-range" else phase,
         message=message,
-        remedy=REMEDIES[code],
+        remedy=remedy_of(code, at.source if at else None),
         module=at.module if at else "",
         op=at.op if at else "",
         parameter=at.parameter if at else "",
         source=at.source if at else None,
         evidence={key: value for key, value in evidence.items() if value is not None},
     )
+
+
+def remedy_of(code: str, source: Source | None) -> str:
+    """What cures the code, with what the line of source makes possible besides."""
+    applies, addition = AT_ITS_LINE.get(code, (None, ""))
+    return REMEDIES[code] + (addition if applies and source and applies(source.text) else "")
 
 
 def named(producer: Producer) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from ampdbg.diagnosis.scale import sort_skips
+from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
 from ampdbg.findings import Finding
 from ampdbg.record import Record
 
@@ -15,8 +16,6 @@ CHANGED = "changes the model's function"
 
 PRODUCTS = re.compile(r"aten\.(bmm|mm|matmul|baddbmm|einsum)\b")
 SUMS = re.compile(r"aten\.(sum|nansum|mean|cumsum|prod|var|std|linalg_vector_norm|norm)\b")
-SCALED = re.compile(r"[*/]\s*[\w.(]|\.(mul|div)_?\(|rsqrt|sqrt")
-"""A line that scales what it makes; a product whose scaling is elsewhere is not known from it."""
 
 TORCH_SCALE, TORCH_INTERVAL = 65536.0, 2000
 """GradScaler's defaults for ``init_scale`` and ``growth_interval``."""
@@ -53,11 +52,11 @@ def _place(finding: Finding) -> str:
 
 def _overflow(finding: Finding, record: Record) -> Iterator[str]:
     text = finding.source.text if finding.source else ""
-    if PRODUCTS.search(finding.op) and SCALED.search(text):
+    if PRODUCTS.search(finding.op) and scales_after_its_product(text):
         yield f"scale before the product: (q * s) @ k in place of (q @ k) * s ({SAME})"
     if SUMS.search(finding.op):
         yield f"add up in FP32: sum(..., dtype=torch.float32) ({SAME})"
-    if finding.phase == "backward" and (".sum(" in text or "reduction='sum'" in text.replace('"', "'")):
+    if finding.phase == "backward" and takes_a_sum(text):
         yield "take a mean in place of the sum (changes the loss by a factor, and so the learning rate that fits)"
 
 

@@ -16,7 +16,7 @@ from . import quantities
 from .bisection_verdict import Ended, headline, next_step
 from .drawing import draw
 from .finding_text import findings_text
-from .layout import indented, table, title, verbatim
+from .layout import INDENT, indented, table, title, verbatim
 from .pin_text import config_text, cost_text, set_text
 from .quantities import counted
 from .text import environment_facts, named_from, render_text, source_from
@@ -212,7 +212,7 @@ def _summary(ended: Ended) -> Iterator[RenderableType]:
     step = next_step(ended)
     if step is not None:
         yield Text.assemble(("Next: ", "bold"), step.why)
-        yield indented(verbatim(step.command, "bold cyan"))
+        yield verbatim(step.command, "bold cyan", INDENT)
 
 
 def _facts(ended: Ended) -> Iterator[str]:

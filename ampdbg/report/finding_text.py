@@ -48,7 +48,7 @@ def _finding(finding: Finding) -> RenderableType:
     if finding.remedy:
         lines.append(indented(Text.assemble(("Remedy: ", "green"), finding.remedy)))
     if finding.code in CODES:
-        lines.append(indented(verbatim(f"ampdbg explain {finding.code}", "dim")))
+        lines.append(verbatim(f"ampdbg explain {finding.code}", "dim", INDENT))
     return Group(*lines)
 
 

@@ -20,9 +20,9 @@ def indented(item: RenderableType, by: int = INDENT) -> Padding:
     return Padding(item, (0, 0, 0, by), expand=False)
 
 
-def verbatim(text: str, style: str) -> Text:
-    """A line that is never wrapped or cut: a chart row, or a command to copy."""
-    return Text(text, style=style, no_wrap=True, overflow="ignore")
+def verbatim(text: str, style: str, by: int = 0) -> Text:
+    """A chart row, or a command to copy: never wrapped, nor cut at the edge as in a padding; ``by`` moves it right."""
+    return Text(" " * by + text, style=style, no_wrap=True, overflow="ignore")
 
 
 def table(first: str, *others: str) -> Table:

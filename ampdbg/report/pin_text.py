@@ -16,7 +16,7 @@ from ampdbg.findings import Finding
 from ampdbg.formats import FLOAT16
 
 from . import quantities
-from .layout import indented, title, verbatim
+from .layout import INDENT, indented, title, verbatim
 from .quantities import counted
 
 MAX_PINS = 16
@@ -188,4 +188,4 @@ def _scalar(name: str) -> str:
 def config_text(names: Sequence[str], config: Mapping[str, object]) -> Iterator[RenderableType]:
     """The lines to paste."""
     yield title("In the config")
-    yield from (indented(verbatim(line, "green")) for line in pins_yaml(names, config))
+    yield from (verbatim(line, "green", INDENT) for line in pins_yaml(names, config))

@@ -17,7 +17,7 @@ from . import quantities
 from .drawing import draw
 from .exponent_bar import WIDTH, exponent_bar
 from .finding_text import findings_text
-from .layout import indented, title, verbatim
+from .layout import INDENT, indented, title, verbatim
 from .quantities import counted
 from .text import environment_facts, named_from
 from .verdict import LOOK
@@ -261,10 +261,10 @@ def _summary(record: Record, config: str, record_path: str) -> Iterator[Renderab
         yield verbatim(f"Record: {record_path}", "dim")
     if record.findings:
         yield Text.assemble(("Next: ", "bold"), "the shadow proposes; a run in FP16 confirms")
-        yield indented(verbatim(f"ampdbg scan {config}", "bold cyan"))
+        yield verbatim(f"ampdbg scan {config}", "bold cyan", INDENT)
     elif record.sites:
         yield Text.assemble(("Next: ", "bold"), "the same after some training")
-        yield indented(verbatim(f"ampdbg ranges {config} --steps {record.planned_steps + 50}", "bold cyan"))
+        yield verbatim(f"ampdbg ranges {config} --steps {record.planned_steps + 50}", "bold cyan", INDENT)
 
 
 def _step(record: Record) -> str:

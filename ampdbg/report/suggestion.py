@@ -139,4 +139,4 @@ def _summary(record: Record, step: NextStep | None, record_path: str) -> Iterato
         yield verbatim(f"Record: {record_path}", "dim")
     if step is not None:
         yield Text.assemble(("Next: ", "bold"), step.why)
-        yield verbatim(" " * INDENT + step.command, "bold cyan")  # padding would cut it at the edge
+        yield verbatim(step.command, "bold cyan", INDENT)

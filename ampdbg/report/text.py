@@ -18,7 +18,7 @@ from .drawing import draw
 from .finding_text import findings_text
 from .group_text import groups_text
 from .groups import overflows
-from .layout import indented, title, verbatim
+from .layout import INDENT, title, verbatim
 from .quantities import counted
 from .tensor_text import sightings, tensors_text
 from .timeline import timeline
@@ -98,7 +98,7 @@ def _summary(record: Record, config: str, record_path: str) -> Iterator[Renderab
     step = next_step(record, config, record_path)
     if step is not None:
         yield Text.assemble(("Next: ", "bold"), step.why)
-        yield indented(verbatim(step.command, "bold cyan"))
+        yield verbatim(step.command, "bold cyan", INDENT)
 
 
 def _facts(record: Record) -> Iterator[str]:

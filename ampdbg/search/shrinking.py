@@ -22,7 +22,7 @@ def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
 
     def is_healthy_without(count: int) -> bool:
         rest = kept[: undecided - count] + kept[undecided:]
-        return trials.test(NOTHING.union(*rest), "dropping").healthy
+        return trials.test(NOTHING.union(*rest), "with fewer").healthy
 
     while undecided > 0:
         superfluous = _most(is_healthy_without, undecided)
@@ -82,7 +82,7 @@ def certified(trials: Trials, parts: Sequence[Atoms]) -> Found:
     while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
         parts = [part & smaller for part in parts if part & smaller]
     pins = trials.tree.compress(NOTHING.union(*parts))
-    dropped = {pin: trials.test(without(trials, pins, pin), "dropping") for pin in pins}
+    dropped = {pin: trials.test(without(trials, pins, pin), "with fewer") for pin in pins}
     return Found(pins, healthy=True, minimal=True, dropped=dropped)
 
 
@@ -90,5 +90,5 @@ def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
     atoms = NOTHING.union(*parts)
     pins = trials.tree.compress(atoms)
     for rest in (*(atoms - part for part in reversed(parts)), *(without(trials, pins, pin) for pin in pins)):
-        if trials.test(rest, "dropping").healthy:
+        if trials.test(rest, "with fewer").healthy:
             yield rest

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import sort_skips
-from ampdbg.findings import Source
+from ampdbg.findings import Finding, Source
 from ampdbg.record import (
     AutocastError,
     Environment,
@@ -187,6 +188,17 @@ def test_no_steps_and_no_error_is_no_finding() -> None:
     assert diagnose(record_of(())).findings == ()
 
 
+def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(code: str, step: int) -> Finding:
+        return Finding(code, "error", step, "forward", "it fails", "repair it")
+
+    later, earlier, collapse = found("forward-overflow", 9), found("gradient-overflow", 3), found("scale-collapse", 3)
+    monkeypatch.setattr(diagnosis, "ORDER_OF_DECISION", [lambda record: iter((later, earlier, collapse))])
+    assert [finding.root for finding in diagnose(record_of(())).findings] == [None, None, 1]
+    later = replace(later, step=2)
+    assert [finding.root for finding in diagnose(record_of(())).findings] == [None, 0, 0]
+
+
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
 def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -> None:
     record = record_of(steps_of(pattern, interval))
@@ -194,7 +206,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     assert diagnose(found) == found
     assert sorted(sort_skips(record.steps).all, key=lambda s: s.step) == [s for s in record.steps if s.skipped]
     assert (found.verdict == "healthy") == all(finding.severity == "info" for finding in found.findings)
-    assert all(finding.root is None or finding.root == 0 for finding in found.findings)
+    assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None
     if "N" in pattern or "I" in pattern:
         assert found.verdict == "inconclusive"

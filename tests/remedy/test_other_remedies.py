@@ -66,7 +66,9 @@ def test_a_remedy_stands_at_its_line(name: str) -> None:
     assert told(found) == (f"/home/me/model.py:41: {text}",)
 
 
-@pytest.mark.parametrize("text", ["x = self.proj(x)", 'n = torch.einsum("nlhd,nhd->nlh", q, k_sum)'])
+@pytest.mark.parametrize(
+    "text", ["x = self.proj(x)", 'n = torch.einsum("nlhd,nhd->nlh", q, k_sum)', "logits = (q * self.scale) @ k.mT"]
+)
 def test_a_product_that_is_not_scaled_has_no_scaling_to_move(text: str) -> None:
     assert told(finding("forward-overflow", op="aten.bmm.default", source=replace(LINE, text=text))) == ()
 

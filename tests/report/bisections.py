@@ -67,9 +67,9 @@ NAN = "loss NaN: blocks.2.attn bmm (line 41) reaches 8.192e+04"
 TRIALS = (
     trial(("blocks.2.attn",), "candidates", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
     trial(("blocks.2.attn", "blocks.3:own", "head"), "suspects"),
-    trial(("blocks.2.attn", "blocks.3:own"), "dropping"),
-    trial(("blocks.2.attn",), "dropping", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
-    trial(("blocks.3:own",), "dropping", NAN),
+    trial(("blocks.2.attn", "blocks.3:own"), "with fewer"),
+    trial(("blocks.2.attn",), "with fewer", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
+    trial(("blocks.3:own",), "with fewer", NAN),
     trial(NAMES, "the whole set once more"),
     trial(NAMES, "further batch 1"),
     trial(NAMES, "further batch 2"),

@@ -121,10 +121,10 @@ def test_a_trial_of_a_large_set_is_told_by_what_it_leaves_out() -> None:
     record = searched(
         FOUND,
         pins=tuple(Pin(name) for name in names),
-        trials=(trial(names, "candidates"), trial((*names[:3], names[4]), "dropping", "loss NaN")),
+        trials=(trial(names, "candidates"), trial((*names[:3], names[4]), "with fewer", "loss NaN")),
     )
     assert "candidates  the set                   healthy" in plain(record)
-    assert "dropping    the set without blocks.3  fails: loss NaN" in plain(record)
+    assert "with fewer  the set without blocks.3  fails: loss NaN" in plain(record)
 
 
 def test_findings_are_listed_only_where_there_is_no_set() -> None:

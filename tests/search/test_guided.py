@@ -35,8 +35,8 @@ def test_right_candidates_cost_one_trial_and_one_each() -> None:
     assert (found.pins, found.healthy, found.minimal, found.note) == (("embed", "head"), True, True, "")
     assert stages(trials) == [
         ("candidates", ("embed", "head"), True),
-        ("dropping", ("embed",), False),
-        ("dropping", ("head",), False),
+        ("with fewer", ("embed",), False),
+        ("with fewer", ("head",), False),
     ]
 
 

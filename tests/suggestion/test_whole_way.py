@@ -13,6 +13,8 @@ from ampdbg.record import Record, read_record
 from tests.commands.program import ROOT, Result, environment, start
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
 PATCHES = {
     "linear_attention": """\
 +        with torch.autocast(device_type=k.device.type, enabled=False):
@@ -149,6 +151,8 @@ def test_an_example_is_cured_by_its_patch(name: str, tmp_path: Path) -> None:
     assert result.code == 0, result.stderr
     added = [line for line in result.stdout.splitlines() if line.startswith("+") and not line.startswith("+++")]
     assert added == PATCHES[name].splitlines()
+    if f"suggest-fp32 configs/{name}.yaml" in README:
+        assert all(line in README for line in result.stdout.splitlines() if line.startswith(("# Keeps", "+  ", "-  ")))
     assert record.verification is not None
     assert record.verification.passed
     assert all(f"#   - {step.name}: {step.detail}" in result.stdout for step in record.verification.steps)
