@@ -29,8 +29,11 @@ test: setup ## lint, types, layers and the test suite
 slow: setup ## the tests that take longer than ten seconds each
 	@$(PYTEST) -m slow
 
-bench: setup ## the measured claims: speed of the emulation and of watching
-	@$(BIN)/python benchmarks/steps.py
+bench: setup ## the measured claims: speed of the emulation, of watching, of ranges and of the search
+	@$(BIN)/python -m benchmarks.steps
+	@$(BIN)/python -m benchmarks.ranges
+	@$(BIN)/python -m benchmarks.search
+	@$(BIN)/python -m benchmarks.bisect
 
 lint: setup ## only lint, format and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

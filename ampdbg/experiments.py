@@ -55,8 +55,9 @@ class Pin:
     ``module`` is a qualified name ("" is the root). With ``own`` only the module's own lines run in FP32, and its
     children stay in half. Without a module the pin is the statement at ``source``. ``reason`` is the index of the
     finding that it cures, ``sites`` are the ops that go wrong without it, the first to run first; ``without``
-    is what happens when it alone is dropped. ``class_name`` is the module's class, ``is_library`` whether the
-    source of that class is installed and not the user's own.
+    is what happens when it alone is dropped, with those in ``tied``: pins whose modules hold the same parameter, so
+    that they are pinned together. ``class_name`` is the module's class, ``is_library`` whether the source of that
+    class is installed and not the user's own.
     """
 
     module: str
@@ -65,6 +66,7 @@ class Pin:
     source: Source | None = None
     sites: tuple[PinSite, ...] = ()
     without: str = ""
+    tied: tuple[str, ...] = ()
     cost: PinCost | None = None
     class_name: str = ""
     is_library: bool = False

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ampdbg.report.verdict import NextStep
 
 if TYPE_CHECKING:
     from ampdbg.remedy.suggestion import Suggestion
+
+
+Form = Literal["code", "file", "config"]
 
 
 class PatchFormat(str, Enum):
@@ -22,6 +25,15 @@ class PatchFormat(str, Enum):
     module = "module"
     yaml = "yaml"
     json = "json"
+
+
+FORMS: Mapping[PatchFormat, Form] = {
+    PatchFormat.diff: "code",
+    PatchFormat.module: "file",
+    PatchFormat.yaml: "config",
+    PatchFormat.json: "code",
+}
+"""What is suggested, and proven, for each."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +70,23 @@ def _diff(found: Suggestion, base: Path) -> bytes | None:
 def _json(found: Suggestion, base: Path) -> bytes | None:
     from ampdbg.remedy.dialects import as_json
 
-    return as_json(found, base) if found.patch is not None or _is_by_name(found) else None
+    return as_json(found, base) if found.patch is not None or found.is_by_name else None
 
 
 def _module(found: Suggestion, base: Path) -> bytes | None:
     from ampdbg.remedy.dialects import module
 
-    return module(found) if _is_by_name(found) else None
+    return module(found) if found.is_by_name else None
 
 
 def _yaml(found: Suggestion, base: Path) -> bytes | None:
+    from ampdbg.remedy.dialects import comments_by_name
     from ampdbg.report.pin_text import pins_yaml
 
+    if not found.is_by_name:
+        return None
     lines = pins_yaml(found.names, found.record.config)
-    return ("\n".join(lines) + "\n").encode() if _is_by_name(found) else None
-
-
-def _is_by_name(found: Suggestion) -> bool:
-    """Whether names say it all: a line of the step function or the loss has none."""
-    return bool(found.names) and all(pin.source is None for pin in found.record.pins)
+    return (comments_by_name(found) + "\n".join(lines) + "\n").encode()
 
 
 WRITERS: Mapping[PatchFormat, Callable[[Suggestion, Path], bytes | None]] = {

@@ -18,7 +18,7 @@ from . import bisect, live_tree, options
 from .bisect import JOURNALS, Strategy
 from .config_sources import config_given, is_record
 from .options import as_overrides
-from .patch_output import Output, PatchFormat, next_step, output_of
+from .patch_output import FORMS, Form, Output, PatchFormat, next_step, output_of
 from .record_files import LATEST, load_record, try_to_save
 from .terminal import look_of, results_only, say, write_result
 
@@ -152,7 +152,7 @@ def command(
     overrides = as_overrides(steps, device, policy.value if policy else None, seed, settings or ())
     with results_only() as result:
         checked, known = _given(config, overrides)
-        found = _searched(checked, known, strategy, max_trials, verify=not no_verify, quiet=quiet)
+        found = _searched(checked, known, FORMS[format_], strategy, max_trials, verify=not no_verify, quiet=quiet)
         ready = output_of(found, format_, checked.folder)
         written, failure = try_to_save(found.record, record)
         file = _kept(ready, output, written if record is None else None)
@@ -171,7 +171,14 @@ def command(
 
 
 def _searched(
-    config: Config, known: Record | None, strategy: Strategy, max_trials: int | None, *, verify: bool, quiet: bool
+    config: Config,
+    known: Record | None,
+    form: Form,
+    strategy: Strategy,
+    max_trials: int | None,
+    *,
+    verify: bool,
+    quiet: bool,
 ) -> Suggestion:
     """The suggestion, with the search shown as it goes on."""
     with contextlib.ExitStack() as display:
@@ -188,6 +195,7 @@ def _searched(
         with _diagnosed():
             return suggest(
                 config,
+                form=form,
                 verify=verify,
                 known=known,
                 strategy=strategy.value,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ampdbg.experiments import OWN
 from ampdbg.record import Record, to_json
-from ampdbg.remedy.by_name.helper_form import module_text
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
 from ampdbg.remedy.writing import FileEdit
 
@@ -66,9 +65,12 @@ def _diff_of(edit: FileEdit, base: Path) -> bytes:
 
 def module(suggestion: Suggestion) -> bytes:
     """A Python file of its own, with ``pin_fp32(model)``, for code that cannot be edited."""
-    text = module_text(suggestion.names, suggestion.all_names, one_tensor=suggestion.one_tensor)
-    lines = [*_what(suggestion), *_experiments(suggestion.record)]
-    return (_commented(lines) + "\n" + text).encode()
+    return (comments_by_name(suggestion) + "\n" + suggestion.pins_file(suggestion.names)).encode()
+
+
+def comments_by_name(suggestion: Suggestion) -> str:
+    """The proof as comments above pins by name, in Python or YAML."""
+    return _commented([*_what(suggestion), *_proof(suggestion.record)])
 
 
 def as_json(suggestion: Suggestion, base: Path) -> bytes:
@@ -117,9 +119,17 @@ def _commented(lines: Sequence[str]) -> str:
 
 
 def _what(suggestion: Suggestion) -> Iterator[str]:
-    names = [_told(name) for name in suggestion.names]
+    names = [_told(name) for name in _kept(suggestion)]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
     yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
+
+
+def _kept(suggestion: Suggestion) -> Sequence[str]:
+    """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    if suggestion.patch is None:
+        return suggestion.names
+    covered = {name for unit in suggestion.patch.units for name in unit.pins}
+    return [name for name in suggestion.names if name in covered]
 
 
 def _told(name: str) -> str:
@@ -142,13 +152,3 @@ def _proof(record: Record) -> Iterator[str]:
     yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {ran.device}{emulated}):"
     for step in proof.steps:
         yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
-
-
-def _experiments(record: Record) -> Iterator[str]:
-    """What the search has shown of the modules: a file of its own is not what the proof of a patch was run with."""
-    search = record.search
-    if search is None or search.step is None:
-        return
-    healthy = f"Found by experiment: with them in FP32, step {search.step} is healthy"
-    yield f"{healthy}; without any one of them it fails." if search.minimal else f"{healthy}."
-    yield "The experiments pinned them from outside; this file was not run."

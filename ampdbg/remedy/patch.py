@@ -18,6 +18,7 @@ from ampdbg.remedy.by_name.plain_layers import takes_one_tensor
 from ampdbg.remedy.half_names import Seen
 from ampdbg.remedy.own_lines import OwnLines
 from ampdbg.remedy.ownership import file_of_class, is_users_file
+from ampdbg.remedy.pins.tying import tied_together
 from ampdbg.remedy.source.edits import CallPin, Edited, ForwardPin, Refused, SourcePin, StatementPin, edit_source
 from ampdbg.remedy.writing import FileEdit
 
@@ -79,10 +80,28 @@ def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
         edits += chosen
         refused += reasons
     edits = list(_merged(edits))
-    units = tuple(PatchUnit(edit.title, edit.pins) for edit in edits)
-    without = {edit.title: _applied([other for other in edits if other is not edit], materials)[0] for edit in edits}
+    parts = _tied(edits, materials)
+    units = tuple(PatchUnit(_title(part), tuple(pin for edit in part for pin in edit.pins)) for part in parts)
+    without = {_title(part): _applied([edit for edit in edits if edit not in part], materials)[0] for part in parts}
     applied, more = _applied(edits, materials)
     return Patch(applied, units, without, (*refused, *more))
+
+
+def _tied(edits: Sequence[_Edit], materials: Materials) -> list[list[_Edit]]:
+    """The edits in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
+    names = [pin.name for pin in materials.pins if pin.source is None]
+    tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
+    parts: list[tuple[set[str], list[_Edit]]] = []
+    for edit in edits:
+        ties = {name for part in tied if not set(part).isdisjoint(edit.pins) for name in part}
+        same = [part for part in parts if part[0] & ties]
+        parts = [part for part in parts if part not in same]
+        parts.append((ties.union(*(part[0] for part in same)), [*(one for part in same for one in part[1]), edit]))
+    return [part for _, part in parts]
+
+
+def _title(part: Sequence[_Edit]) -> str:
+    return " and ".join(edit.title for edit in part)
 
 
 def _first_that_works(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[_Edit], list[Refused]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
 from ampdbg.experiments import Proof, Trial
 from ampdbg.record import Record, Step
+from ampdbg.remedy.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.remedy.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.remedy.half_names import Seen, names_seen
 from ampdbg.remedy.other_remedies import other_remedies
@@ -19,6 +21,8 @@ from ampdbg.remedy.pins.bisection import Bisected, bisected
 from ampdbg.remedy.pins.found_pins import digest
 from ampdbg.remedy.pins.pin_search import Strategy, keeps_scale
 from ampdbg.remedy.pins.set_found import Events
+from ampdbg.remedy.pins.tying import tied_together
+from ampdbg.remedy.proof.jobs import Patched
 from ampdbg.remedy.proof.proving import prove
 from ampdbg.training.failing_step import weights_of
 from ampdbg.training.investigation import OnReplay
@@ -28,6 +32,12 @@ PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""
 
 BEYOND = 20
+
+EVERYTHING = "*"
+"""The root, as a pin of the config."""
+
+Form = Literal["code", "file", "config"]
+"""What a suggestion is: a patch of the user's code, a file of pins by name, or pins of the config."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,20 @@ class Suggestion:
     one_tensor: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_by_name(self) -> bool:
+        """Whether names say it all: a line of the step function or the loss has none."""
+        return bool(self.names) and all(pin.source is None for pin in self.record.pins)
+
+    def pins_file(self, names: Sequence[str]) -> str:
+        """The file that pins those of ``names``."""
+        return module_text(names, self.all_names, one_tensor=self.one_tensor)
+
 
 def suggest(
     config: Config,
     *,
+    form: Form = "code",
     verify: bool = True,
     known: Record | None = None,
     strategy: Strategy = "guided",
@@ -63,11 +83,12 @@ def suggest(
     on_stage: Callable[[str], None] = lambda doing: None,
     journal_folder: Path | None = None,
 ) -> Suggestion:
-    """Trains, bisects, plans the patch and proves it.
+    """Trains, bisects, plans the patch or the pins by name, and proves it.
 
     Args:
         config: a checked config.
-        verify: prove the patch in fresh processes.
+        form: what is to be suggested.
+        verify: prove it in fresh processes.
         known: a record of this config: files that have changed since are refused.
         on_stage: called with what is being done, from the plan on.
 
@@ -92,6 +113,8 @@ def suggest(
         )
         if ended.record.interrupted or not ended.record.pins:
             return found
+        if form != "code":
+            return _by_name(found, ended, form, on_stage) if verify and found.is_by_name else found
         on_stage("planning the patch")
         return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
 
@@ -104,29 +127,57 @@ def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
 def _with_patch(
     found: Suggestion, ended: Bisected, materials: Materials, on_stage: Callable[[str], None], *, verify: bool
 ) -> Suggestion:
-    """The narrowest patch that holds; a wider one is tried where a narrower does not."""
+    """The narrowest patch that holds; a wider one is tried where a narrower does not.
+
+    What is only tied to a module that goes wrong is left as it is first.
+    """
     proof: Proof | None = None
-    for ways in WAYS:
-        patch = planned(materials, ways)
+    needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
+    plans = [(needed, ways) for ways in WAYS] if needed.pins else []
+    plans += [(materials, ways) for ways in WAYS] if needed != materials else []
+    for given, ways in plans:
+        patch = planned(given, ways)
         if not patch.edits or patch.refused:
             continue
         if not verify:
             return replace(found, patch=patch)
-        tried = _proven(ended, patch, on_stage)
+        without = {title: Patched(_files(edits)) for title, edits in patch.without.items()}
+        tried = _proven(ended, Patched(_files(patch.edits)), without, on_stage)
         if tried.passed:
             return replace(found, patch=patch, record=replace(found.record, verification=tried))
         proof = proof or tried
     return replace(found, record=replace(found.record, verification=proof))
 
 
-def _proven(ended: Bisected, patch: Patch, on_stage: Callable[[str], None]) -> Proof:
+def _by_name(found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None]) -> Suggestion:
+    """The pins by name, proven in the form that they are handed over in."""
+    make = {"file": _pinned_by_file, "config": _pinned_by_config}[form]
+    parts = tied_together(found.names, ended.run.workload.model)
+    rest = {part: tuple(name for name in found.names if name not in part) for part in parts}
+    without = {" and ".join(part): make(found, ended, names) for part, names in rest.items()}
+    proof = _proven(ended, make(found, ended, found.names), without, on_stage)
+    return replace(found, record=replace(found.record, verification=proof))
+
+
+def _pinned_by_file(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
+    file = ended.run.config.folder / f"{MODULE_NAME}.py"
+    return Patched({file: found.pins_file(names).encode()}, pins_file=file) if names else Patched()
+
+
+def _pinned_by_config(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
+    return Patched(pins=tuple(name or EVERYTHING for name in names))
+
+
+def _proven(
+    ended: Bisected, patched: Patched, without: Mapping[str, Patched], on_stage: Callable[[str], None]
+) -> Proof:
     config, record = ended.run.config, ended.record
     last = max(step.snapshot.step for step in ended.failing)
     return prove(
         config,
         ended.failing,
-        _files(patch.edits),
-        {title: _files(edits) for title, edits in patch.without.items()},
+        patched,
+        without,
         train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
         is_silent=record.findings[0].code == "silent-overflow",
         keeps_scale=[keeps_scale(config, record, step) for step in ended.failing],

@@ -71,6 +71,8 @@ def _pin(pin: Pin) -> Text:
 
 def _why(pin: Pin, findings: Sequence[Finding], room: int) -> Text:
     lines: list[Text] = []
+    if not pin.sites and pin.tied:
+        return Text(f"tied to {quantities.listed(pin.tied)}, and pinned with it", style="dim")
     if not pin.sites:
         lines.append(Text("no op was seen to go wrong in it", style="dim"))
     elif pin.reason is not None and pin.reason < len(findings):

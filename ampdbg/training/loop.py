@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -34,6 +34,7 @@ def train(
     on_replay: OnReplay = lambda step, doing: None,
     command: str = "scan",
     replays: int = 2,
+    prepare: Callable[[Config], AbstractContextManager[Run]] = prepared,
 ) -> Record:
     """Trains the workload of ``config`` under its precision policy and watches every step.
 
@@ -43,6 +44,7 @@ def train(
         on_replay: called before each replay with the step's number and what is about to run.
         command: the name that the record carries.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
+        prepare: builds the workload.
 
     Returns:
         What was seen, not yet diagnosed. An interrupt ends the run early (``interrupted``), and so does an
@@ -54,7 +56,7 @@ def train(
             Either has the steps that had ended by then as its ``record``.
     """
     started = time.monotonic()
-    with prepared(config) as run:
+    with prepare(config) as run:
         record = train_prepared(run, on_step=on_step, on_replay=on_replay, command=command, replays=replays)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 

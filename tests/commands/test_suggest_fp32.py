@@ -172,8 +172,10 @@ def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
 
 
 def test_the_module_form(here: Here, fake: Fake) -> None:
-    fake()
+    faked = fake()
     result = here("suggest-fp32", "config.yaml", "--format", "module")
+    assert faked.options["form"] == "file"
+    assert "#   - the failing step (3): healthy; loss 2.3101, 2.3102 in FP32\n" in result.stdout
     assert "def pin_fp32(model):" in result.stdout
     compile(result.stdout, "ampdbg_pins.py", "exec")
     assert result.stderr.rstrip().endswith("from ampdbg_pins import pin_fp32; pin_fp32(model)")
@@ -182,7 +184,9 @@ def test_the_module_form(here: Here, fake: Fake) -> None:
 def test_the_yaml_form_is_what_the_config_takes(here: Here, fake: Fake) -> None:
     fake()
     result = here("suggest-fp32", "config.yaml", "--format", "yaml")
-    assert result.stdout == "precision:\n  pins:\n    - blocks.2.attn\n    - blocks.3:own\n"
+    proof, pins = result.stdout.split("precision:\n")
+    assert "#   - the failing step (3): healthy; loss 2.3101, 2.3102 in FP32\n" in proof
+    assert pins == "  pins:\n    - blocks.2.attn\n    - blocks.3:own\n"
     Path("config.yaml").write_text(CONFIG + result.stdout, encoding="utf-8")
     assert load_config(Path("config.yaml")).precision.pins == ("blocks.2.attn", "blocks.3:own")
 

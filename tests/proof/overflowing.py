@@ -8,7 +8,8 @@ from pathlib import Path
 from ampdbg.config import Config, load_config
 from ampdbg.experiments import Proof, ProofStep
 from ampdbg.record import Investigation
-from ampdbg.remedy.proof.proving import Patched, prove
+from ampdbg.remedy.proof.jobs import Patched
+from ampdbg.remedy.proof.proving import prove
 from ampdbg.remedy.proof.runs import OnStage
 from ampdbg.training.failing_step import FailingStep, failing_step
 from ampdbg.training.loop import train_prepared
@@ -92,8 +93,8 @@ def failing_steps(config: Config) -> list[FailingStep]:
 
 def proven(
     config: Config,
-    patch: Patched,
-    without: Mapping[str, Patched] | None = None,
+    patch: Mapping[Path, bytes] | Patched,
+    without: Mapping[str, Mapping[Path, bytes] | Patched] | None = None,
     *,
     failing: Sequence[FailingStep] | None = None,
     train_steps: int = 8,
@@ -104,13 +105,17 @@ def proven(
     return prove(
         config,
         steps,
-        patch,
-        without or {},
+        _patched(patch),
+        {title: _patched(rest) for title, rest in (without or {}).items()},
         train_steps=train_steps,
         is_silent=False,
         keeps_scale=[False] * len(steps),
         on_stage=on_stage,
     )
+
+
+def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:
+    return given if isinstance(given, Patched) else Patched(given)
 
 
 def step_of(proof: Proof, name: str) -> ProofStep:

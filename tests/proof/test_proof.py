@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from ampdbg.config import load_config
+from ampdbg.config import Config, load_config
 from ampdbg.experiments import Proof
+from ampdbg.remedy.by_name.helper_form import module_text
 from ampdbg.remedy.proof import proving as proof_module
+from ampdbg.remedy.proof.jobs import Patched
 from ampdbg.remedy.proof.saved_steps import Uncarried
 from ampdbg.training.run import prepared
 from tests.commands.program import ROOT
@@ -88,6 +91,38 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     assert path.read_bytes() == scaling.encode("latin-1")
     # The two experiments, and the run that failed.
     assert len(set((tmp_path / "processes").read_text().split())) == 3
+
+
+def pins_file(config: Config, *names: str) -> Patched:
+    path = config.folder / "ampdbg_pins.py"
+    return Patched({path: module_text(names, ["", "before", "after"]).encode()}, pins_file=path)
+
+
+def config_pins(config: Config, *names: str) -> Patched:
+    return Patched(pins=names)
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(pins_file, "this file: imported, and called with the model"), (config_pins, "these pins: in force")],
+)
+def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patched], what: str, tmp_path: Path) -> None:
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    proof = proven(config, make(config, ":own"), {"the root's own lines": Patched()}, failing=failing)
+    assert proof.passed, proof
+    assert any(f"{step.name}: {step.detail}".startswith(what) for step in proof.steps)
+    assert step_of(proof, "without the root's own lines").detail.startswith("step 0 fails: loss NaN")
+    wrong = proven(config, make(config, "after"), failing=failing)
+    assert failed(wrong) == ["the failing step (0)"]
+    superfluous = proven(
+        config, make(config, ":own", "after"), {"after": make(config, ":own"), "own": Patched()}, failing=failing
+    )
+    assert failed(superfluous) == ["without after"]
+    assert not (tmp_path / "ampdbg_pins.py").exists()
+    with prepared(config) as run, torch.autocast("cpu", dtype=torch.float16):
+        assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
 def test_a_patch_that_breaks_the_import_is_a_failed_step(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ampdbg.config import Config
 from ampdbg.remedy.proof import process as proof_process
-from ampdbg.remedy.proof.jobs import Job, Seen
+from ampdbg.remedy.proof.jobs import Job, Patched, Seen
 from ampdbg.remedy.proof.process import in_fresh_process
 from ampdbg.remedy.proof.runs import OnStage
 from ampdbg.remedy.proof.saved_steps import Uncarried
@@ -32,7 +32,7 @@ def run(
 ) -> Seen:
     """A job whose process runs ``program`` and not a proof: it starts at once."""
     monkeypatch.setattr(proof_process, "_START", program)
-    return in_fresh_process(Job("dropped", config, {}, (False,), False), Path("steps"), on_stage, stalled)
+    return in_fresh_process(Job("dropped", config, Patched(), (False,), False), Path("steps"), on_stage, stalled)
 
 
 def result(seen: Seen) -> str:

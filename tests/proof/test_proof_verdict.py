@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ampdbg.remedy.proof.jobs import Seen, Trained, Tried
+from ampdbg.remedy.proof.jobs import Patched, Seen, Trained, Tried
 from ampdbg.remedy.proof.step_use import StepUse
 from ampdbg.remedy.proof.verdict import (
     figures,
@@ -30,19 +30,19 @@ SICK = tried(healthy=False, why="loss NaN", loss=math.nan)
 
 
 def test_a_healthy_step_shows_its_loss_beside_that_of_fp32() -> None:
-    imported, step = with_the_patch(Seen(tried=(tried(),)))
+    imported, step = with_the_patch(Seen(tried=(tried(),)), Patched())
     assert imported.passed
     assert (step.name, step.passed) == ("the failing step (403)", True)
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
 
 
 def test_a_step_that_is_not_cured_says_why() -> None:
-    *_, step = with_the_patch(Seen(tried=(tried(), SICK)))
+    *_, step = with_the_patch(Seen(tried=(tried(), SICK)), Patched())
     assert (step.passed, step.detail) == (False, "loss NaN")
 
 
 def test_what_cannot_be_imported_is_all_that_is_said() -> None:
-    (step,) = with_the_patch(Seen(failure="importing net.py raised SyntaxError: invalid syntax"))
+    (step,) = with_the_patch(Seen(failure="importing net.py raised SyntaxError: invalid syntax"), Patched())
     assert (step.passed, step.detail) == (False, "importing net.py raised SyntaxError: invalid syntax")
 
 

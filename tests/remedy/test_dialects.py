@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ampdbg.remedy.dialects import as_json, base_folder, diff, module
-from ampdbg.remedy.patch import FileEdit
+from ampdbg.remedy.patch import FileEdit, PatchUnit
 from ampdbg.remedy.suggestion import Suggestion
 from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
 
@@ -62,7 +62,10 @@ def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
 
 
 def test_many_pins_are_counted(tmp_path: Path) -> None:
-    found = replace(suggestion(tmp_path), names=tuple(f"blocks.{n}.attn" for n in range(12)))
+    names = tuple(f"blocks.{n}.attn" for n in range(12))
+    found = suggestion(tmp_path)
+    assert found.patch is not None
+    found = replace(found, names=names, patch=replace(found.patch, units=(PatchUnit("line 2 of model.py", names),)))
     first = diff(found, tmp_path.resolve()).decode().splitlines()[0]
     assert first == "# Keeps in FP32 under autocast: 12 modules, blocks.0.attn to blocks.11.attn."
 
@@ -171,7 +174,7 @@ class Net(nn.Module):
 def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
     text = module(suggestion(tmp_path)).decode()
     assert text.startswith(
-        "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Found by experiment: "
+        "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
     )
     scope: dict[str, object] = {}
     exec(compile(text, "ampdbg_pins.py", "exec"), scope)  # as an import would

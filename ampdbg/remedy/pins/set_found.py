@@ -14,6 +14,7 @@ from ampdbg.remedy.ownership import is_library_class
 from ampdbg.remedy.pins.costs import step_costs, step_seconds
 from ampdbg.remedy.pins.experiment import Case, Experiment
 from ampdbg.remedy.pins.found_pins import classes_of, described, digests, reason_of, statements
+from ampdbg.remedy.pins.tying import tied_together
 from ampdbg.search import Found, OutOfTrials, Trials
 from ampdbg.training.failing_step import FailingStep, further_steps
 from ampdbg.training.pinned import PinnedReplays
@@ -106,12 +107,14 @@ def record_of_best(setting: Setting, record: Record, search: Search, found: Foun
     """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs."""
     costs = step_costs(setting.run, setting.failing)
     dropped = {pin: trial.why for pin, trial in found.dropped.items()}
+    tied = {name: part for part in tied_together(found.pins, setting.run.workload.model) for name in part}
     pins = [described(setting.run.workload.model, name, setting.trials.tree) for name in found.pins]
     pins = [
         replace(
             pin,
             reason=reason_of(pin, record.findings),
             sites=setting.experiment.sites(setting.trials.tree.under(pin.name)),
+            tied=tuple(other for other in tied[pin.name] if other != pin.name),
             without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
             cost=costs.of(setting.trials.tree.under(pin.name)),
         )

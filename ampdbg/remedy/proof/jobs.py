@@ -14,6 +14,29 @@ from ampdbg.remedy.proof.step_use import StepUse
 
 
 @dataclass(frozen=True)
+class Patched:
+    """A workload with its pins in force, in any form that a suggestion has; nothing of it for the workload as it is.
+
+    ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
+    one among them whose ``pin_fp32`` is called with the model. ``pins`` are added to the config's.
+    """
+
+    files: Mapping[Path, bytes] = field(default_factory=dict)
+    pins_file: Path | None = None
+    pins: tuple[str, ...] = ()
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the files hold these bytes anyway, and nothing is pinned besides."""
+        return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
+
+    def config_of(self, config: Config) -> Config:
+        """The config with the pins in it."""
+        precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *self.pins)})
+        return config.model_copy(update={"precision": precision}) if self.pins else config
+
+
+@dataclass(frozen=True)
 class Job:
     """What one process runs.
 
@@ -21,14 +44,13 @@ class Job:
     steps with a part of the patch. ``reference``: the failing steps and training runs without it, in the run's own
     precision and in FP32.
 
-    ``files`` are the patched bytes by absolute path. ``keeps_scale`` has one entry a failing step, and each step is
-    run ``repeats`` times. The training runs have ``train_steps`` steps, and those in FP32 withhold the updates of the
-    steps in ``withheld``.
+    ``keeps_scale`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
+    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``.
     """
 
     kind: Literal["patched", "dropped", "reference"]
     config: Config
-    files: Mapping[Path, bytes]
+    patched: Patched
     keeps_scale: tuple[bool, ...]
     is_silent: bool
     repeats: int = 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ampdbg.config import Config
 from ampdbg.experiments import Proof, ProofStep
-from ampdbg.remedy.proof.jobs import Job, Seen
+from ampdbg.remedy.proof.jobs import Job, Patched, Seen
 from ampdbg.remedy.proof.process import in_fresh_process
 from ampdbg.remedy.proof.runs import OnStage, perform
 from ampdbg.remedy.proof.saved_steps import Uncarried, save_steps
@@ -26,9 +26,6 @@ from ampdbg.remedy.proof.verdict import (
 )
 from ampdbg.training.failing_step import FailingStep
 from ampdbg.workload.imports import forget_user_modules
-
-Patched = Mapping[Path, bytes]
-"""What files hold with a patch, by their absolute paths; a file that does not exist is made by it."""
 
 Perform = Callable[[Job], Seen]
 
@@ -87,16 +84,16 @@ def _proof(
     job: Job, without: Mapping[str, Patched], perform: Perform, *, recorded: Mapping[int, float], on_stage: OnStage
 ) -> Proof:
     patched = perform(job)
-    cured = tuple(with_the_patch(patched))
+    cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
     trained = patched.runs["patched"]
     dropped = {}
-    for title, files in without.items():
-        if not _changes_nothing(files):
+    for title, rest in without.items():
+        if not rest.changes_nothing:  # what the reference shows needs no process of its own
             on_stage(f"the failing step without {title}")
-            dropped[title] = perform(replace(job, kind="dropped", files=files))
-    reference = perform(replace(job, kind="reference", files={}, withheld=frozenset(trained.skipped)))
+            dropped[title] = perform(replace(job, kind="dropped", patched=rest))
+    reference = perform(replace(job, kind="reference", patched=Patched(), withheld=frozenset(trained.skipped)))
     steps = [*cured, same_in_fp32(patched, reference, recorded)]
     steps += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     steps += [further_batches(patched), training_run(trained, reference.runs.get("unpatched"), job.train_steps)]
@@ -105,11 +102,6 @@ def _proof(
     numbers = figures(patched, reference, job.train_steps)
     use = use_of_a_step(numbers)
     return Proof(all(step.passed for step in steps), (*steps, *([use] if use else ())), numbers)
-
-
-def _changes_nothing(files: Patched) -> bool:
-    """Whether the files hold these bytes anyway: what the reference shows needs no process of its own."""
-    return all(path.exists() and path.read_bytes() == source for path, source in files.items())
 
 
 def _in_this_process(job: Job, failing: Sequence[FailingStep], on_stage: OnStage) -> Seen:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 from ampdbg.agreement import is_finite
 from ampdbg.config import Config
@@ -59,7 +64,7 @@ def perform(job: Job, load: Load, on_stage: OnStage) -> Seen:
         Uncarried: the failing steps cannot be loaded in this process.
         BrokenPipeError: nobody is there to hear of the stages any more.
     """
-    with overlaid(job.files) as taken:
+    with overlaid(job.patched.files) as taken:
         try:
             seen = KINDS[job.kind](job, load, on_stage)
         except (Uncarried, BrokenPipeError):
@@ -68,13 +73,13 @@ def perform(job: Job, load: Load, on_stage: OnStage) -> Seen:
             return Seen(failure=_first_line(error))
         except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
             return Seen(failure=f"{type(error).__name__}: {_first_line(error)}")
-        unused = tuple(path.name for path in job.files if path not in taken)
+        unused = tuple(path.name for path in job.patched.files if path not in taken)
     return seen.model_copy(update={"unused": unused})
 
 
 def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
     on_stage("building the workload with the patch")
-    with prepared(job.config) as run:
+    with _prepared(job, job.config) as run:
         steps = _fitting(load(run), run)
         on_stage("the failing step with the patch")
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
@@ -92,7 +97,7 @@ def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
 
 def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
     """Ends at the first step that is unhealthy: that one is enough."""
-    with prepared(job.config) as run:
+    with _prepared(job, job.config) as run:
         tried: list[Tried] = []
         for each in zip(_fitting(load(run), run), job.keeps_scale, strict=True):
             tried.append(_try(run, *each, job))
@@ -103,7 +108,7 @@ def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
 
 def _reference(job: Job, load: Load, on_stage: OnStage) -> Seen:
     on_stage("the failing step without the patch")
-    with prepared(job.config) as run:
+    with _prepared(job, job.config) as run:
         steps = _fitting(load(run), run)
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
         with weights_of(run.workload.model, steps[0]):
@@ -117,6 +122,25 @@ KINDS: dict[str, Callable[[Job, Load, OnStage], Seen]] = {
     "dropped": _dropped,
     "reference": _reference,
 }
+
+
+@contextlib.contextmanager
+def _prepared(job: Job, config: Config) -> Iterator[Run]:
+    """The workload with the pins of the job in force."""
+    with prepared(job.patched.config_of(config)) as run:
+        if job.patched.pins_file is not None:
+            _imported(job.patched.pins_file).pin_fp32(run.workload.model)
+        yield run
+
+
+def _imported(file: Path) -> ModuleType:
+    """The file as a module that no other import meets."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
@@ -195,6 +219,7 @@ def _trained(job: Job, replays: int, on_stage: OnStage) -> Trained:
     try:
         record = train(
             _longer(job),
+            prepare=functools.partial(_prepared, job),
             on_step=lambda step: on_stage(""),
             on_replay=lambda step, doing: on_stage(""),
             replays=replays,

@@ -8,24 +8,33 @@ from collections.abc import Callable, Iterator, Mapping
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.experiments import ProofStep
 from ampdbg.remedy.proof.fp32_twin import distance, last_quarter
-from ampdbg.remedy.proof.jobs import Seen, Trained, Tried
+from ampdbg.remedy.proof.jobs import Patched, Seen, Trained, Tried
 
 SAME_FUNCTION = 1e-3
 """In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
 
 
-def with_the_patch(seen: Seen) -> Iterator[ProofStep]:
+def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
     """Whether it can be imported, is imported, and makes each failing step healthy."""
-    imported = "the patched code"
+    what, done = _in_force(patched)
     if seen.failure:
-        yield ProofStep(imported, False, seen.failure)
+        yield ProofStep(what, False, seen.failure)
         return
     if seen.unused:
-        yield ProofStep(imported, False, f"the run does not import {', '.join(seen.unused)}")
+        yield ProofStep(what, False, f"the run does not import {', '.join(seen.unused)}")
         return
-    yield ProofStep(imported, True, "imported, and the model built")
+    yield ProofStep(what, True, done)
     for one in seen.tried:
         yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
+
+
+def _in_force(patched: Patched) -> tuple[str, str]:
+    """What is proven, and how it came into force."""
+    if patched.pins_file is not None:
+        return "this file", f"imported, and called with the model: {patched.pins_file.stem}.pin_fp32(model)"
+    if patched.pins:
+        return "these pins", "in force, and the model built"
+    return "the patched code", "imported, and the model built"
 
 
 def without_a_unit(title: str, seen: Seen) -> ProofStep:
