@@ -28,11 +28,16 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         scaler.update()
 
 
+def without_values(text: str) -> str:
+    return re.sub(r"\d\.\d+e\+\d+", "VALUE", text)
+
+
 def test_the_finding_on_its_screen_is_what_scan_prints() -> None:
     [(config, screen)] = re.findall(r"^```console\n\$ ampdbg scan (\S+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     text = render_text(ampdbg.scan(ROOT / config, steps=1), width=80, color=False, folder=str(ROOT))
     start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
-    assert text[text.index(start) : text.index(end)] in screen
+    # The text that the example trains on is Python's own, and another release words it differently.
+    assert without_values(text[text.index(start) : text.index(end)]) in without_values(screen)
     assert end in screen
 
 
