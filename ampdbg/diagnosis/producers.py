@@ -49,10 +49,12 @@ class Suspect:
 
     @property
     def is_constant(self) -> bool:
-        """Whether it overflows on a constant that the code wrote, such as a mask, its own or added to another."""
-        return self.producer.is_constant or (
-            self.producer.phase == "forward" and self.producer.input_largest == FLOAT16.largest
-        )
+        """Whether it overflows on a constant that the code wrote, such as a mask, its own or added to another.
+
+        Gradients are no such thing: that of a loss is the loss scale itself.
+        """
+        is_written = self.producer.is_constant or self.producer.input_largest == FLOAT16.largest
+        return is_written and self.producer.phase == "forward"
 
     @property
     def is_the_datas(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
-from ampdbg.findings import Finding, Severity, Source
+from ampdbg.findings import Finding, Severity
 from ampdbg.record import Investigation, Producer
 
 REMEDIES = {
@@ -26,10 +26,15 @@ REMEDIES = {
 
 
 AT_ITS_LINE: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "forward-overflow": (scales_after_its_product, ", or scale before the product"),
+    "forward-overflow": (scales_after_its_product, ", or scale before the product where that keeps it below 65504"),
     "gradient-overflow": (takes_a_sum, "; take a mean in place of the sum"),
 }
 """What is added to a remedy where the line of source tells that it applies."""
+
+AT_ITS_OP: Mapping[tuple[str, str], str] = {
+    ("true-nan", "nll_loss"): "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0",
+}
+"""The remedy of a code where its op, by a part of its name, tells more."""
 
 NO_EVIDENCE: Mapping[str, object] = {}
 
@@ -51,7 +56,7 @@ def finding_at(
         step=made.step,
         phase="data" if code == "data-range" else phase,
         message=message,
-        remedy=remedy_of(code, at.source if at else None),
+        remedy=remedy_of(code, at),
         module=at.module if at else "",
         op=at.op if at else "",
         parameter=at.parameter if at else "",
@@ -60,10 +65,14 @@ def finding_at(
     )
 
 
-def remedy_of(code: str, source: Source | None) -> str:
-    """What cures the code, with what the line of source makes possible besides."""
+def remedy_of(code: str, at: Producer | None) -> str:
+    """What cures the code, with what the op and the line of source make possible besides."""
+    if at is None:
+        return REMEDIES[code]
+    of_op = (text for (known, op), text in AT_ITS_OP.items() if known == code and op in at.op)
     applies, addition = AT_ITS_LINE.get(code, (None, ""))
-    return REMEDIES[code] + (addition if applies and source and applies(source.text) else "")
+    is_at_line = applies is not None and at.source is not None and applies(at.source.text)
+    return next(of_op, REMEDIES[code] + (addition if is_at_line else ""))
 
 
 def named(producer: Producer) -> str:

@@ -113,8 +113,13 @@ def _runaway(step: Step, message: str, severity: Severity) -> Finding:
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
-    """The cause, or ``no-usable-scale`` where the first scale that works loses part of the gradients."""
+    """The cause, or ``no-usable-scale`` where the first scale that works loses part of the gradients.
+
+    Where a static scale is the only thing wrong, the finding is the scale.
+    """
     found = cause_of(made, record)
+    if _is_static(record) and (usable := _usable_scale(made)) and found.code in ("gradient-overflow", "unknown"):
+        return _too_large(found, usable)
     survivor = next((replay for replay in made.replays[2:] if replay.lost and is_finite(replay)), None)
     if survivor is None or found.code != "gradient-overflow":
         return found
@@ -131,10 +136,28 @@ def _cause(made: Investigation, record: Record) -> Finding:
 
 def _is_calibration(made: Investigation, record: Record) -> bool:
     """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
-    survivors = [replay for replay in made.replays[2:] if replay.dtype == made.replays[0].dtype and is_finite(replay)]
-    if not survivors or survivors[0].lost or _is_static(record):
+    if _is_static(record) or _usable_scale(made) is None:
         return False
     return is_finite(made.replays[1]) and cause_of(made, record).code in ("gradient-overflow", "unknown")
+
+
+def _usable_scale(made: Investigation) -> float | None:
+    """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
+    survivors = (replay for replay in made.replays[2:] if replay.dtype == made.replays[0].dtype and is_finite(replay))
+    first = next(survivors, None)
+    return first.scale if first is not None and not first.lost else None
+
+
+def _too_large(found: Finding, usable: float) -> Finding:
+    """A static scale at which gradients overflow, and below which they neither do nor are lost."""
+    given = found.evidence.get("loss_scale")
+    shown = f"{given:g}" if isinstance(given, float) else given
+    return replace(
+        found,
+        code="scale-calibration",
+        message=f"the static loss scale {shown} is too large for this step's gradients: {found.message}",
+        remedy=f"a loss scale of {usable:g}, or a dynamic one, which finds it by itself; no pin is needed",
+    )
 
 
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
@@ -202,12 +225,14 @@ def _collapse(found: Skips, record: Record) -> Finding:
 
 def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
     count, last = len(every), record.steps[-1].scale
+    many = "s" if count > 1 else ""
+    settled = "and not settled yet: a longer run will show where" if _skips_at_the_end(record.steps) > 1 else "normal"
     return Finding(
         code="scale-calibration",
         severity="info",
         step=every[0].step,
         phase="backward",
-        message=f"{count} skipped step{'s' if count > 1 else ''} while the loss scale settles (now {last:g}): normal",
+        message=f"{count} skipped step{many} while the loss scale settles (now {last:g}): {settled}",
         evidence={"skipped": count, "scale": last},
     )
 

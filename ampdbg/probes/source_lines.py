@@ -18,6 +18,9 @@ _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 _CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 
+# What runs the user's code: frames above belong to whoever has started ampdbg, a program or a script.
+_RUNNERS = (_AMPDBG + "workload" + os.sep, _AMPDBG + "training" + os.sep)
+
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"
 
@@ -29,6 +32,8 @@ _plain_code: dict[CodeType, bool] = {}
 
 def innermost_line(depth: int = 1) -> Line | None:
     """The innermost line of the user's or a library's code, from ``depth`` frames above the caller.
+
+    None where torch was called by nobody but ampdbg, as for a loss that is one of torch's own functions.
 
     A line that merely called ``backward()`` is not what the ops of the backward pass belong to, so the
     search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
@@ -56,7 +61,7 @@ def source_of(line: Line) -> Source:
 
 def _innermost_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_named(frame.f_code):
-        if _is_engine(frame.f_code):
+        if _is_engine(frame.f_code) or frame.f_code.co_filename.startswith(_RUNNERS):
             return None
         frame = frame.f_back
     return frame

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ampdbg.diagnosis.scale import sort_skips
 from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
 from ampdbg.findings import Finding
+from ampdbg.formats import FLOAT16
 from ampdbg.record import Record
 
 SAME = "the same function"
@@ -53,7 +54,9 @@ def _place(finding: Finding) -> str:
 def _overflow(finding: Finding, record: Record) -> Iterator[str]:
     text = finding.source.text if finding.source else ""
     if PRODUCTS.search(finding.op) and scales_after_its_product(text):
-        yield f"scale before the product: (q * s) @ k in place of (q @ k) * s ({SAME})"
+        value = _number(finding.evidence.get("value"))
+        where = "" if math.isnan(value) else f" where {value:.3g} * s is below {FLOAT16.largest:g}"
+        yield f"scale before the product{where}: (q * s) @ k in place of (q @ k) * s ({SAME})"
     if SUMS.search(finding.op):
         yield f"add up in FP32: sum(..., dtype=torch.float32) ({SAME})"
     if finding.phase == "backward" and takes_a_sum(text):

@@ -110,7 +110,9 @@ def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
 
 
 def _nothing_to_pin(ended: Ended) -> str:
-    return f"Nothing to pin: no step of {len(ended.record.steps)} failed."
+    steps, skipped = ended.record.steps, sum(step.skipped for step in ended.record.steps)
+    but = f", but for {skipped} skipped while the loss scale settles" if skipped else ""
+    return f"Nothing to pin: no step of {len(steps)} failed{but}."
 
 
 def _fp32_fails(ended: Ended) -> str:

@@ -40,8 +40,12 @@ def _skips(seen: Timeline) -> str:
 
 
 def _calibration(finding: Finding, seen: Timeline) -> str:
-    settled = quantities.scale(seen.last.scale)
-    return f"Healthy: {_skips(seen)} while the loss scale settled at {settled}, which is normal."
+    scale = quantities.scale(seen.last.scale)
+    if finding.severity == "error":
+        return f"The static loss scale {scale} is too large: {_skips(seen)}."
+    if seen.last.skipped and len(seen.skipped) > 1:
+        return f"Healthy so far: {_skips(seen)} while the loss scale settles; at {scale} it has not yet."
+    return f"Healthy: {_skips(seen)} while the loss scale settled at {scale}, which is normal."
 
 
 def _collapse(finding: Finding, seen: Timeline) -> str:

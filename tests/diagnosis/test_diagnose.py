@@ -80,6 +80,11 @@ def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
     assert codes(record) == ([("scale-calibration", "backward", None)] if "x" in pattern else [])
 
 
+def test_a_scale_that_is_still_falling_is_not_called_settled() -> None:
+    assert "not settled yet" in diagnose(record_of(steps_of("xxx"))).findings[0].message
+    assert "not settled" not in diagnose(record_of(steps_of("xxx."))).findings[0].message
+
+
 def test_one_skip_after_every_growth_is_healthy() -> None:
     pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
     steps = steps_of(pattern, interval=10)

@@ -9,8 +9,8 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="gradient-overflow",
-    verdict="precision",
+    code="scale-calibration",
+    verdict="other",
     phase="backward",
     config={"precision": {"loss_scale": 65536}},
     twin=("precision.loss_scale=1",),

@@ -1,0 +1,47 @@
+"""What a set costs is told where torch's counter can tell it, and never ends a search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from ampdbg.remedy.pins.costs import step_costs
+from ampdbg.training.run import prepared
+from tests.proof.overflowing import NET, failing_steps, written
+
+QUERY = NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8), Out()").replace(
+    "class Net",
+    """class Out(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.add = nn.Parameter(torch.zeros(1, 8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.add(self.query.expand(len(x), -1))
+
+
+class Net""",
+)
+
+
+def test_a_view_of_a_parameter_may_go_into_a_module(tmp_path: Path) -> None:
+    config = written(tmp_path, {"net.py": QUERY})
+    failing = failing_steps(config)
+    with prepared(config) as run:
+        costs = step_costs(run, failing[0])
+    assert costs.flops["before"] == costs.flops["after.add"] > 0
+
+
+def test_a_model_that_the_counter_cannot_run_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(counter: object) -> None:
+        raise AssertionError("Expected gradient function to be set")
+
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    monkeypatch.setattr(FlopCounterMode, "__enter__", refuse)
+    with prepared(config) as run:
+        costs = step_costs(run, failing[0])
+    assert costs.of(["before"]).flops == 0.0
+    assert costs.activation_bytes
