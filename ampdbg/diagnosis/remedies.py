@@ -32,9 +32,12 @@ AT_ITS_LINE: Mapping[str, tuple[Callable[[str], bool], str]] = {
 """What is added to a remedy where the line of source tells that it applies."""
 
 AT_ITS_OP: Mapping[tuple[str, str], str] = {
+    ("gradient-overflow", "_to_copy"): "run the op that made this tensor in FP32 too: its gradient becomes half here",
     ("true-nan", "nll_loss"): "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0",
 }
 """The remedy of a code where its op, by a part of its name, tells more."""
+
+CASTS = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
 NO_EVIDENCE: Mapping[str, object] = {}
 
@@ -76,5 +79,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
 
 
 def named(producer: Producer) -> str:
-    """The op and its module, as messages say them."""
-    return f"{producer.op} in {producer.module}" if producer.module else producer.op
+    """The op and its module, as messages say them; few know what a cast is called."""
+    is_cast = producer.op.startswith("aten._to_copy")
+    what = CASTS.get(producer.phase, producer.op) if is_cast else producer.op
+    return f"{what} in {producer.module}" if producer.module else what

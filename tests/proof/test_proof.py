@@ -80,7 +80,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         "time and memory of a step",
     ]
     assert step_of(proof, "the failing step (0)").detail.startswith("healthy; loss 1.4873, 1.4872 in FP32")
-    assert "loss NaN: aten.mm.default (line 6)" in step_of(proof, "without line 6 of scaling.py").detail
+    assert "loss NaN: aten.mm.default (scaling.py:6)" in step_of(proof, "without line 6 of scaling.py").detail
     assert step_of(proof, "further batches").detail == "3 of 3 healthy"
     assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1024, 0 skipped steps, 8 without the patch"
     assert proof.figures["loss_scale_patched"] == 1024
@@ -168,7 +168,7 @@ RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)
 @pytest.mark.parametrize(
     ("patch", "name", "detail"),
     [
-        (UNCURED, "the failing step (0)", "loss NaN: aten.mm.default (line 16)"),
+        (UNCURED, "the failing step (0)", "loss NaN: aten.mm.default (net.py:16)"),
         (OTHER_FUNCTION, "the model's function", "changed: in FP32 the loss of step 0 is"),
         (DETACHED, "the model's function", "changed: in FP32 the gradients' norm of step 0 is"),
         (RENAMED, "the patched code", "other parameters than the failing step"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
@@ -83,5 +84,5 @@ def _first(names: tuple[str, ...]) -> str:
 def _reaches(suspect: Suspect) -> str:
     producer: Producer = suspect.producer
     value = f" reaches {suspect.value:.4g}" if suspect.value is not None else ""
-    line = f" (line {producer.source.line})" if producer.source else ""
+    line = f" ({PurePath(producer.source.file).name}:{producer.source.line})" if producer.source else ""
     return f"{named(producer)}{line}{value}"
