@@ -229,14 +229,14 @@ def _kept(ready: Output, output: Path | None, beside: Path | None) -> Path | Non
 
 
 def _report(found: Suggestion, ready: Output, step: NextStep | None, given: str, written: Path | None) -> str:
-    from ampdbg.report.suggestion import Suggested, render_suggestion
+    from ampdbg.report.suggestion import EditMade, Suggested, render_suggestion
 
     look = look_of(sys.stderr)
     is_by_name = ready.format in (PatchFormat.module, PatchFormat.yaml) and ready.content is not None
-    units = tuple(unit.title for unit in found.patch.units) if found.patch is not None and not is_by_name else ()
+    units = found.patch.units if found.patch is not None and not is_by_name else ()
     return render_suggestion(
         found.record,
-        Suggested(units, found.notes, step, is_by_name),
+        Suggested(tuple(EditMade(unit.title, unit.notes) for unit in units), found.notes, step, is_by_name),
         width=look.width,
         color=look.color,
         unicode=look.unicode,

@@ -88,7 +88,8 @@ def as_json(suggestion: Suggestion, base: Path) -> bytes:
         "pins": record["pins"],
         "files": [_file_as_data(edit, base) for edit in (patch.edits if patch is not None else ())],
         "units": [
-            {"title": unit.title, "pins": list(unit.pins)} for unit in (patch.units if patch is not None else ())
+            {"title": unit.title, "pins": list(unit.pins), "notes": list(unit.notes)}
+            for unit in (patch.units if patch is not None else ())
         ],
         "proof": record["verification"],
         "notes": list(suggestion.notes),
@@ -141,6 +142,7 @@ def _told(name: str) -> str:
 def _units(suggestion: Suggestion) -> Iterator[str]:
     for unit in suggestion.patch.units if suggestion.patch is not None else ():
         yield f"  - {unit.title}"
+        yield from (f"    {note}" for note in unit.notes)
 
 
 def _proof(record: Record) -> Iterator[str]:

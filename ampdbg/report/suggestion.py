@@ -24,14 +24,22 @@ PASSED, FAILED = "green", "bold red"
 
 
 @dataclass(frozen=True)
+class EditMade:
+    """An edit of the patch in words; ``notes`` are why it is no narrower, and what else runs that code."""
+
+    title: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Suggested:
     """What the report needs to know beside the record.
 
-    ``units`` are the edits of the patch in words; without any there is no patch. ``notes`` are remedies other than
+    ``units`` are the edits of the patch; without any there is no patch. ``notes`` are remedies other than
     pins. ``is_by_name`` says that modules are pinned by name, in a file or a config, and no code is edited.
     """
 
-    units: tuple[str, ...] = ()
+    units: tuple[EditMade, ...] = ()
     notes: tuple[str, ...] = ()
     next_step: NextStep | None = None
     is_by_name: bool = False
@@ -90,7 +98,7 @@ def _sections(record: Record, suggested: Suggested, record_path: str, width: int
     yield Text(f"{first.mark} {first.sentence}", style=first.style)
     yield Group(*set_text(record.pins, record.findings, width))
     if suggested.units:
-        yield Group(title("The patch"), *(indented(Text(unit)) for unit in suggested.units))
+        yield Group(title("The patch"), *(line for unit in suggested.units for line in _edit(unit)))
     if record.verification is not None:
         yield Group(*_proof(record.verification))
     if record.search is not None and record.search.cost is not None:
@@ -98,6 +106,11 @@ def _sections(record: Record, suggested: Suggested, record_path: str, width: int
     if suggested.notes:
         yield Group(*_notes(suggested.notes))
     yield Group(*_summary(record, suggested.next_step, record_path))
+
+
+def _edit(unit: EditMade) -> Iterator[RenderableType]:
+    yield indented(Text(unit.title))
+    yield from (indented(indented(Text(note, style="dim"))) for note in unit.notes)
 
 
 def headline(record: Record, suggested: Suggested) -> Headline:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ampdbg.remedy.source.edits import CallPin, ForwardPin, SourcePin, StatementPin
+from ampdbg.remedy.source.edits import CallPin, FunctionPin, SourcePin, StatementPin
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
@@ -35,7 +35,7 @@ def _pin(number: int, line: str, match: re.Match[str], lines: list[str]) -> Sour
     names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
     half, full = names.get("half", ()), names.get("full", ())
     if match[1] == "forward":
-        return ForwardPin(re.split(r"[\s(:]", line)[1], half)
+        return FunctionPin(re.split(r"[\s(:]", line)[1] + ".forward", half)
     function, texts = _function(number, lines), {number: lines[number - 1]}
     half_on_line = {number: half} if half else ()
     if match[1] == "call":

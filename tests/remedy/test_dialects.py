@@ -192,7 +192,7 @@ def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
     assert (data["format"], data["version"], data["names"]) == ("ampdbg.patch", 1, ["blocks.2.attn", "blocks.3:own"])
     assert [pin["module"] for pin in data["pins"]] == ["blocks.2.attn", "blocks.3"]
     assert [file["path"] for file in data["files"]] == ["model.py", "parts/train.py"]
-    assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"]}
+    assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"], "notes": []}
     assert data["proof"]["passed"] is True
     assert data["notes"] == list(found.notes)
 
@@ -207,3 +207,17 @@ def test_the_diffs_in_json_are_exact(name: str, tmp_path: Path) -> None:
     (entry,) = json.loads(as_json(found, tmp_path.resolve()))["files"]
     run(tmp_path, "git", "apply", text=entry["diff"].encode(entry["encoding"]))
     assert file.read_bytes() == after
+
+
+def test_what_the_reader_of_a_unit_must_know_stands_below_it(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    assert found.patch is not None
+    first, *others = found.patch.units
+    told = replace(first, notes=("not line 2 of model.py alone: a lambda", "applies to all 24 instances of GLU"))
+    text = diff(replace(found, patch=replace(found.patch, units=(told, *others))), tmp_path).decode()
+    lines = [
+        "#   - line 2 of model.py",
+        "#     not line 2 of model.py alone: a lambda",
+        "#     applies to all 24 instances of GLU",
+    ]
+    assert "\n".join(lines) in text

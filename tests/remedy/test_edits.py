@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.source.edits import CallPin, ForwardPin, SourcePin, StatementPin, edit_source
+from ampdbg.remedy.source.edits import CallPin, FunctionPin, SourcePin, StatementPin, edit_source
 from tests.conftest import Golden
 from tests.remedy.marked_source import FIXTURES, NAMES, marked, without_marks
 
@@ -96,14 +96,14 @@ def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
     lines = sorted({statement.lineno for statement in statements_in_blocks(once.decode())})
     again = [StatementPin("", (line,), half, full) for line in lines]
     again_calls = [replace(pin, lines=(), texts={}) for pin in pins if isinstance(pin, CallPin)]
-    again_forwards = [pin for pin in pins if isinstance(pin, ForwardPin)]
+    again_forwards = [pin for pin in pins if isinstance(pin, FunctionPin)]
     assert again
     assert edit_source(once, [*again, *again_calls, *again_forwards]).source == once
 
 
 def names_after(pins: list[SourcePin], text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a trace of the edited file sees in half, and what it does not: all that a block assigns is in FP32."""
-    line_pins = [pin for pin in pins if not isinstance(pin, ForwardPin)]
+    line_pins = [pin for pin in pins if not isinstance(pin, FunctionPin)]
     by_line = [pin.half_names for pin in line_pins if not isinstance(pin.half_names, tuple)]
     half = {name for names in by_line for on_line in names.values() for name in on_line}
     made = {
@@ -147,7 +147,7 @@ def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callabl
 
 def moved(pin: SourcePin, shift: int) -> SourcePin:
     """The pin in a file that begins with ``shift`` more lines, without what the lines were."""
-    if isinstance(pin, ForwardPin):
+    if isinstance(pin, FunctionPin):
         return pin
     half = pin.half_names
     if not isinstance(half, tuple):
@@ -194,7 +194,7 @@ LEFT_ALONE = {
     "scripted": ("@torch.jit.script\ndef f(x):\n    return x @ x  #! pin half: x", "TorchScript"),
     "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
     "no call": ("def f(self, x):\n    return x @ x  #! call self.attn half: x", "self.attn is not called here"),
-    "no forward": ("class A(B):  #! forward half: x\n    pass", "no forward of its own"),
+    "no forward": ("class A(B):  #! forward half: x\n    pass", "no function named A.forward"),
     "generator forward": ("class A:  #! forward half: x\n    def forward(self, x):\n        yield x", "is a generator"),
     "coroutine forward": (
         "class A:  #! forward half: x\n    async def forward(self, x):\n        pass",
@@ -303,3 +303,34 @@ def test_an_import_for_types_alone_does_not_serve_at_run_time(test: str) -> None
     source = f"import typing\nif {test}:\n    import torch\n\ndef f(x):\n    return x @ x\n".encode()
     edited = edit_source(source, [StatementPin("f", (6,), ("x",))]).source
     assert edited.startswith(b"import typing\n\nimport torch\n")
+
+
+def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alone() -> None:
+    source = b"class A:\n    def f(self, x):\n        return self.a(x)\n\n"
+    source += source.replace(b"class A", b"class B")
+    edited = edit_source(source, [CallPin("B.f", "self.a", half_names=("x",))]).source
+    assert edited.startswith(b"import torch\n\n" + source[: source.index(b"class B")])
+    assert edited.count(b"enabled=False") == 1
+
+
+def test_the_device_is_that_of_what_a_call_is_given_where_no_trace_was_made() -> None:
+    source = b"import torch\nfrom torch import nn\ndef f(self, h):\n    y, _ = self.a(2, key=h)\n    return y\n"
+    edited = edit_source(source, [CallPin("f", "self.a")])
+    assert edited.refused == ()
+    assert b"with torch.autocast(device_type=h.device.type, enabled=False):" in edited.source
+
+
+@pytest.mark.parametrize("element", ['d["a"]', "d['a']"])
+def test_what_the_device_is_taken_from_keeps_its_quotes(element: str) -> None:
+    source = f"import torch\ndef f(d):\n    return {element} * 2.0\n".encode()
+    edited = edit_source(source, [StatementPin("f", (3,), (element,))]).source.decode()
+    assert f"device_type={element}.device.type, enabled=False" in edited
+    assert f"return {element}.float() * 2.0" in edited
+
+
+def test_a_function_is_wrapped_by_its_whole_qualified_name() -> None:
+    source = b"import torch\ndef f(x):\n    return x * x\nclass A:\n    def f(self, x):\n        return x * x\n"
+    edited = edit_source(source, [FunctionPin("f", ("x",))])
+    assert edited.refused == ()
+    assert edited.source.startswith(b"import torch\ndef f(x):\n    with torch.autocast(")
+    assert edited.source.count(b"enabled=False") == 1

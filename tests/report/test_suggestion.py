@@ -10,7 +10,7 @@ import pytest
 
 from ampdbg.experiments import Proof, ProofStep
 from ampdbg.record import Record
-from ampdbg.report.suggestion import Suggested, headline, render_suggestion
+from ampdbg.report.suggestion import EditMade, Suggested, headline, render_suggestion
 from ampdbg.report.verdict import NextStep
 from tests.conftest import Golden
 from tests.report.bisections import found, fp32_fails
@@ -28,7 +28,10 @@ PASSED = Proof(
 FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
 
 PATCHED = Suggested(
-    units=("lines 41 to 43 of model.py", "Block.forward in model.py"),
+    units=(
+        EditMade("lines 41 to 43 of model.py", ("applies to all 24 instances of GLU, 1 of them in the set",)),
+        EditMade("Block.forward in model.py"),
+    ),
     notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
     next_step=NextStep("the patch, where it is not applied yet", "git apply .ampdbg/a-file-of-a-long-name-" + "x" * 60),
 )

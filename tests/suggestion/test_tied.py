@@ -50,7 +50,7 @@ train: {steps: 6}
 ADDED = """\
 -        return self.head(x)
 +        with torch.autocast(device_type=x.device.type, enabled=False):
-+            return self.head(x.float())
++            return self.head(x)
 """
 
 

@@ -1,1 +1,1 @@
-"""Edits of a user's source, with its formatting kept: statements, calls and whole forwards in FP32."""
+"""Edits of a user's source, with its formatting kept: statements, calls and whole functions in FP32."""

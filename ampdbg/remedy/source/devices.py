@@ -8,7 +8,7 @@ import libcst as cst
 
 from .bindings import Bindings, dotted
 from .casting import PinnedStatement
-from .expressions import assigned_codes, code_of, find, names_bound_inside, walk
+from .expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
 from .source_text import EditError
 from .steps import value_of
 
@@ -28,20 +28,20 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     inner = {name for item in pinned for name in names_bound_inside(item.statement)}
     local = pinned[0].names.bindings.local
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
-    read = sorted(_tensors_read(pinned, cast), key=lambda code: (code not in local, not code.isidentifier()))
-    candidates = (code for code in (*read, *_others(pinned)) if _root(code) not in inner and "(" not in code)
+    read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
+    candidates = (text for text in (*read, *_others(pinned)) if _root(text) not in inner and "(" not in text)
     found = next(candidates, "")
     if not found:
         raise EditError("no tensor that the device could be taken from has a name there")
     return f"{found}.device.type"
 
 
-def _root(code: str) -> str:
-    return code.partition(".")[0].partition("[")[0]
+def _root(text: str) -> str:
+    return text.partition(".")[0].partition("[")[0].strip()
 
 
 def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> list[str]:
-    """Tensors that the statements read before they assign to them, in the order of the text."""
+    """Tensors that the statements read before they assign to them, as the source spells them, in its order."""
     found: list[str] = []
     made: set[str] = set()
     for item in pinned:
@@ -49,20 +49,32 @@ def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> lis
         value = value_of(item.statement)
         for node in walk(value) if value is not None else ():
             if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)) and (code := code_of(node)) not in made:
-                found += [code] if code in known else []
+                found += [spelled(node)] if code in known else []
         made |= assigned_codes(item.statement)
     return found
 
 
 def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
-    """Parameters that are annotated as tensors; then the first element of what a comprehension runs over."""
+    """What a pinned call is given; parameters annotated as tensors; the first element that a comprehension takes."""
     bindings = pinned[0].names.bindings
+    yield from (name for item in pinned for name in _given(item))
     yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
     for item in pinned:
         for loop in find(item.statement, cst.CompFor):
             iterated = loop.iter.args[0].value if isinstance(loop.iter, cst.Call) and loop.iter.args else loop.iter
             if isinstance(iterated, cst.Name):
                 yield f"{iterated.value}[0]"
+
+
+def _given(pinned: PinnedStatement) -> Iterator[str]:
+    """The plain names among the arguments of the pinned calls: tensors, as far as can be told."""
+    for call in find(pinned.statement, cst.Call):
+        if code_of(call.func) in pinned.callees:
+            yield from (
+                arg.value.value
+                for arg in call.args
+                if isinstance(arg.value, cst.Name) and pinned.names.is_tensor(arg.value)
+            )
 
 
 def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:

@@ -12,15 +12,15 @@ from .autocast_names import with_torch_imported
 from .bindings import Bindings, imports_of
 from .blocks import Suite
 from .casting import PinnedStatement, cast_statements
-from .forwards import forward_of, with_body_in_fp32
 from .locating import SourceMap
 from .marking import Marks, marks_of
 from .pieces import Mark
-from .source_pins import CallPin, ForwardPin, Refused, SourcePin, StatementPin
+from .source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
 from .source_text import EditError, SourceText, read_source
 from .tensor_names import TensorNames
+from .whole_functions import function_of, with_body_in_fp32
 
-__all__ = ["CallPin", "Edited", "ForwardPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
+__all__ = ["CallPin", "Edited", "FunctionPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Edited:
 
 
 def edit_source(source: bytes, pins: Sequence[SourcePin]) -> Edited:
-    """Puts pinned statements, calls and forwards of one file under autocast's ``enabled=False``, inputs cast up.
+    """Puts pinned statements, calls and functions of one file under autocast's ``enabled=False``, inputs cast up.
 
     Each pin is edited or refused for itself. The result needs torch alone, runs on any device, and keeps the file's
     formatting, comments, line endings and encoding. What is in FP32 already stays as it is.
@@ -56,17 +56,17 @@ def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Mod
     count = text.text.count("\n") + 1
     source = SourceMap(text.module, module.resolve(PositionProvider), imports_of(text.module.body), count)
     refused: list[Refused] = []
-    forwards: dict[int, tuple[cst.FunctionDef, ForwardPin]] = {}
+    wholes: dict[int, tuple[cst.FunctionDef, FunctionPin]] = {}
     for pin in pins:
-        if isinstance(pin, ForwardPin):
+        if isinstance(pin, FunctionPin):
             try:
-                function = forward_of(text.module, pin)
-                forwards[id(function)] = function, pin
+                function = function_of(text.module, pin)
+                wholes[id(function)] = function, pin
             except EditError as error:
                 refused.append(Refused(0, str(error)))
-    line_pins = [pin for pin in pins if not isinstance(pin, ForwardPin)]
-    marks = marks_of(line_pins, source, text.text, [function for function, _ in forwards.values()])
-    rewriter = _Rewriter(source, marks, {key: pin for key, (_, pin) in forwards.items()})
+    line_pins = [pin for pin in pins if not isinstance(pin, FunctionPin)]
+    marks = marks_of(line_pins, source, text.text, [function for function, _ in wholes.values()])
+    rewriter = _Rewriter(source, marks, {key: pin for key, (_, pin) in wholes.items()})
     edited = text.module.visit(rewriter)
     if rewriter.needs_import:
         edited = with_torch_imported(edited)
@@ -75,11 +75,11 @@ def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Mod
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold marked lines, and the forwards that are pinned whole."""
+    """Rewrites the suites that hold marked lines, and the functions that are pinned whole."""
 
     source: SourceMap
     marks: Marks
-    forwards: Mapping[int, ForwardPin]
+    wholes: Mapping[int, FunctionPin]
     refused: list[Refused] = field(default_factory=list)
     needs_import: bool = False
     _functions: list[cst.FunctionDef | None] = field(default_factory=lambda: [None])
@@ -94,7 +94,7 @@ class _Rewriter(cst.CSTTransformer):
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
         self._functions.pop()
-        pin = self.forwards.get(id(original_node))
+        pin = self.wholes.get(id(original_node))
         if pin is None:
             return updated_node
         bindings = Bindings(self.source.module, original_node)

@@ -29,6 +29,12 @@ def code_of(node: cst.BaseExpression) -> str:
     return node.value if isinstance(node, cst.Name) else canonical(_EMPTY.code_for_node(node))
 
 
+def spelled(node: cst.BaseExpression) -> str:
+    """An expression as the source has it, on one line and without outer parentheses."""
+    text = _EMPTY.code_for_node(bare(node))
+    return code_of(node) if "\n" in text else text
+
+
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The node and all below it, parents first, in the order of the text."""
     yield node

@@ -44,8 +44,7 @@ class Place:
 
     def is_in(self, function: str) -> bool:
         """Whether ``function`` is this one's name, or qualified name with or without ``<locals>``."""
-        # Comprehensions and lambdas have frames of their own; what counts is the function around them.
-        asked = tuple(part for part in function.split(".") if part and not part.startswith("<"))
+        asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
 
 
@@ -128,6 +127,24 @@ class SourceMap:
 
     def _disables(self, item: cst.BaseExpression) -> bool:
         return disables_autocast(item, self.imports)
+
+
+def parts_of(function: str) -> tuple[str, ...]:
+    """``("Block", "forward")`` of ``Block.forward`` and of ``Block.forward.<locals>.<lambda>``."""
+    # Comprehensions and lambdas have frames of their own; what counts is the function around them.
+    return tuple(part for part in function.split(".") if part and not part.startswith("<"))
+
+
+def functions_in(node: cst.CSTNode, around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], cst.FunctionDef]]:
+    """The functions below ``node`` with their qualified names, in parts."""
+    for child in node.children:
+        if not isinstance(child, (cst.FunctionDef, cst.ClassDef)):
+            yield from functions_in(child, around)
+            continue
+        qualname = (*around, child.name.value)
+        if isinstance(child, cst.FunctionDef):
+            yield qualname, child
+        yield from functions_in(child, qualname)
 
 
 def _suites(statement: cst.CSTNode, place: Place) -> Iterator[tuple[cst.BaseSuite, Place]]:

@@ -10,7 +10,7 @@ import libcst as cst
 
 from .bindings import Bindings, dotted
 from .expressions import assigned_codes, canonical, code_of, find
-from .locating import Located, Place, SourceMap
+from .locating import Located, Place, SourceMap, functions_in, parts_of
 from .pieces import Mark
 from .source_pins import CallPin, NamesSeen, Refused, StatementPin
 from .source_text import EditError
@@ -76,8 +76,9 @@ def _lines_of(pin: LinePin, source: SourceMap, marks: Marks) -> Sequence[int]:
 
 
 def _lines_in(function: str, source: SourceMap) -> Iterator[int]:
-    for node in find(source.module, cst.FunctionDef):
-        if node.name.value == function.rpartition(".")[2]:
+    asked = parts_of(function)
+    for qualname, node in functions_in(source.module):
+        if asked in (qualname, qualname[-1:]):
             yield from source.span(node)
 
 

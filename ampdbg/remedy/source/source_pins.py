@@ -1,4 +1,4 @@
-"""What to pin in a source file: statements, calls of child modules, whole ``forward`` methods."""
+"""What to pin in a source file: statements, calls of child modules, whole functions."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class StatementPin:
 class CallPin:
     """Calls of a child module, in code that the user owns, that must run in FP32.
 
+    ``function`` is its name, or its whole qualified name (``Block.forward``), by which it is that one alone.
     ``callee`` is what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
     ``lines`` are where; without them it is every call in the function. The rest is as in :class:`StatementPin`.
     """
@@ -51,19 +52,20 @@ class CallPin:
 
 
 @dataclass(frozen=True)
-class ForwardPin:
-    """A class whose whole ``forward`` must run in FP32.
+class FunctionPin:
+    """A function that must run in FP32 as a whole.
 
-    ``half_names`` are the parameters that held half tensors. Without any, the first one is cast, and those that are
-    annotated as tensors and not by their names masks or indices.
+    ``function`` is its qualified name: ``Block.forward``. ``half_names`` are the parameters that held half tensors.
+    Without any, the first one is cast, and those that are annotated as tensors and not by their names masks or
+    indices.
     """
 
-    class_name: str
+    function: str
     half_names: tuple[str, ...] = ()
     device_type: str = ""
 
 
-SourcePin = StatementPin | CallPin | ForwardPin
+SourcePin = StatementPin | CallPin | FunctionPin
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A whole ``forward`` in FP32: its body in a block with autocast off, its half arguments cast first."""
+"""A whole function in FP32: its body in a block with autocast off, its half arguments cast first."""
 
 from __future__ import annotations
 
@@ -10,38 +10,31 @@ from .autocast_names import autocast_in, disables_autocast
 from .bindings import Bindings, dotted
 from .blocks import rebinding, with_autocast_off
 from .casting import cast
-from .expressions import find, walk
-from .source_pins import ForwardPin
+from .expressions import walk
+from .locating import functions_in, parts_of
+from .source_pins import FunctionPin
 from .source_text import EditError
-
-FORWARD = "forward"
 
 _TENSOR_TYPES = ("torch.Tensor", "Tensor")
 _NOT_FLOATING = ("mask", "ids", "index", "indices", "idx", "positions", "targets", "labels")
 """Ends of the names of arguments that hold no floating point numbers, or that tell by their type what they are."""
 
 
-def forward_of(module: cst.Module, pin: ForwardPin) -> cst.FunctionDef:
-    """The ``forward`` of the class that a pin names.
+def function_of(module: cst.Module, pin: FunctionPin) -> cst.FunctionDef:
+    """The function that a pin names.
 
     Raises:
-        EditError: there is no such class, several, or it inherits its forward.
+        EditError: there is no such function, or several.
     """
-    name = pin.class_name.rpartition(".")[2]
-    classes = [item for item in find(module, cst.ClassDef) if item.name.value == name]
-    if len(classes) != 1:
-        count = "no class" if not classes else f"{len(classes)} classes"
-        raise EditError(f"the file has {count} named {name}")
-    methods = [
-        item for item in classes[0].body.body if isinstance(item, cst.FunctionDef) and item.name.value == FORWARD
-    ]
-    if len(methods) != 1:
-        raise EditError(f"{name} has no forward of its own here, or several; pin the class that it inherits it from")
-    return methods[0]
+    found = [node for qualname, node in functions_in(module) if qualname == parts_of(pin.function)]
+    if len(found) != 1:
+        count = "no function" if not found else f"{len(found)} functions"
+        raise EditError(f"the file has {count} named {pin.function}")
+    return found[0]
 
 
 def with_body_in_fp32(
-    function: cst.FunctionDef, updated: cst.FunctionDef, pin: ForwardPin, bindings: Bindings
+    function: cst.FunctionDef, updated: cst.FunctionDef, pin: FunctionPin, bindings: Bindings
 ) -> tuple[cst.FunctionDef, bool]:
     """The function with its body wrapped, and whether the file must import torch for it.
 
@@ -65,7 +58,7 @@ def with_body_in_fp32(
     return updated.with_changes(body=wrapped), needs_import
 
 
-def half_parameters(pin: ForwardPin, bindings: Bindings) -> list[str]:
+def half_parameters(pin: FunctionPin, bindings: Bindings) -> list[str]:
     """The parameters to cast, in their order.
 
     Raises:
@@ -73,10 +66,10 @@ def half_parameters(pin: ForwardPin, bindings: Bindings) -> list[str]:
     """
     names = [name for name in bindings.parameters if name not in ("self", "cls")]
     if unknown := [name for name in pin.half_names if name not in names]:
-        raise EditError(f"{', '.join(unknown)}: not a named parameter of forward, so it cannot be cast at its start")
+        raise EditError(f"{', '.join(unknown)}: not a named parameter, so it cannot be cast at its start")
     chosen = [name for name in names if name in pin.half_names] or [n for n in names if _is_floating(n, bindings)]
     if not chosen:
-        raise EditError("no parameter of forward is a tensor by its annotation; say which hold half tensors")
+        raise EditError("no parameter is a tensor by its annotation; say which hold half tensors")
     return chosen
 
 
@@ -101,9 +94,9 @@ def _casts(names: Sequence[str], bindings: Bindings) -> list[cst.BaseStatement]:
 
 def _refuse_suspended(function: cst.FunctionDef) -> None:
     if function.asynchronous is not None:
-        raise EditError("its forward is a coroutine: other code would run while autocast is off")
+        raise EditError("it is a coroutine: other code would run while autocast is off")
     if any(isinstance(node, cst.Yield) for node in walk(function.body)):
-        raise EditError("its forward is a generator: the caller's code would run while autocast is off")
+        raise EditError("it is a generator: the caller's code would run while autocast is off")
 
 
 def _as_block(body: cst.BaseSuite) -> cst.IndentedBlock:

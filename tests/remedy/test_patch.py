@@ -1,0 +1,334 @@
+"""From pins to edits: which function is edited, how much of it, and what the reader of the patch is told."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.config import load_config
+from ampdbg.experiments import Pin, PinSite
+from ampdbg.findings import Source
+from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.remedy.half_names import names_seen
+from ampdbg.remedy.own_lines import OwnLines
+from ampdbg.remedy.patch import Materials, Patch, planned
+from ampdbg.remedy.written_functions import call_of
+
+HEAD = """\
+import functools
+
+import torch
+from torch import nn
+
+
+"""
+
+CONFIG = """\
+model: {target: net.py:build}
+data: {target: net.py:build}
+train: {steps: 1}
+"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file with a model, on which pins are planned as after a trace of one forward pass."""
+
+    file: Path
+    model: torch.nn.Module
+
+    def line(self, text: str) -> int:
+        """The only line that holds a text."""
+        (number,) = (n for n, line in enumerate(self.file.read_text().splitlines(), 1) if text in line)
+        return number
+
+    def pin(self, name: str, line: str, function: str = "forward") -> Pin:
+        """A pin with one site, on the line that holds a text."""
+        source = Source(str(self.file), self.line(line), function, line)
+        module = name.removesuffix(":own")
+        site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
+        return Pin(module, own=name.endswith(":own"), sites=(site,))
+
+    def planned(self, *pins: Pin) -> Patch:
+        """The patch."""
+        lines = OwnLines({}, frozenset())
+        wanted = {(file, n) for pin in pins for (file, _), some in lines.of(pin).items() for n in some}
+        calls = [call for pin in pins if (call := call_of(pin.module, self.model)) is not None]
+        wanted |= {(call.function.file, line) for call in calls for line in call.lines}
+        with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
+            self.model(torch.ones(2, 3, 4))
+        config = load_config(self.file.parent / "config.yaml")
+        return planned(Materials(config, self.model, tuple(pins), lines, names))
+
+    def changed(self, patch: Patch) -> str:
+        """The lines that the patch adds, without what they are indented by in common."""
+        (edit,) = patch.edits
+        before = edit.before.decode().splitlines() if edit.before is not None else []
+        return textwrap.dedent("\n".join(line for line in edit.after.decode().splitlines() if line not in before))
+
+
+Write = Callable[[str], Written]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def written(text: str) -> Written:
+        file = tmp_path / "net.py"
+        file.write_text(HEAD + text)
+        (tmp_path / "config.yaml").write_text(CONFIG)
+        spec = importlib.util.spec_from_file_location("net", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return Written(file, module.build())
+
+    return written
+
+
+def titles(patch: Patch) -> Sequence[str]:
+    assert patch.refused == ()
+    return [unit.title for unit in patch.units]
+
+
+TWO_CLASSES = """\
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.proj(x)
+
+
+class Big(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, y):
+        return y - self.proj(y)
+
+
+def build():
+    return nn.Sequential(Small(), Big(), Small())
+"""
+
+
+def test_a_call_is_edited_in_the_class_that_makes_it_and_in_no_other(write: Write) -> None:
+    net = write(TWO_CLASSES)
+    patch = net.planned(net.pin("1.proj", "y - self"))
+    assert titles(patch) == ["self.proj() in Big.forward of net.py"]
+    assert "self.proj(y" in net.changed(patch)
+    assert b"return x + self.proj(x)" in patch.edits[0].after
+    assert patch.units[0].notes == ()
+
+
+INHERITED = """\
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.proj(x)
+
+
+class Plain(Block):
+    pass
+
+
+class Scaled(Block):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Gated(Block):
+    def forward(self, z):
+        return z - self.proj(z)
+
+
+class Dispatched(Block):
+    def forward(self, z):
+        return self.run(z)
+
+    def run(self, z):
+        return z / self.proj(z)
+
+
+def logged(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
+
+
+class Decorated(Block):
+    @logged
+    def forward(self, w):
+        return w * self.proj(w)
+
+
+def build():
+    return nn.Sequential(Plain(), Scaled(), Gated(), Dispatched(), Decorated())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("0.proj", "self.proj() in Block.forward of net.py"),
+        ("1.proj", "self.proj() in Block.forward of net.py"),
+        ("2.proj", "self.proj() in Gated.forward of net.py"),
+        ("3.proj", "3.proj, by name"),
+        ("4.proj", "self.proj() in Decorated.forward of net.py"),
+    ],
+)
+def test_the_forward_that_makes_the_call_may_be_inherited_or_decorated(write: Write, name: str, title: str) -> None:
+    net = write(INHERITED)
+    assert titles(net.planned(net.pin(name, "return x + self.proj(x)"))) == [title]
+
+
+def test_what_else_runs_the_edited_code_is_told(write: Write) -> None:
+    net = write(INHERITED)
+    (inherited,) = net.planned(net.pin("0.proj", "return x + self.proj(x)")).units
+    assert inherited.notes == ("applies to both 2 instances of Block, 1 of them in the set",)
+    pins = [net.pin(f"{i}.proj", "return x + self.proj(x)") for i in (0, 1)]
+    assert [unit.notes for unit in net.planned(*pins).units] == [()]
+
+
+OWN = """\
+class GLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.proj(x)
+        return h * h.abs()
+
+
+def build():
+    return nn.Sequential(GLU(), GLU(), GLU())
+"""
+
+
+def test_instances_of_a_class_whose_lines_are_edited_are_counted(write: Write) -> None:
+    net = write(OWN)
+    pins = [net.pin(f"{i}:own", "h * h.abs()") for i in range(3)]
+    assert net.planned(pins[1]).units[0].notes == ("applies to all 3 instances of GLU, 1 of them in the set",)
+    assert net.planned(*pins[1:]).units[0].notes == ("applies to all 3 instances of GLU, 2 of them in the set",)
+    assert net.planned(*pins).units[0].notes == ()
+    assert net.planned(net.pin("1:own", "h * h.abs()"), Pin("")).units[0].notes == ()
+
+
+HELPERS = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def pairs(self, feats):
+        prods = [a * self.first(feats) for a in feats.values()]
+        return sum(prods)
+
+    def first(self, feats):
+        return feats["a"]
+
+    def energy(self, f, scale=2.0):
+        return (lambda t: t * t)(f)
+
+    def mixed(self, f):
+        return (lambda t: t - t)(self.head(f))
+
+    def through(self, f):
+        return (lambda t: t / t)(f) + self.mixed(f)
+
+    def forward(self, x):
+        h = self.proj(x)
+        return self.head(self.pairs({"a": h}) + self.energy(h) + self.mixed(h) + self.through(h))
+
+
+def build():
+    return Net()
+"""
+
+
+def test_the_function_that_holds_the_line_is_wrapped_where_no_child_runs_in_it(write: Write) -> None:
+    net = write(HELPERS)
+    patch = net.planned(net.pin(":own", "lambda t: t * t", "<lambda>"))
+    assert titles(patch) == ["Net.energy in net.py"]
+    assert net.changed(patch) == (
+        "with torch.autocast(device_type=f.device.type, enabled=False):\n"
+        "    f = f.float()\n"
+        "    return (lambda t: t * t)(f)"
+    )
+    (note,) = patch.units[0].notes
+    assert note.startswith("not line ")
+    assert note.endswith(
+        " of net.py alone: a lambda runs later, when the block is left; make it a function or a list first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "function"),
+    [("a * self.first", "<listcomp>"), ("t - t", "<lambda>"), ("t / t", "<lambda>")],
+    ids=["half tensors in a dict", "a child in the line", "a child through a method"],
+)
+def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children_along(
+    write: Write, line: str, function: str
+) -> None:
+    net = write(HELPERS)
+    patch = net.planned(net.pin(":own", line, function))
+    assert titles(patch) == [":own, by name"]
+    assert patch.units[0].notes[0].startswith(f"not line {net.line(line)} of net.py alone: ")
+
+
+def test_a_whole_function_stands_for_the_lines_in_it_that_other_pins_wrap(write: Write) -> None:
+    net = write(HELPERS.replace("        return (lambda", "        f = f * f\n        return (lambda", 1))
+    pins = net.pin(":own", "lambda t: t * t", "<lambda>"), net.pin(":own", "f = f * f", "energy")
+    assert titles(net.planned(*pins)) == ["Net.energy in net.py"]
+
+
+ATTENTION = """\
+class Pooler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.cross = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        h = self.embed(x)
+        {line}
+        return pooled
+
+
+def build():
+    return Pooler()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "cast"),
+    [
+        ("pooled, _ = self.cross(h, h + 1, h)", "pooled, _ = self.cross(h.float(), total.float(), h.float())"),
+        (
+            "pooled = self.cross(key=h, value=x, query=h)[0]",
+            "pooled = self.cross(key=h.float(), value=x, query=h.float())[0]",
+        ),
+    ],
+)
+def test_a_call_whose_result_is_taken_apart_is_wrapped_and_its_half_arguments_cast(
+    write: Write, line: str, cast: str
+) -> None:
+    net = write(ATTENTION.replace("{line}", line))
+    patch = net.planned(net.pin("cross", line))
+    assert titles(patch) == ["self.cross() in Pooler.forward of net.py"]
+    assert cast in net.changed(patch)
+    assert "with torch.autocast(device_type=h.device.type, enabled=False):" in net.changed(patch)
