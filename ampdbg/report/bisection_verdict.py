@@ -9,8 +9,9 @@ from ampdbg.experiments import Outcome, Search, Trial
 from ampdbg.record import Record
 
 from . import quantities
+from .next_command import with_option
 from .quantities import counted
-from .verdict import Headline, NextStep
+from .verdict import SEARCHES, Headline, NextStep
 
 FURTHER = "further batch "
 """How the stage of a trial on another batch than the failing step's begins."""
@@ -18,7 +19,8 @@ FURTHER = "further batch "
 
 @dataclass(frozen=True)
 class Ended:
-    """A record whose search has ended: ``search`` is the record's own, ``config`` how the command was given it."""
+    """A record whose search has ended: ``search`` is the record's own; ``config`` is how the command was given it,
+    with the options that change the run."""
 
     record: Record
     search: Search
@@ -28,8 +30,9 @@ class Ended:
     @property
     def again(self) -> str:
         """The command that searches once more."""
+        name = self.record.command if self.record.command in SEARCHES else "bisect"
         strategy = f" --strategy {self.search.strategy}" if self.search.strategy != "guided" else ""
-        return f"ampdbg bisect {self.config}{strategy}"
+        return f"ampdbg {name} {self.config}{strategy}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -161,24 +164,31 @@ def _step(ended: Ended) -> str:
 # What to type next
 
 
-def _patch(ended: Ended) -> NextStep:
+def _patch(ended: Ended) -> NextStep | None:
+    """From the record, or where none was written from the config; a module file is not taken."""
+    given = ended.record_path or ended.config
+    if given.startswith("--module"):
+        return None
     what = "the patch that pins it" if len(ended.record.pins) == 1 else "the patch that pins them"
-    return NextStep(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {ended.record_path}".rstrip())
+    return NextStep(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
 
 
 def _longer(ended: Ended) -> NextStep:
-    return NextStep("a longer run", f"{ended.again} --steps {10 * max(ended.record.planned_steps, 1)}")
+    return NextStep("a longer run", _with_more_steps(ended))
 
 
-def _repaired(ended: Ended) -> NextStep:
-    return NextStep("once that is repaired", ended.again)
+def _with_more_steps(ended: Ended) -> str:
+    return with_option(ended.again, "--steps", 10 * max(ended.record.planned_steps, 1))
+
+
+def _repaired(ended: Ended) -> NextStep | None:
+    """A loop that was watched has no config, and is not ours to run again."""
+    return NextStep("once that is repaired", ended.again) if ended.record.config else None
 
 
 def _another_run(ended: Ended) -> NextStep:
-    steps = 10 * max(ended.record.planned_steps, 1)
-    return NextStep(
-        "a longer run, which may fail at a step that fails again when replayed", f"{ended.again} --steps {steps}"
-    )
+    why = "a longer run, which may fail at a step that fails again when replayed"
+    return NextStep(why, _with_more_steps(ended))
 
 
 def _every_trial(ended: Ended) -> NextStep | None:
@@ -187,7 +197,12 @@ def _every_trial(ended: Ended) -> NextStep | None:
 
 
 def _more_trials(ended: Ended) -> NextStep:
-    return NextStep("with more trials", f"{ended.again} --max-trials {2 * max(len(ended.record.trials), 1)}")
+    return NextStep("to go on without that limit; the trials that were made are kept", ended.again)
+
+
+def _patch_of_lines(ended: Ended) -> NextStep | None:
+    """Lines outside of the modules are pinned by a patch; where none is known, the trials tell the most."""
+    return _patch(ended) if ended.record.pins else _every_trial(ended)
 
 
 def _found_next(ended: Ended) -> NextStep | None:
@@ -201,8 +216,8 @@ OUTCOMES: Mapping[Outcome, Told] = {
     "nothing-to-pin": Told("✓", GOOD, _nothing_to_pin, _longer),
     "fp32-fails": Told("✗", BAD, _fp32_fails, _repaired),
     "no-pin-helps": Told("✗", BAD, _no_pin_helps, _repaired),
-    "not-in-a-module": Told("✗", BAD, _not_in_a_module, _patch),
+    "not-in-a-module": Told("✗", BAD, _not_in_a_module, _patch_of_lines),
     "not-reproduced": Told("?", DOUBTFUL, _not_reproduced, _another_run),
-    "no-set-helps": Told("✗", BAD, _no_set_helps, _every_trial),
+    "no-set-helps": Told("✗", BAD, _no_set_helps, _patch_of_lines),
     "out-of-trials": Told("!", DOUBTFUL, _out_of_trials, _more_trials),
 }

@@ -24,6 +24,9 @@ MAX_PINS = 16
 
 NAME_WIDTH = 28
 COSTS = ("FLOPs", "activations")
+NARROW = 70
+"""In fewer columns what each pin costs is left to the record, so that words are not broken."""
+
 GAP = 2
 
 PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?")
@@ -36,16 +39,18 @@ def set_text(pins: Sequence[Pin], findings: Sequence[Finding], width: int) -> It
     """The table of the set (at least one pin) in ``width`` columns."""
     names = max(len(_name(pin)) for pin in pins[:MAX_PINS])
     names = min(NAME_WIDTH, width // 3, max(names, *(len(_kind(pin)) for pin in pins[:MAX_PINS])))
-    room = max(12, width - GAP - names - GAP - sum(len(heading) + GAP for heading in COSTS))
+    headings = COSTS if width >= NARROW else ()
+    room = max(12, width - GAP - names - GAP - sum(len(heading) + GAP for heading in headings))
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     table.add_column("pin", width=names, overflow="fold")
     table.add_column("why", width=room, overflow="fold")
-    for heading in COSTS:
+    for heading in headings:
         table.add_column(heading, min_width=len(heading), justify="right", no_wrap=True)
     told: set[object] = set()
     for pin in pins[:MAX_PINS]:
         line = _line(pin)
-        table.add_row(_pin(pin), _same_line(pin) if line in told else _why(pin, findings, room), *_costs(pin.cost))
+        why = _same_line(pin) if line in told else _why(pin, findings, room)
+        table.add_row(_pin(pin), why, *_costs(pin.cost)[: len(headings)])
         told |= {line} - {None}
     yield title("The set" if any(pin.source is None for pin in pins) else "The lines")
     yield indented(table)

@@ -18,6 +18,7 @@ from .drawing import draw
 from .exponent_bar import WIDTH, exponent_bar
 from .finding_text import findings_text
 from .layout import INDENT, indented, title, verbatim
+from .next_command import with_option
 from .quantities import counted
 from .text import environment_facts, named_from
 from .verdict import LOOK
@@ -264,7 +265,9 @@ def _summary(record: Record, config: str, record_path: str) -> Iterator[Renderab
         yield verbatim(f"ampdbg scan {config}", "bold cyan", INDENT)
     elif record.sites:
         yield Text.assemble(("Next: ", "bold"), "the same after some training")
-        yield verbatim(f"ampdbg ranges {config} --steps {record.planned_steps + 50}", "bold cyan", INDENT)
+        yield verbatim(
+            with_option(f"ampdbg ranges {config}", "--steps", record.planned_steps + 50), "bold cyan", INDENT
+        )
 
 
 def _step(record: Record) -> str:

@@ -9,6 +9,7 @@ from ampdbg.findings import Finding
 from ampdbg.record import Record
 
 from . import quantities
+from .next_command import with_option
 from .quantities import counted
 from .timeline import Timeline, timeline
 
@@ -137,24 +138,28 @@ def _told(finding: Finding) -> str:
     return f"{message.rstrip('.')}, at step {finding.step}."
 
 
+SEARCHES = ("bisect", "suggest-fp32")
+"""They take what a scan does not: a record, or a module file; the same command can be typed again."""
+
+
 def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
+    again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {config}"
     if record.error:
-        return NextStep("once that is repaired", f"ampdbg scan {config}")
+        return NextStep("once that is repaired", again)
     if record.verdict == "healthy":
-        longer = 10 * max(record.planned_steps, 1)
-        return NextStep("a longer run", f"ampdbg scan {config} --steps {longer}")
+        return NextStep("a longer run", with_option(again, "--steps", 10 * max(record.planned_steps, 1)))
     bad_tensors = any(step.nonfinite for step in record.steps)
     if _in_fp32(record) or (record.verdict == "other" and bad_tensors):
         counts = f"ampdbg report {record_path} --format json"
         return NextStep("every count of every step", counts) if record_path else None
     if record.verdict == "other":
-        return NextStep("once that is repaired", f"ampdbg scan {config}")
+        return NextStep("once that is repaired", again)
     if record.verdict == "precision" and not any(found.code == "gradient-underflow" for found in record.findings[:1]):
         return NextStep("the smallest set of modules to run in FP32, found by experiment", f"ampdbg bisect {config}")
     return NextStep(
         "the same run in FP32; if it fails too, precision is not the cause",
-        f"ampdbg scan {config} --set precision.level=O0",
+        with_option(again, "--set", "precision.level=O0"),
     )
 
 

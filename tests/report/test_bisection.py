@@ -96,7 +96,58 @@ def test_a_set_that_failed_on_a_further_batch_alone_still_holds() -> None:
 
 def test_the_next_search_keeps_how_this_one_was_started() -> None:
     text = plain(BISECTIONS["out_of_trials_without_a_set"](), config="--module model.py")
-    assert text.splitlines()[-1].strip() == "ampdbg bisect --module model.py --strategy ddmin --max-trials 2"
+    assert text.splitlines()[-1].strip() == "ampdbg bisect --module model.py --strategy ddmin"
+
+
+def next_command(record: Record, **how: str) -> str:
+    return plain(record, width=200, **how).splitlines()[-1].strip()  # type: ignore[arg-type]
+
+
+def test_a_longer_run_replaces_the_steps_that_were_given() -> None:
+    given = "config.yaml --set train.seed=4 --steps 50"
+    assert next_command(BISECTIONS["search_interrupted"](), config=given) == f"ampdbg bisect {given}"
+    longer = next_command(BISECTIONS["nothing_to_pin"](), config=given)
+    assert longer == "ampdbg bisect config.yaml --set train.seed=4 --steps 500"
+
+
+def test_a_suggestion_that_was_interrupted_goes_on_as_one() -> None:
+    record = replace(BISECTIONS["search_interrupted"](), command="suggest-fp32")
+    assert next_command(record) == "ampdbg suggest-fp32 config.yaml"
+
+
+def test_what_was_interrupted_before_its_search_is_searched_again_and_not_scanned() -> None:
+    record = replace(interrupted(), command="bisect")
+    assert next_command(record, config="--module model.py").startswith("ampdbg bisect --module model.py")
+
+
+@pytest.mark.parametrize("outcome", ["not-in-a-module", "no-set-helps"])
+def test_lines_outside_of_the_modules_are_pinned_by_a_patch(outcome: Outcome) -> None:
+    record = BISECTIONS["not_in_a_module"]()
+    assert record.search is not None
+    record = replace(record, search=replace(record.search, outcome=outcome))
+    assert next_command(record) == "ampdbg suggest-fp32 .ampdbg/b.json"
+    assert next_command(replace(record, pins=())) == "ampdbg report .ampdbg/b.json --format json"
+
+
+def test_where_no_record_was_written_the_patch_is_made_from_the_config() -> None:
+    text = render_bisection(found(), width=80, color=False, config="config.yaml --steps 5")
+    assert text.splitlines()[-1].strip() == "ampdbg suggest-fp32 config.yaml --steps 5"
+    assert "Next:" not in render_bisection(found(), width=80, color=False, config="--module model.py")
+
+
+def test_a_watched_loop_is_not_ours_to_run_again() -> None:
+    record = replace(BISECTIONS["no_pin_helps"](), config={})
+    assert "Next:" in plain(BISECTIONS["no_pin_helps"]())
+    assert "Next:" not in plain(record)
+
+
+@pytest.mark.parametrize("width", [40, 50, 69])
+def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int) -> None:
+    text = plain(found(), width=width)
+    assert "FLOPs  activations" not in text
+    assert "bmm · model.py:41\n" in text
+    assert "blocks.2.attn bmm" in text
+    assert "FLOPs  activations" in plain(found(), width=70)
 
 
 def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
