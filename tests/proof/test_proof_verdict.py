@@ -110,6 +110,12 @@ def test_findings_that_no_pin_cures_are_named() -> None:
     assert training_run(trained, None, 5).detail == "healthy, but for misuse-clip-scaled; loss scale 8, 0 skipped steps"
 
 
+def test_one_step_is_told_as_one() -> None:
+    assert training_run(Trained(scale=8), None, 1).name == "training 1 step"
+    assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 1), None).detail == "1% from FP32's (the last step)"
+    assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 2), None).detail == "the run ended after 1 step"
+
+
 def curve(factor: float, count: int = 8) -> Trained:
     return Trained(losses=(factor,) * count)
 

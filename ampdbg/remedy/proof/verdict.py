@@ -85,14 +85,14 @@ def further_batches(seen: Seen) -> ProofStep:
 
 def training_run(trained: Trained, unpatched: Trained | None, steps: int) -> ProofStep:
     """Whether a run with the patch shows no finding of precision."""
-    name = f"training {steps} steps"
+    name = f"training {_counted(steps, 'step')}"
     if trained.failure:
         return ProofStep(name, False, trained.failure)
     if trained.faults:
         return ProofStep(name, False, trained.faults[0])
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
-    skipped = f"{len(trained.skipped)} skipped step{'' if len(trained.skipped) == 1 else 's'}"
+    skipped = _counted(len(trained.skipped), "skipped step")
     return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}")
 
 
@@ -102,12 +102,13 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     if float32.failure or not _finite(float32):
         return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
     if len(trained.losses) < len(float32.losses):
-        return ProofStep(name, False, f"the run ended after {len(trained.losses)} steps")
+        return ProofStep(name, False, f"the run ended after {_counted(len(trained.losses), 'step')}")
     apart = distance(trained.losses, float32.losses)
     if math.isnan(apart):
         return ProofStep(name, False, f"not finite: the last is {_number(trained.losses[-1])}")
     last = len(last_quarter(trained.losses))
-    said = f"{_percent(apart)} from FP32's (median of the last {last} steps)"
+    over = "the last step" if last == 1 else f"median of the last {last} steps"
+    said = f"{_percent(apart)} from FP32's ({over})"
     if rounded is None or not _finite(rounded):
         return ProofStep(name, True, said)
     noise = distance(rounded.losses, float32.losses)
@@ -149,6 +150,10 @@ def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
         if "patched" in values:
             told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
     return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _size(size: float) -> str:
