@@ -16,8 +16,8 @@ from ampdbg.experiments import Trial
 from ampdbg.record import Record, Step, to_json
 
 from . import live_tree, options
-from .config_sources import config_given
-from .options import FailOn, as_overrides
+from .config_sources import config_given, told_of_watched_loop
+from .options import FailOn, as_overrides, as_typed
 from .record_files import FOLDER, try_to_save
 from .scan import exit_code as exit_code_of_findings
 from .terminal import Look, look_of, results_only, say, write_result
@@ -60,7 +60,8 @@ def bisect(
     ends it early, with the best set so far and ``interrupted`` set. No record is written.
 
     Args:
-        config: the YAML config, or a record, whose config is run again from where it was made.
+        config: the YAML config, or a record, whose config is run again from where it was made; the record of a
+            watched loop, which has none, is only told where no pin helps.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
         steps: replaces ``train.steps``; ``device``, ``policy`` and ``seed`` replace their keys likewise.
@@ -85,6 +86,9 @@ def bisect(
         WorkloadError: a target cannot be found or used.
         UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
     """
+    told = told_of_watched_loop(Path(config), "bisect", strategy) if config is not None and module is None else None
+    if told is not None:
+        return told
     checked = config_given(
         Path(config) if config is not None else None,
         Path(module) if module is not None else None,
@@ -165,7 +169,8 @@ def command(
             )
         written, failure = try_to_save(seen, record)
         given = shlex.quote(str(config)) if config is not None else f"--module {shlex.quote(str(module))}"
-        write_result(to_json(seen) if json else _report(seen, look, given, written), result)
+        typed = as_typed(given, steps, device, policy, seed, settings or ())
+        write_result(to_json(seen) if json else _report(seen, look, typed, written), result)
     if failure is not None:
         if record is not None:
             raise failure
@@ -181,7 +186,7 @@ def exit_code(record: Record) -> int:
     return EXIT_FOUND
 
 
-def _report(seen: Record, look: Look, given: str, written: Path | None) -> str:
+def _report(seen: Record, look: Look, typed: str, written: Path | None) -> str:
     from ampdbg.report.bisection import render_bisection
 
     return render_bisection(
@@ -189,7 +194,7 @@ def _report(seen: Record, look: Look, given: str, written: Path | None) -> str:
         width=look.width,
         color=look.color,
         unicode=look.unicode,
-        config=given,
+        config=typed,
         record_path=shlex.quote(str(written)) if written else "",
         folder=str(Path.cwd()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -78,3 +79,13 @@ def as_overrides(
     """The options as config overrides, ``dotted.key=value``; an option of its own name wins over ``--set``."""
     named = {"train.steps": steps, "train.device": device, "precision.policy": policy, "train.seed": seed}
     return (*settings, *(f"{key}={value}" for key, value in named.items() if value is not None))
+
+
+def as_typed(
+    given: str, steps: int | None, device: str | None, policy: Policy | None, seed: int | None, settings: Sequence[str]
+) -> str:
+    """``given``, which is quoted for a shell already, and behind it the options that change the run."""
+    named = {"--steps": steps, "--device": device, "--policy": policy.value if policy else None, "--seed": seed}
+    pairs = [("--set", setting) for setting in settings]
+    pairs += [(option, str(value)) for option, value in named.items() if value is not None]
+    return " ".join([given, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])

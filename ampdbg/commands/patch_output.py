@@ -97,47 +97,73 @@ WRITERS: Mapping[PatchFormat, Callable[[Suggestion, Path], bytes | None]] = {
 }
 
 
-def next_step(found: Suggestion, output: Output, given: str, file: Path | None, *, applied: bool) -> NextStep | None:
+@dataclass(frozen=True)
+class Given:
+    """What was typed: a config or record, quoted for a shell, with the options that change the run; the strategy."""
+
+    typed: str
+    is_record: bool
+    strategy: str = "guided"
+
+    @property
+    def again(self) -> str:
+        """The same run once more; a scan takes no record."""
+        return f"ampdbg {'bisect' if self.is_record else 'scan'} {self.typed}"
+
+    @property
+    def suggestion(self) -> str:
+        """The same suggestion once more."""
+        strategy = f" --strategy {self.strategy}" if self.strategy != "guided" else ""
+        return f"ampdbg suggest-fp32 {self.typed}{strategy}"
+
+
+def next_step(found: Suggestion, output: Output, given: Given, file: Path | None, *, applied: bool) -> NextStep | None:
     """What to type next.
 
     Args:
         found: what was suggested.
         output: what was handed over of it.
-        given: the config or record, quoted for a shell.
+        given: what was typed.
         file: where the text was saved.
         applied: whether the files were written.
     """
-    again = f"ampdbg bisect {given}" if given.endswith(".json") else f"ampdbg scan {given}"
     proof = found.record.verification
     if proof is not None and not proof.passed:
-        return NextStep("another search, blind to what overflows", f"ampdbg bisect {given} --strategy ddmin")
+        return NextStep("another search, blind to what overflows", f"ampdbg bisect {given.typed} --strategy ddmin")
     if output.content is None:
         return NextStep(*_other_format(found, output, given)) if found.names or found.patch is not None else None
     if applied:
-        return NextStep("the same run, with the patch", again)
+        return NextStep("the same run, with the patch", given.again)
     if file is None:
         return None
     return NextStep(*HANDED_OVER[output.format](output, shlex.quote(str(file)), given))
 
 
-def _other_format(found: Suggestion, output: Output, given: str) -> tuple[str, str]:
+def _other_format(found: Suggestion, output: Output, given: Given) -> tuple[str, str]:
     if output.format is PatchFormat.diff:
-        return "the pins as a file of their own", f"ampdbg suggest-fp32 {given} --format module"
-    return "lines outside of any module have no name; as a patch", f"ampdbg suggest-fp32 {given}"
+        return "the pins as a file of their own", f"{given.suggestion} --format module"
+    return "lines outside of any module have no name; as a patch", given.suggestion
 
 
-def _apply(output: Output, file: str, given: str) -> tuple[str, str]:
+def _in_the_config(output: Output, file: str, given: Given) -> tuple[str, str]:
+    """A record does not know the name of its config's file."""
+    if given.is_record:
+        return "these lines belong into the config of that run", ""
+    return "these lines belong into the config; then", given.again
+
+
+def _apply(output: Output, file: str, given: Given) -> tuple[str, str]:
     elsewhere = "" if output.base == Path.cwd().resolve() else f" -d {shlex.quote(str(output.base))}"
     command = f"git apply {file}" if output.is_git else f"patch -p1{elsewhere} < {file}"
     return "the patch, where it is not applied yet", command
 
 
-HANDED_OVER: Mapping[PatchFormat, Callable[[Output, str, str], tuple[str, str]]] = {
+HANDED_OVER: Mapping[PatchFormat, Callable[[Output, str, Given], tuple[str, str]]] = {
     PatchFormat.diff: _apply,
     PatchFormat.module: lambda output, file, given: (
         "put it beside your code as ampdbg_pins.py, and call it where the model is made",
         "from ampdbg_pins import pin_fp32; pin_fp32(model)",
     ),
-    PatchFormat.yaml: lambda output, file, given: ("these lines belong into the config; then", f"ampdbg scan {given}"),
-    PatchFormat.json: lambda output, file, given: ("the same as a patch", f"ampdbg suggest-fp32 {given}"),
+    PatchFormat.yaml: _in_the_config,
+    PatchFormat.json: lambda output, file, given: ("the same as a patch", given.suggestion),
 }

@@ -14,7 +14,8 @@ import typer
 from ampdbg.record import Record, Step, to_json
 
 from . import options, progress
-from .options import FailOn, as_overrides
+from .config_sources import config_of_yaml
+from .options import FailOn, as_overrides, as_typed
 from .record_files import try_to_save
 from .scan import exit_code
 from .terminal import Look, look_of, results_only, say, write_result
@@ -48,9 +49,7 @@ def ranges(
         WorkloadError: a target cannot be found or used.
         UserCodeError: the workload's own code raised.
     """
-    from ampdbg.config import load_config
-
-    checked = load_config(Path(config), as_overrides(steps, device, policy, seed, overrides))
+    checked = config_of_yaml(Path(config), as_overrides(steps, device, policy, seed, overrides))
     on_start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.diagnosis.range_findings import diagnose_ranges
@@ -80,6 +79,8 @@ def command(
     Lists the tightest ops and gradients of CONFIG's first step, and the loss scales that would work.
     """
     look = look_of(sys.stdout)
+    # The first step, the default, is no reason for a scan of one step.
+    typed = as_typed(shlex.quote(str(config)), steps if steps > 1 else None, device, policy, seed, settings or ())
     with results_only() as result:
         with progress.shown(quiet) as watcher:
             seen = ranges(
@@ -93,7 +94,7 @@ def command(
                 on_step=watcher.on_step,
             )
         written, failure = try_to_save(seen, record)
-        write_result(to_json(seen) if json else _report(seen, look, config, written, order, top), result)
+        write_result(to_json(seen) if json else _report(seen, look, typed, written, order, top), result)
     if failure is not None:
         if record is not None:
             raise failure
@@ -101,7 +102,7 @@ def command(
     return exit_code(seen, FailOn.warning)
 
 
-def _report(seen: Record, look: Look, config: Path, written: Path | None, order: Order, top: int) -> str:
+def _report(seen: Record, look: Look, typed: str, written: Path | None, order: Order, top: int) -> str:
     from ampdbg.report.ranges import render_ranges
 
     return render_ranges(
@@ -109,7 +110,7 @@ def _report(seen: Record, look: Look, config: Path, written: Path | None, order:
         width=look.width,
         color=look.color,
         unicode=look.unicode,
-        config=shlex.quote(str(config)),
+        config=typed,
         record_path=shlex.quote(str(written)) if written else "",
         folder=str(Path.cwd()),
         order=order.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -22,8 +23,12 @@ def save_record(record: Record, path: Path | None) -> Path:
     if path is not None:
         write_record(record, path)
         return path
-    path = _unused(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
-    write_record(record, path)
+    path = _reserved(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
+    try:
+        write_record(record, path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     write_record(record, LATEST)
     _keep_out_of_git()
     return path
@@ -54,13 +59,30 @@ def _utc_time(created: str) -> str:
     return moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
 
 
-def _unused(path: Path) -> Path:
-    """``path``, or with a number behind it where two runs began in the same second."""
+def _reserved(path: Path) -> Path:
+    """``path``, or with a number behind it where another run began in the same second; an empty file holds the name.
+
+    Raises:
+        RecordError: the folder cannot be written.
+    """
     candidate, number = path, 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not _made(candidate):
+            number += 1
+            candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    except OSError as error:
+        raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
     return candidate
+
+
+def _made(path: Path) -> bool:
+    """Makes an empty file in one step, unless there is a file of that name."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileExistsError:
+        return False
+    return True
 
 
 def _keep_out_of_git() -> None:

@@ -11,7 +11,8 @@ from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgErro
 from ampdbg.record import Record, Step, to_json
 
 from . import options, progress
-from .options import FailOn, as_overrides
+from .config_sources import config_of_yaml
+from .options import FailOn, as_overrides, as_typed
 from .record_files import try_to_save
 from .terminal import Look, look_of, results_only, say, write_result
 
@@ -44,9 +45,7 @@ def scan(
         WorkloadError: a target cannot be found or used.
         UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
     """
-    from ampdbg.config import load_config
-
-    checked = load_config(Path(config), as_overrides(steps, device, policy, seed, overrides))
+    checked = config_of_yaml(Path(config), as_overrides(steps, device, policy, seed, overrides))
     on_start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.diagnosis.diagnose import diagnose
@@ -79,6 +78,7 @@ def command(
     Runs the workload of CONFIG under autocast and GradScaler and watches every step.
     """
     look = look_of(sys.stdout)
+    typed = as_typed(shlex.quote(str(config)), steps, device, policy, seed, settings or ())
     with results_only() as result:
         with progress.shown(quiet) as watcher:
             seen = scan(
@@ -94,7 +94,7 @@ def command(
                 replays=replays,
             )
         written, failure = try_to_save(seen, record)
-        write_result(to_json(seen) if json else _report(seen, look, config, written), result)
+        write_result(to_json(seen) if json else _report(seen, look, typed, written), result)
     if failure is not None:
         if record is not None:
             raise failure
@@ -110,7 +110,7 @@ def exit_code(record: Record, fail_on: FailOn) -> int:
     return EXIT_FOUND if found else EXIT_HEALTHY
 
 
-def _report(seen: Record, look: Look, config: Path, written: Path | None) -> str:
+def _report(seen: Record, look: Look, typed: str, written: Path | None) -> str:
     from ampdbg.report.text import render_text
 
     return render_text(
@@ -118,7 +118,7 @@ def _report(seen: Record, look: Look, config: Path, written: Path | None) -> str
         width=look.width,
         color=look.color,
         unicode=look.unicode,
-        config=shlex.quote(str(config)),
+        config=typed,
         record_path=shlex.quote(str(written)) if written else "",
         folder=str(Path.cwd()),
     )

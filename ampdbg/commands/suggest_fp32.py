@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ampdbg.errors import EXIT_HEALTHY, AmpdbgError, ConfigError, PatchError
+from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
 from ampdbg.record import Record, read_record, to_json
 
-from . import bisect, live_tree, options
-from .bisect import JOURNALS, Strategy
-from .config_sources import config_given, is_record
-from .options import as_overrides
-from .patch_output import FORMS, Form, Output, PatchFormat, next_step, output_of
+from . import bisect, options
+from .bisect import Strategy
+from .config_sources import config_given, is_python, is_record, told_of_watched_loop
+from .options import as_overrides, as_typed
+from .patch_files import apply_patch, with_places, write_suggestion
+from .patch_output import FORMS, Given, Output, PatchFormat, next_step, output_of
 from .record_files import LATEST, load_record, try_to_save
+from .suggesting import diagnosed, searched, told
 from .terminal import look_of, results_only, say, write_result
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ if TYPE_CHECKING:
     from ampdbg.remedy.suggestion import Suggestion
     from ampdbg.report.verdict import NextStep
 
-SUFFIXES = {
-    PatchFormat.diff: ".patch",
-    PatchFormat.module: ".py",
-    PatchFormat.yaml: ".yaml",
-    PatchFormat.json: ".patch.json",
-}
-"""What is saved beside the record, which itself ends in ``.json``."""
+MODULE_FILE = "bisect takes --module; suggest-fp32 takes the record that it writes"
 
 
 def suggest_fp32(
@@ -56,6 +51,7 @@ def suggest_fp32(
 
     Args:
         config: the YAML config, or a record, whose config is run again; without it the latest record of this folder.
+            The record of a watched loop, which has none, is only told where no pin helps.
         steps: replaces ``train.steps``; ``device``, ``policy`` and ``seed`` replace their keys likewise.
         device: where to run.
         policy: whose autocast op lists apply.
@@ -72,46 +68,43 @@ def suggest_fp32(
         RecordError: the record cannot be read, or there is none.
         WorkloadError: a target cannot be found or used, or a file has changed since the record was made.
         UserCodeError: the workload's own code raised.
-        PatchError: the files cannot be written; none was.
+        PatchError: the files cannot be written; none was. ``record`` of the error is the record.
     """
-    checked, known = _given(config, as_overrides(steps, device, policy, seed, overrides))
+    path = _path(config)
+    watched = told_of_watched_loop(path, "suggest-fp32", strategy)
+    if watched is not None:
+        return watched
+    checked, known = _given(path, as_overrides(steps, device, policy, seed, overrides))
     from ampdbg.remedy.suggestion import suggest
 
-    with _diagnosed():
+    with diagnosed():
         found = suggest(checked, verify=verify, known=known, strategy=strategy, max_trials=max_trials)
     if apply:
-        _apply(found, force)
+        try:
+            apply_patch(found, force)
+        except PatchError as error:
+            error.record = found.record
+            raise
     return found.record
 
 
-def _given(config: str | Path | None, overrides: Sequence[str]) -> tuple[Config, Record | None]:
-    """The config, and the record that it was taken from, if it was."""
+def _path(config: str | Path | None) -> Path:
+    """What was given, or the latest record."""
     if config is None:
         load_record(None)  # says what to do where there is none
-    path = LATEST if config is None else Path(config)
+    return LATEST if config is None else Path(config)
+
+
+def _given(path: Path, overrides: Sequence[str]) -> tuple[Config, Record | None]:
+    """The config, and the record that it was taken from, if it was."""
+    if is_python(path):
+        raise _module_refused(path, f"{path}: a Python file, not a config")
     known = read_record(path) if is_record(path) else None
     return config_given(path, None, overrides), known
 
 
-@contextlib.contextmanager
-def _diagnosed() -> Iterator[None]:
-    """An error carries the record of the steps before it, diagnosed."""
-    from ampdbg.diagnosis.diagnose import diagnose
-
-    try:
-        yield
-    except AmpdbgError as error:
-        if isinstance(error.record, Record):
-            error.record = diagnose(error.record)
-        raise
-
-
-def _apply(found: Suggestion, force: bool) -> None:
-    """Writes the files, where there is a patch."""
-    from ampdbg.remedy.writing import write_edits
-
-    if found.patch is not None:
-        write_edits(found.patch.edits, force=force)
+def _module_refused(module: Path, what: str) -> ConfigError:
+    return ConfigError(f"{what}; {MODULE_FILE}: ampdbg bisect --module {shlex.quote(str(module))}")
 
 
 def command(
@@ -141,6 +134,7 @@ def command(
     json: options.Json = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
+    module: Annotated[Path | None, typer.Option("--module", hidden=True)] = None,
 ) -> int:
     """Print the patch that cures it, proven.
 
@@ -149,83 +143,43 @@ def command(
     """
     if apply and format_ is not PatchFormat.diff:
         raise ConfigError(f"got --apply with --format {format_.value}; --apply writes the files that a diff is of")
+    if module is not None:
+        raise _module_refused(module, f"got --module {module}")
+    if output is not None:
+        from ampdbg.remedy.writing import check_writable
+
+        check_writable(output)
+    path = _path(config)
     overrides = as_overrides(steps, device, policy.value if policy else None, seed, settings or ())
+    typed = as_typed(shlex.quote(str(path)), steps, device, policy, seed, settings or ())
+    given = Given(typed, is_record(path), strategy.value)
     with results_only() as result:
-        checked, known = _given(config, overrides)
-        found = _searched(checked, known, FORMS[format_], strategy, max_trials, verify=not no_verify, quiet=quiet)
-        ready = output_of(found, format_, checked.folder)
-        written, failure = try_to_save(found.record, record)
-        file = _kept(ready, output, written if record is None else None)
+        found, folder = told(path, strategy) or searched(
+            *_given(path, overrides),
+            FORMS[format_],
+            strategy,
+            max_trials,
+            verify=not no_verify,
+            quiet=quiet,
+            warns=apply and not force,
+        )
+        ready = output_of(found, format_, folder)
+        saved, failure = try_to_save(found.record, record)
+        written = write_suggestion(
+            found, ready, output, saved, apply=apply, force=force, beside_record=record is None and output is None
+        )
         if ready.content is None or not quiet:
-            given = shlex.quote(str(config if config is not None else LATEST))
-            say(_report(found, ready, next_step(found, ready, given, file, applied=apply), given, written).rstrip())
-        if apply:
-            _apply(found, force)
+            step = next_step(found, ready, given, written.file, applied=apply and written.failure is None)
+            say(_report(found, ready, step, typed, saved).rstrip())
         is_printed = not apply and output is None and ready.content is not None
         write_result(to_json(found.record) if json else ready.content or b"" if is_printed else b"", result)
+    if written.failure is not None:
+        raise with_places(written.failure, written.file, saved)
     if failure is not None:
         if record is not None:
             raise failure
         say(f"warning: no record was written: {failure}; choose another place with --record FILE")
     return EXIT_HEALTHY if ready.content is not None else bisect.exit_code(found.record)
-
-
-def _searched(
-    config: Config,
-    known: Record | None,
-    form: Form,
-    strategy: Strategy,
-    max_trials: int | None,
-    *,
-    verify: bool,
-    quiet: bool,
-) -> Suggestion:
-    """The suggestion, with the search shown as it goes on."""
-    with contextlib.ExitStack() as display:
-        view = display.enter_context(live_tree.shown(quiet, max_trials))
-
-        def on_stage(doing: str) -> None:
-            display.close()  # the search is over, and its tree would be drawn over these lines
-            if not quiet:
-                say(doing)
-
-        view.training.on_start(config.train.steps)
-        from ampdbg.remedy.suggestion import suggest
-
-        with _diagnosed():
-            return suggest(
-                config,
-                form=form,
-                verify=verify,
-                known=known,
-                strategy=strategy.value,
-                max_trials=max_trials,
-                on_step=view.training.on_step,
-                on_replay=view.training.on_replay,
-                on_search=view.on_search,
-                on_trial_start=view.on_trial_start,
-                on_trial=view.on_trial,
-                on_stage=on_stage,
-                journal_folder=JOURNALS,
-            )
-
-
-def _kept(ready: Output, output: Path | None, beside: Path | None) -> Path | None:
-    """Saves the text where it was asked for, else beside the record; where it is, if anywhere.
-
-    Raises:
-        PatchError: ``output`` cannot be written.
-    """
-    path = output or (beside.with_suffix(SUFFIXES[ready.format]) if beside is not None else None)
-    if ready.content is None or path is None:
-        return None
-    try:
-        path.write_bytes(ready.content)
-    except OSError as error:
-        if output is not None:
-            raise PatchError(f"{output}: cannot be written: {error.strerror or error}") from None
-        return None  # it is printed all the same
-    return path
 
 
 def _report(found: Suggestion, ready: Output, step: NextStep | None, given: str, written: Path | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import sys
@@ -84,46 +83,27 @@ def _write_bytes(content: bytes, stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def results_only() -> Iterator[TextIO]:
-    """Yields the real stdout, while all that is printed meanwhile, by whatever means, goes to stderr.
+    """Yields the real stdout; all that is printed from now on, by whatever means, goes to stderr.
 
-    Python's ``sys.stdout`` is replaced, and so is the file descriptor beneath, which C++ code and
-    subprocesses such as a DataLoader's workers write to.
+    Python's ``sys.stdout`` is replaced, and so is the file descriptor beneath, which C++ code and subprocesses such
+    as a DataLoader's workers write to. It stays so until the process ends: what the user's code prints by ``atexit``
+    or from a thread would follow the result, and spoil it.
     """
-    printed_to = sys.stdout
-    with _descriptor_to_stderr(printed_to) as result:
-        sys.stdout = sys.stderr
-        try:
-            yield result
-        finally:
-            sys.stdout = printed_to
-
-
-@contextlib.contextmanager
-def _descriptor_to_stderr(stdout: TextIO) -> Iterator[TextIO]:
-    """Yields a stream to what ``stdout``'s descriptor was; without one (a notebook), ``stdout`` itself."""
+    stdout = sys.stdout
     stdout.flush()
+    sys.stdout = sys.stderr
     try:
         descriptor, stderr = stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError):  # a notebook's has no descriptor
         yield stdout
         return
-    saved = os.dup(descriptor)
+    result = os.fdopen(os.dup(descriptor), "w", encoding=stdout.encoding, errors="backslashreplace")
     os.dup2(stderr, descriptor)
-    result = os.fdopen(os.dup(saved), "w", encoding=stdout.encoding, errors="backslashreplace")
     try:
         yield result
     finally:
-        _flush_c_streams()
-        os.dup2(saved, descriptor)
-        os.close(saved)
         with contextlib.suppress(OSError):  # what could not be written has been told
             result.close()
-
-
-def _flush_c_streams() -> None:
-    """Empties the C library's buffers while they still lead to stderr, so that none ends in the result."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("ucrtbase" if os.name == "nt" else None).fflush(None)
 
 
 def _carries(stream: TextIO, text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -53,6 +54,19 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
         if isinstance(error, OSError):
             raise PatchError(f"{error.filename or 'a file'}: cannot be written: {error.strerror or error}") from None
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Whether a file can be written there, as far as that can be told without writing it.
+
+    Raises:
+        PatchError: it cannot be.
+    """
+    folder = path.parent
+    if not os.path.isdir(folder):
+        raise PatchError(f"{path}: cannot be written: there is no folder {folder}")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise PatchError(f"{path}: cannot be written: {os.strerror(errno.EACCES)}")
 
 
 def uncommitted(path: Path) -> bool:

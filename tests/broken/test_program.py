@@ -13,6 +13,7 @@ import ampdbg
 from ampdbg.commands.app import main
 from ampdbg.record import read_record
 from tests.broken.cases import BROKEN, Broken
+from tests.commands.program import stdout_given_back
 
 PACKAGE = str(Path(ampdbg.__file__).parent)
 """Not the bare name: a clone, and the environment inside it, lie in a folder called ampdbg."""
@@ -38,7 +39,7 @@ def test_a_mistake_gives_one_message_and_exit_code_2(
     case.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["ampdbg", "scan", "config.yaml", "--quiet"])
-    with pytest.raises(SystemExit) as exit_code:
+    with stdout_given_back(), pytest.raises(SystemExit) as exit_code:
         main()
     captured = capfd.readouterr()
     assert isinstance(exit_code.value.code, int)

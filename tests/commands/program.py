@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +68,20 @@ class Here:
 
     def __call__(self, *arguments: str) -> Result:
         self.monkeypatch.setattr(sys, "argv", ["ampdbg", *arguments])
-        with pytest.raises(SystemExit) as exit_:
+        with stdout_given_back(), pytest.raises(SystemExit) as exit_:
             main()
         captured = self.capture.readouterr()
         assert isinstance(exit_.value.code, int)
         return Result(exit_.value.code, captured.out, captured.err)
+
+
+@contextlib.contextmanager
+def stdout_given_back() -> Iterator[None]:
+    """The program keeps stdout for its result until the process ends; this process goes on after it."""
+    printed_to, saved = sys.stdout, os.dup(sys.stdout.fileno())
+    try:
+        yield
+    finally:
+        sys.stdout = printed_to
+        os.dup2(saved, printed_to.fileno())
+        os.close(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, RecordError
-from ampdbg.record import Record, read_record, write_record
+from ampdbg.findings import Finding
+from ampdbg.record import Record, Verdict, read_record, write_record
 from ampdbg.remedy.pins import bisection
 from tests.commands.program import Here, imported_by, start
-from tests.report.bisections import BISECTIONS, TRIALS, found, nothing_to_pin
+from tests.report.bisections import BISECTIONS, OVERFLOW, TRIALS, found, nothing_to_pin, search_interrupted
 
 NET = """
 import torch
@@ -47,6 +49,9 @@ def training_step(model, batch):
     return model(batch).float().square().mean()
 """
 CONFIG = "model: {target: model.py:build_model}\ndata: {target: model.py:build_data}\ntrain: {steps: 3}\n"
+CLIPPED = Finding(
+    "misuse-clip-scaled", "error", 4, "optimizer", "gradients are clipped while scaled", "clip after unscaling"
+)
 MODULE = ("bisect", "--module", "model.py", "--quiet")
 
 
@@ -190,7 +195,54 @@ def test_a_module_file_needs_no_config(here: Here, fake: Callable[[Record], Fake
     result = here(*MODULE, "--set", "model.args.gain=2.0")
     assert faked.configs[0].step is not None
     assert faked.configs[0].model.args == {"gain": 2.0}
-    assert "  ampdbg bisect --module model.py --steps 500\n" in result.stdout
+    assert "  ampdbg bisect --module model.py --set model.args.gain=2.0 --steps 500\n" in result.stdout
+
+
+def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(search_interrupted())
+    given = ("config.yaml", "--set", "model.args={gain: 2}", "--steps", "5", "--device", "cpu", "--seed", "4")
+    result = here("bisect", *given, "--quiet", "--max-trials", "3")
+    assert result.stdout.splitlines()[-1].strip() == shlex.join(["ampdbg", "bisect", *given])
+
+
+def test_a_python_file_is_given_as_a_module(here: Here, fake: Callable[[Record], Faked]) -> None:
+    fake(found())
+    Path("my model.py").touch()
+    result = here("bisect", "my model.py")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: my model.py: a Python file, not a config; try: ampdbg bisect --module 'my model.py'\n"
+    )
+
+
+def watched(verdict: Verdict, *findings: Finding) -> None:
+    """Writes the record of a watched loop, ``loop.json``."""
+    record = replace(nothing_to_pin(), command="watch", config={}, search=None, verdict=verdict, findings=findings)
+    write_record(record, Path("loop.json"))
+
+
+def test_a_watched_loop_is_told_that_no_pin_helps(here: Here, fake: Callable[[Record], Faked]) -> None:
+    faked = fake(found())
+    watched("other", CLIPPED)
+    result = here("bisect", "loop.json")
+    assert (result.code, result.stderr, faked.configs) == (1, "", [])
+    assert result.stdout.startswith("✗ No pin helps: what goes wrong at step 4 is not a matter of precision.")
+    assert CLIPPED.remedy in result.stdout
+    assert "Next:" not in result.stdout
+    record = ampdbg.bisect("loop.json")
+    assert (record.command, record.pins, record.findings) == ("bisect", (), (CLIPPED,))
+
+
+@pytest.mark.parametrize(("verdict", "findings"), [("precision", (OVERFLOW,)), ("healthy", ())])
+def test_a_watched_loop_cannot_be_run_again(
+    verdict: Verdict, findings: tuple[Finding, ...], here: Here, fake: Callable[[Record], Faked]
+) -> None:
+    fake(found())
+    watched(verdict, *findings)
+    for command in ("bisect", "suggest-fp32"):
+        result = here(command, "loop.json")
+        assert (result.code, result.stdout) == (2, "")
+        assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"
 
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"

@@ -19,7 +19,7 @@ from tests.commands.program import command, environment, start
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
 
 WORKLOAD = '''
-import ctypes, itertools, os, subprocess, sys, time
+import atexit, ctypes, itertools, os, subprocess, sys, time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -45,6 +45,7 @@ def batches(delay=0.0, loud=False, fail_at=-1):
         if number == fail_at:
             raise KeyError("no such column")
         if loud:
+            atexit.register(print, "from atexit")
             print("from print")
             os.write(1, b"from a descriptor\\n")
             subprocess.run([sys.executable, "-c", "print('from a child')"])
@@ -95,7 +96,7 @@ def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> No
     assert result.code == 1, result.stderr
     record = from_json(result.stdout)
     assert (len(record.steps), record.findings[0].phase) == (3, "forward")
-    for source in ("print", "a descriptor", "a child"):
+    for source in ("print", "a descriptor", "a child", "atexit"):
         assert result.stderr.count(f"from {source}\n") == 3
     assert result.stderr.count("from C\n") == (0 if os.name == "nt" else 3)
     assert "printed at import\n" in result.stderr

@@ -32,6 +32,14 @@ def test_a_model_within_the_range_exits_with_0_and_names_its_scales(here: Here) 
     assert (result.code, result.stderr) == (0, "")
     assert result.stdout.startswith("✓ All within FP16's range at step 0: ")
     assert "the whole model" in result.stdout
+    assert result.stdout.splitlines()[-1] == "  ampdbg ranges c.yaml --steps 51"
+
+
+def test_the_next_command_carries_the_options_that_change_the_run(here: Here) -> None:
+    config(here.folder)
+    given = "c.yaml --set train.clip_grad_norm=2 --steps 3 --seed 5"
+    result = here("ranges", *given.split(), "--quiet")
+    assert result.stdout.splitlines()[-1] == f"  ampdbg scan {given}"
 
 
 def test_the_record_renders_again_to_the_same_table(here: Here) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from ampdbg.commands import record_files
 from ampdbg.commands import scan as scan_file
-from ampdbg.errors import ConfigError, UserCodeError
+from ampdbg.commands.record_files import save_record
+from ampdbg.errors import ConfigError, RecordError, UserCodeError
 from ampdbg.findings import Finding
 from ampdbg.record import Record, from_json, read_record
 from tests.commands.program import Here
@@ -137,6 +141,26 @@ def test_two_runs_of_the_same_second_keep_both_records(here: Here, returns: Retu
     assert read_record(Path(".ampdbg/latest.json")) == collapse()
 
 
+def test_runs_at_the_same_moment_keep_their_records(here: Here) -> None:
+    def saved(_: int) -> Path | None:
+        return save_record(healthy(), None)
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(saved, range(16)))
+    assert len(set(paths)) == 16
+    assert all(path is not None and read_record(path) == healthy() for path in paths)
+
+
+def test_a_name_is_given_back_where_the_record_cannot_be_written(here: Here) -> None:
+    def full(record: Record, path: Path) -> None:
+        raise RecordError(f"{path}: cannot be written: No space left on device")
+
+    here.monkeypatch.setattr(record_files, "write_record", full)
+    with pytest.raises(RecordError, match="No space left"):
+        save_record(healthy(), None)
+    assert list(Path(".ampdbg").iterdir()) == []
+
+
 def test_the_folder_of_records_keeps_itself_out_of_git(here: Here, returns: Returns) -> None:
     returns(healthy())
     here("scan", "c.yaml")
@@ -193,6 +217,31 @@ def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
     assert called["overrides"] == ["a.b=1", "c=[x, y=z]"]
 
 
+def test_the_next_command_carries_the_options_that_change_the_run(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    given = ("my c.yaml", "--set", "c=[x, y=z]", "--device", "cpu", "--policy", "native", "--seed", "3")
+    result = here("scan", *given, "--steps", "50", "--replays", "1", "--quiet")
+    assert result.stdout.splitlines()[-1].strip() == f"ampdbg scan {shlex.join(given)} --steps 500"
+    returns(replace(with_severity("error"), verdict="precision"))
+    result = here("scan", "c.yaml", "--seed", "3", "--steps", "50")
+    assert result.stdout.splitlines()[-1].strip() == "ampdbg bisect c.yaml --steps 50 --seed 3"
+
+
+def test_a_python_file_is_no_config(here: Here) -> None:
+    Path("model.py").touch()
+    for command in ("scan", "ranges"):
+        result = here(command, "model.py")
+        assert (result.code, result.stdout) == (2, "")
+        assert result.stderr.endswith(TWO_LINES)
+
+
+TWO_LINES = """\
+error: model.py: a Python file, not a config; write a config, such as config.yaml, with two lines:
+  model: {target: "model.py:build_model"}
+  data: {target: "model.py:build_data"}
+"""
+
+
 def test_a_config_error_is_one_message(here: Here, raises: Raises) -> None:
     raises(ConfigError("c.yaml:3: train.steps: given -1, allowed are whole numbers from 1"))
     result = here("scan", "c.yaml")
@@ -236,13 +285,6 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Her
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr == "interrupted: nothing was recorded\n"
     assert os.listdir() == []
-
-
-def test_stdout_is_restored_after_a_failure(here: Here, raises: Raises) -> None:
-    raises(ZeroDivisionError())
-    here("scan", "c.yaml")
-    sys.stdout.write("after\n")
-    assert here.capture.readouterr().out == "after\n"
 
 
 def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
 from ampdbg.record import Record, read_record, write_record
 from ampdbg.remedy import suggestion as suggestions
+from ampdbg.remedy import writing
 from ampdbg.remedy.suggestion import Suggestion
 from tests.commands.program import Here, imported_by, start
 from tests.remedy.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
@@ -152,13 +154,30 @@ def test_the_text_goes_to_a_file(here: Here, fake: Fake) -> None:
     assert result.stderr.rstrip().endswith("< fix.patch")
 
 
-def test_a_file_that_cannot_be_written_is_named(here: Here, fake: Fake) -> None:
-    fake()
-    result = here("suggest-fp32", "config.yaml", "--output", "no/such/folder.patch")
-    assert result.code == 2
-    assert "error: no/such/folder.patch: cannot be written: No such file or directory" in result.stderr.replace(
-        "\\", "/"
+def test_a_place_that_cannot_be_written_is_refused_before_the_search(here: Here, fake: Fake) -> None:
+    faked = fake()
+    result = here("suggest-fp32", "config.yaml", "--output", "nowhere/x.patch")
+    assert (result.code, result.stdout, faked.configs) == (2, "", [])
+    assert result.stderr.replace("\\", "/") == (
+        "error: nowhere/x.patch: cannot be written: there is no folder nowhere\n"
     )
+    here.monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    result = here("suggest-fp32", "config.yaml", "--output", "x.patch")
+    assert (result.code, faked.configs) == (2, [])
+    assert result.stderr == "error: x.patch: cannot be written: Permission denied\n"
+
+
+def test_a_place_that_is_lost_during_the_search_costs_nothing_that_was_found(here: Here, fake: Fake) -> None:
+    fake()
+    Path("out").mkdir()
+    here.monkeypatch.setattr(writing, "check_writable", lambda path: Path("out").rmdir())
+    result = here("suggest-fp32", "config.yaml", "--output", "out/x.patch")
+    assert (result.code, result.stdout) == (2, "")
+    patch, record = saved("*.patch"), saved("*-suggest-fp32.json")
+    last = result.stderr.splitlines()[-1].replace("\\", "/")
+    assert last.startswith("error: out/x.patch: cannot be written: ")
+    assert last.endswith(f"; the patch is in {patch.as_posix()} and the record is in {record.as_posix()}")
+    assert patch.read_bytes().startswith(b"# Keeps in FP32")
 
 
 def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
@@ -234,9 +253,34 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert result.code == 2
     assert "commit it or stash it first, or add --force" in result.stderr
+    assert "the same run, with the patch" not in result.stderr
+    last = result.stderr.splitlines()[-1].replace("\\", "/")
+    assert f"; the patch is in {saved('*.patch').as_posix()} and the record is in .ampdbg/" in last
     assert Path("model.py").read_bytes() == BEFORE
     assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
     assert Path("model.py").read_bytes() == AFTER
+
+
+def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fake) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    subprocess.run(["git", "init", "-q"], check=True)
+    fake()
+    lines = here("suggest-fp32", "config.yaml", "--apply").stderr.splitlines()
+    assert lines[0].startswith(f"warning: {Path('net.py').resolve()}: git has not got it as it is now; ")
+    assert lines[1] == "loading model and data"
+    assert "warning" not in here("suggest-fp32", "config.yaml").stderr
+
+
+def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(here: Here, fake: Fake) -> None:
+    fake()
+    Path("model.py").write_bytes(b"changed")
+    assert here("suggest-fp32", "config.yaml", "--apply", "--record", "r.json").code == 2
+    assert Path("r.patch").read_bytes().startswith(b"# Keeps in FP32")
+    Path("r.patch").write_bytes(b"mine")
+    result = here("suggest-fp32", "config.yaml", "--apply", "--record", "r.json")
+    assert result.stderr.splitlines()[-1].endswith("; the record is in r.json")
+    assert Path("r.patch").read_bytes() == b"mine"
 
 
 def test_what_was_applied_is_taken_back_by_the_saved_patch(here: Here, fake: Fake) -> None:
@@ -304,6 +348,64 @@ def test_without_an_argument_the_latest_record_is_taken(here: Here, fake: Fake) 
     assert faked.options["known"].search == found().search
 
 
+OPTIONS = ("--set", "train.clip_grad_norm=2.5", "--steps", "9", "--seed", "4")
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("yaml", "ampdbg scan config.yaml {options}"),
+        ("json", "ampdbg suggest-fp32 config.yaml {options} --strategy ddmin"),
+    ],
+)
+def test_the_next_command_carries_the_options_that_change_the_run(
+    form: str, expected: str, here: Here, fake: Fake
+) -> None:
+    fake()
+    result = here("suggest-fp32", "config.yaml", *OPTIONS, "--strategy", "ddmin", "--format", form)
+    assert result.stderr.splitlines()[-1].strip() == expected.format(options=" ".join(OPTIONS))
+
+
+def test_after_an_interrupt_and_with_no_code_to_edit_the_options_are_carried_too(here: Here, fake: Fake) -> None:
+    fake(record=replace(search_interrupted(), command="suggest-fp32"))
+    last = here("suggest-fp32", "config.yaml", *OPTIONS).stderr.splitlines()[-1].strip()
+    assert last == f"ampdbg suggest-fp32 config.yaml {' '.join(OPTIONS)}"
+    fake(record=replace(found(), verification=None))
+    last = here("suggest-fp32", "config.yaml", *OPTIONS).stderr.splitlines()[-1].strip()
+    assert last == f"ampdbg suggest-fp32 config.yaml {' '.join(OPTIONS)} --format module"
+
+
+def test_a_record_is_not_scanned_and_its_config_has_no_name(here: Here, fake: Fake) -> None:
+    fake()
+    write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
+    result = here("suggest-fp32", "r.json", "--format", "yaml")
+    assert result.stderr.rstrip().endswith("\nNext: these lines belong into the config of that run")
+    result = here("suggest-fp32", "r.json", "--apply")
+    assert result.stderr.splitlines()[-1] == "  ampdbg bisect r.json"
+
+
+@pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
+def test_a_watched_loop_is_told_that_no_pin_helps(form: str, here: Here, fake: Fake) -> None:
+    faked = fake()
+    watched = replace(no_pin_helps(), command="watch", config={}, search=None)
+    write_record(watched, Path("loop.json"))
+    result = here("suggest-fp32", "loop.json", "--format", form)
+    assert (result.code, result.stdout, faked.configs) == (1, "", [])
+    assert "✗ No pin helps: what goes wrong at step 0 is not a matter of precision." in result.stderr
+    assert watched.findings[0].message in result.stderr
+    assert ampdbg.suggest_fp32("loop.json").pins == ()
+
+
+@pytest.mark.parametrize("arguments", [("net.py",), ("--module", "net.py")])
+def test_a_module_file_is_for_bisect(arguments: tuple[str, ...], here: Here, fake: Fake) -> None:
+    fake()
+    result = here("suggest-fp32", *arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.endswith(
+        "; bisect takes --module; suggest-fp32 takes the record that it writes: ampdbg bisect --module net.py\n"
+    )
+
+
 def test_without_an_argument_and_a_record_it_says_what_to_do(here: Here) -> None:
     result = here("suggest-fp32")
     assert result.code == 2
@@ -350,8 +452,9 @@ def test_from_python_it_may_apply_the_patch(here: Here, fake: Fake) -> None:
     fake()
     ampdbg.suggest_fp32("config.yaml", apply=True)
     assert Path("model.py").read_bytes() == AFTER
-    with pytest.raises(PatchError, match="has changed since the patch was made"):
+    with pytest.raises(PatchError, match="has changed since the patch was made") as caught:
         ampdbg.suggest_fp32("config.yaml", apply=True)
+    assert isinstance(caught.value.record, Record)
 
 
 def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake) -> None:
@@ -367,6 +470,8 @@ def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake)
         ampdbg.suggest_fp32("config.yaml")
     assert isinstance(caught.value.record, Record)
     assert caught.value.record.findings
+    assert here("suggest-fp32", "config.yaml").code == 2
+    assert read_record(saved("*-suggest-fp32.json")).findings
 
 
 # The whole way, in real processes

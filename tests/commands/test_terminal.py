@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
 
 from ampdbg.commands.terminal import is_rich_terminal, look_of, results_only, say, write_result
+from tests.commands.program import stdout_given_back
 
 
 class Terminal(io.TextIOWrapper):
@@ -79,13 +81,20 @@ def test_what_is_printed_inside_goes_to_stderr(capsys: pytest.CaptureFixture[str
         sys.stdout.write("noise\n")
         result.write("result")
     sys.stdout.write("after\n")
-    assert capsys.readouterr() == ("resultafter\n", "noise\n")
+    assert capsys.readouterr() == ("result", "noise\nafter\n")
 
 
-def test_stdout_comes_back_when_the_block_raises(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout
-    with pytest.raises(ValueError, match="inside"), results_only():
-        raise ValueError("inside")
-    assert sys.stdout is before
-    sys.stdout.write("after\n")
-    assert capsys.readouterr().out == "after\n"
+def test_what_is_printed_later_does_not_follow_the_result(capfd: pytest.CaptureFixture[str]) -> None:
+    with stdout_given_back():
+        stdout = sys.stdout
+        with results_only() as result:
+            result.write("result")
+        with pytest.raises(ValueError, match="inside"), results_only():
+            raise ValueError("inside")
+        os.write(stdout.fileno(), b"from a descriptor\n")
+        stdout.write("from who kept stdout\n")
+        stdout.flush()
+        sys.stdout.write("from print\n")
+    captured = capfd.readouterr()
+    assert captured.out == "result"
+    assert sorted(captured.err.splitlines()) == ["from a descriptor", "from print", "from who kept stdout"]

@@ -1,0 +1,102 @@
+"""The search and the proof of ``ampdbg suggest-fp32``, shown as they go on; or what a watched loop's record says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampdbg.errors import AmpdbgError
+from ampdbg.record import Record
+
+from . import live_tree
+from .bisect import JOURNALS, Strategy
+from .config_sources import told_of_watched_loop
+from .patch_files import uncommitted_sources
+from .patch_output import Form
+from .terminal import say
+
+if TYPE_CHECKING:
+    from ampdbg.config import Config
+    from ampdbg.remedy.suggestion import Suggestion
+
+
+@contextlib.contextmanager
+def diagnosed() -> Iterator[None]:
+    """An error carries the record of the steps before it, diagnosed, as this command's own."""
+    from ampdbg.diagnosis.diagnose import diagnose
+
+    try:
+        yield
+    except AmpdbgError as error:
+        if isinstance(error.record, Record):
+            error.record = replace(diagnose(error.record), command="suggest-fp32")
+        raise
+
+
+def told(path: Path, strategy: Strategy) -> tuple[Suggestion, Path] | None:
+    """What there is to say of a watched loop's record, without a run, and the folder that paths count from."""
+    record = told_of_watched_loop(path, "suggest-fp32", strategy.value)
+    if record is None:
+        return None
+    from ampdbg.remedy.suggestion import Suggestion
+
+    return Suggestion(record, patch=None, names=(), all_names=()), Path()
+
+
+def _warn_of_uncommitted(config: Config) -> None:
+    """Which files the patch will be of is not known before the search; that it may not be written is said now."""
+    if files := [str(file) for file in uncommitted_sources(config)]:
+        say(
+            f"warning: {', '.join(files)}: git has not got it as it is now; a patch of it is not applied without "
+            "--force, but saved beside the record"
+        )
+
+
+def searched(
+    config: Config,
+    known: Record | None,
+    form: Form,
+    strategy: Strategy,
+    max_trials: int | None,
+    *,
+    verify: bool,
+    quiet: bool,
+    warns: bool,
+) -> tuple[Suggestion, Path]:
+    """The suggestion, with the search shown as it goes on, and the config's folder.
+
+    With ``warns`` files that a patch could not be written to are named first.
+    """
+    if warns and not quiet:
+        _warn_of_uncommitted(config)
+    with contextlib.ExitStack() as display:
+        view = display.enter_context(live_tree.shown(quiet, max_trials))
+
+        def on_stage(doing: str) -> None:
+            display.close()  # the search is over, and its tree would be drawn over these lines
+            if not quiet:
+                say(doing)
+
+        view.training.on_start(config.train.steps)
+        from ampdbg.remedy.suggestion import suggest
+
+        with diagnosed():
+            found = suggest(
+                config,
+                form=form,
+                verify=verify,
+                known=known,
+                strategy=strategy.value,
+                max_trials=max_trials,
+                on_step=view.training.on_step,
+                on_replay=view.training.on_replay,
+                on_search=view.on_search,
+                on_trial_start=view.on_trial_start,
+                on_trial=view.on_trial,
+                on_stage=on_stage,
+                journal_folder=JOURNALS,
+            )
+    return found, config.folder
