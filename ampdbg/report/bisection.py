@@ -17,7 +17,7 @@ from .bisection_verdict import Ended, headline, next_step
 from .drawing import draw
 from .finding_text import findings_text
 from .layout import INDENT, indented, table, title, verbatim
-from .pin_text import config_text, cost_text, set_text
+from .pin_text import NARROW, config_text, cost_text, set_text
 from .quantities import counted
 from .text import environment_facts, named_from, render_text, source_from
 from .trial_text import pins_text, result_text
@@ -84,7 +84,7 @@ def _sections(ended: Ended, width: int) -> Iterator[RenderableType]:
     if search.losses or search.step_seconds:
         yield Group(*_ways(ended))
     if record.trials:
-        yield Group(*_trials(record.trials, ended.names))
+        yield Group(*_trials(record.trials, ended.names, is_narrow=width < NARROW))
     if ended.names and ended.holds:
         yield Group(*config_text(ended.names, record.config))
     yield Group(*_summary(ended))
@@ -160,19 +160,19 @@ def step_time(seconds: float | None) -> str:
 # The trials
 
 
-def _trials(trials: Sequence[Trial], names: tuple[str, ...]) -> Iterator[RenderableType]:
-    numbered = list(enumerate(trials, start=1))
+def _trials(trials: Sequence[Trial], names: tuple[str, ...], *, is_narrow: bool) -> Iterator[RenderableType]:
+    """The trials as a table; in a narrow terminal what each was for is left to the record."""
+    lines = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
     is_long = len(trials) > FIRST_TRIALS + LAST_TRIALS + 1
+    if is_long:
+        more = Text(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS} more", style="dim")
+        lines[FIRST_TRIALS:-LAST_TRIALS] = [("…", more, more if is_narrow else "", "")]
     rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     rows.add_column("", justify="right", no_wrap=True)
-    for heading in ("for", "in FP32", "result"):
+    for heading in ("for", "in FP32", "result")[is_narrow:]:
         rows.add_column(heading, overflow="fold")
-    for number, trial in numbered[:FIRST_TRIALS] if is_long else numbered:
-        rows.add_row(*_trial(number, trial, names))
-    if is_long:
-        rows.add_row("…", Text(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS} more", style="dim"), "", "")
-        for number, trial in numbered[-LAST_TRIALS:]:
-            rows.add_row(*_trial(number, trial, names))
+    for number, *cells in lines:
+        rows.add_row(number, *cells[is_narrow:])
     yield title("The trials" + (" (all in the record)" if is_long else ""))
     yield indented(rows)
 

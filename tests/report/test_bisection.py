@@ -147,6 +147,8 @@ def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int
     assert "FLOPs  activations" not in text
     assert "bmm · model.py:41\n" in text
     assert "blocks.2.attn bmm" in text
+    assert "4  blocks.2.attn  " in text
+    assert "  31 more\n" in plain(BISECTIONS["every_instance"](), width=width)
     assert "FLOPs  activations" in plain(found(), width=70)
 
 
