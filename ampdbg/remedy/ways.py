@@ -135,7 +135,8 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Edit]:
     """The helper, by the module's name, where the config's own file makes the model."""
     file = _file_that_makes_the_model(materials.config)
     if is_users_file(file) and not pin.source:
-        yield Edit(f"{pin.name or 'the model'}, by name", file, None, (pin.name,))
+        what = (pin.module or "the model") + (" (its own lines)" if pin.own else "")
+        yield Edit(f"{what}, by name", file, None, (pin.name,))
 
 
 WAYS: tuple[tuple[Way, ...], ...] = ((_own_code, _forward, _call, _helper), (_forward, _call, _helper), (_helper,))

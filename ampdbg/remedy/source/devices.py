@@ -9,6 +9,7 @@ import libcst as cst
 from .bindings import Bindings, dotted
 from .casting import PinnedStatement
 from .expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
+from .modes import viewed
 from .source_text import EditError
 from .steps import value_of
 
@@ -29,7 +30,8 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     local = pinned[0].names.bindings.local
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
-    candidates = (text for text in (*read, *_others(pinned)) if _root(text) not in inner and "(" not in text)
+    named = (text for text in read if "(" not in text)
+    candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner)
     found = next(candidates, "")
     if not found:
         raise EditError("no tensor that the device could be taken from has a name there")
@@ -37,6 +39,7 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
 
 
 def _root(text: str) -> str:
+    text = text.removeprefix("next(iter(")
     return text.partition(".")[0].partition("[")[0].strip()
 
 
@@ -59,11 +62,15 @@ def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
     bindings = pinned[0].names.bindings
     yield from (name for item in pinned for name in _given(item))
     yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
+    made: set[str] = set()
     for item in pinned:
         for loop in find(item.statement, cst.CompFor):
             iterated = loop.iter.args[0].value if isinstance(loop.iter, cst.Call) and loop.iter.args else loop.iter
-            if isinstance(iterated, cst.Name):
+            if isinstance(iterated, cst.Name) and iterated.value not in made:
                 yield f"{iterated.value}[0]"
+            elif (held := viewed(iterated)) in bindings.local - made:
+                yield f"next(iter({held}.values()))"
+        made |= assigned_codes(item.statement)
 
 
 def _given(pinned: PinnedStatement) -> Iterator[str]:

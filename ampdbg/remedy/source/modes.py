@@ -7,6 +7,7 @@ from enum import Enum
 
 import libcst as cst
 
+from .bindings import dotted
 from .expressions import COMPREHENSIONS, bare, code_of, walk
 from .source_text import EditError
 from .tensor_names import TensorNames
@@ -20,6 +21,7 @@ from .vocabulary import (
     PRODUCTS,
     RANDOM,
     TORCH_FUNCTIONS,
+    VIEWS,
 )
 
 
@@ -71,6 +73,8 @@ def _kind_of_call(call: cst.Call, names: TensorNames) -> Kind:
         return _kind_of_import(origin, names)
     if isinstance(function, cst.Name):
         return _kind_of_builtin(function.value, call, names)
+    if viewed(call):
+        return Kind.NOTHING
     if isinstance(function, cst.Attribute) and names.is_tensor_method(function):
         return _kind_by_name(function.attr.value)
     return Kind.USERS_CALL
@@ -180,6 +184,15 @@ def writes_in_place(call: cst.Call) -> bool:
     name = called_name(call)
     writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
+
+
+def viewed(node: cst.CSTNode) -> str:
+    """``feats`` of ``feats.items()``, a dict with a name; "" of anything else."""
+    match node:
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name)), args=[]) if name in VIEWS:
+            return dotted(base)
+        case _:
+            return ""
 
 
 def _followed(node: cst.CSTNode) -> cst.BaseExpression | None:

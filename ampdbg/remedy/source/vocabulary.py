@@ -59,6 +59,9 @@ PLAIN_BUILTINS = frozenset(
     frozenset sorted reversed any all type slice round divmod id repr print iter next""".split()
 )
 
+VIEWS = frozenset({"items", "keys", "values"})
+"""Methods of dicts that only hand out what they hold."""
+
 BUILTIN_OPERATIONS = frozenset({"sum", "abs", "pow"})
 """Builtins that compute with tensors when they are given some."""
 
