@@ -334,3 +334,17 @@ def test_a_function_is_wrapped_by_its_whole_qualified_name() -> None:
     assert edited.refused == ()
     assert edited.source.startswith(b"import torch\ndef f(x):\n    with torch.autocast(")
     assert edited.source.count(b"enabled=False") == 1
+
+
+def test_entries_with_effects_are_computed_in_the_order_that_they_had() -> None:
+    source = b"def f(self, x):\n    return [\n        1 + self.a(x),\n        self.b(x),\n        self.c(x),\n    ]\n"
+    edited = edit_source(source, [CallPin("f", "self.b", (4,), half_names=("x",))]).source.decode()
+    assert edited.index("1 + self.a(x)") < edited.index("self.b(x.float())") < edited.index("self.c(x)")
+    assert edited.index("enabled=False") > edited.index("1 + self.a(x)")
+
+
+def test_an_entry_that_only_calls_modules_leaves_the_literal_to_be_pinned_as_a_whole() -> None:
+    source = b"import torch\ndef f(self, x):\n    return [\n        self.a(x),\n        x * x,\n    ]\n"
+    edited = edit_source(source, [StatementPin("f", (4,), ("x",))])
+    assert edited.refused == ()
+    assert b"x.float() * x.float()" in edited.source

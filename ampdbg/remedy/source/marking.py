@@ -10,10 +10,11 @@ import libcst as cst
 
 from .bindings import Bindings, dotted
 from .expressions import assigned_codes, canonical, code_of, find
-from .locating import Located, Place, SourceMap, functions_in, parts_of
-from .pieces import Mark
+from .locating import Line, Located, Place, SourceMap, functions_in, parts_of
+from .pieces import Mark, entries_of
 from .source_pins import CallPin, NamesSeen, Refused, StatementPin
 from .source_text import EditError
+from .steps import value_of
 from .tensor_names import TensorNames
 
 LinePin = StatementPin | CallPin
@@ -60,8 +61,17 @@ def marks_of(pins: Iterable[LinePin], source: SourceMap, text: str, left_out: Se
                     pinned.append((pin, number, located))
     for pin, number, located in pinned:
         together = [other for other, _, place in pinned if place.place.function is located.place.function]
-        _mark(marks, pin, number, located, source, together)
+        numbers = {other for _, other, place in pinned if place.line is located.line}
+        _mark(marks, pin, number, located, source, together, _left_alone(located.line, numbers, source))
     return marks
+
+
+def _left_alone(line: Line, numbers: set[int], source: SourceMap) -> frozenset[int]:
+    """The entries of a literal over several lines that no pinned line is of; none where each has one, or none has."""
+    statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) else line
+    entries = entries_of(value_of(statement))
+    left = [entry for entry in entries if numbers.isdisjoint(source.span(entry))]
+    return frozenset(id(entry) for entry in left) if len(left) < len(entries) else frozenset()
 
 
 def _lines_of(pin: LinePin, source: SourceMap, marks: Marks) -> Sequence[int]:
@@ -100,7 +110,13 @@ def _is_scripted(decorator: cst.Decorator) -> bool:
 
 
 def _mark(
-    marks: Marks, pin: LinePin, number: int, located: Located, source: SourceMap, together: Sequence[LinePin]
+    marks: Marks,
+    pin: LinePin,
+    number: int,
+    located: Located,
+    source: SourceMap,
+    together: Sequence[LinePin],
+    left: frozenset[int],
 ) -> None:
     place, key = located.place, id(located.line)
     bindings = Bindings(source.module, place.function)
@@ -111,6 +127,7 @@ def _mark(
         frozenset({canonical(pin.callee)}) if isinstance(pin, CallPin) else frozenset(),
         operations=isinstance(pin, StatementPin),
         device_type=pin.device_type,
+        left=left,
     )
     if place.off is not None:
         marks.off[key] = Off(new, _made_before(located, place, source))

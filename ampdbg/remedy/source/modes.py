@@ -106,13 +106,15 @@ class Modes:
     """The modes of the expressions in one statement.
 
     ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
-    where ``operations`` says so, and its moves too with ``moves``.
+    where ``operations`` says so, and its moves too with ``moves``; ``left`` are the ``id`` of nodes that stay as they
+    are, whatever is in them.
     """
 
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
     moves: bool = False
+    left: frozenset[int] = frozenset()
 
     def of(self, node: cst.CSTNode) -> Mode:
         """The mode of an expression as a whole.
@@ -122,6 +124,8 @@ class Modes:
         Raises:
             EditError: a part that may not be taken out would have to run in FP32, and another one not.
         """
+        if id(node) in self.left:
+            return Mode.AUTOCAST
         if isinstance(node, cst.Call) and code_of(node.func) in self.callees:
             return Mode.FP32
         if self.is_whole(node):
@@ -135,7 +139,7 @@ class Modes:
 
     def is_whole(self, node: cst.CSTNode) -> bool:
         """Whether nothing may be taken out of the node, so that all of it runs in one mode."""
-        return isinstance(node, CONDITIONAL) or _consumes_generator(node)
+        return id(node) in self.left or isinstance(node, CONDITIONAL) or _consumes_generator(node)
 
     def _of_whole(self, node: cst.CSTNode) -> Mode:
         found = {self._own(item) for item in walk(node) if item is not node} - {Mode.EITHER}

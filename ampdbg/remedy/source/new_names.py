@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from keyword import iskeyword
+
 import libcst as cst
 
 from .modes import called_name
@@ -22,7 +24,9 @@ UPDATE = "update"
 
 
 def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
-    """What a person would call the value of an expression."""
+    """What a person would call the value of an expression: in a dict what its key says."""
+    if isinstance(parent, cst.DictElement) and (key := _text(parent.key)).isidentifier() and not iskeyword(key):
+        return key
     if isinstance(node, cst.BinaryOperation):
         return OPERATOR_NAMES.get(type(node.operator), RESULT)
     call = _call_in(node)
@@ -34,6 +38,11 @@ def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
     if name in PRODUCTS:
         return "product"
     return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
+
+
+def _text(key: cst.BaseExpression) -> str:
+    value = key.evaluated_value if isinstance(key, cst.SimpleString) else ""
+    return value if isinstance(value, str) else ""
 
 
 def _is_residual(parent: cst.CSTNode | None) -> bool:

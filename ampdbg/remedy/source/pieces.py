@@ -32,7 +32,8 @@ _TIGHT = (cst.Multiply, cst.Divide, cst.MatrixMultiply, cst.Power, cst.FloorDivi
 class Mark:
     """A line that is pinned: what is known of its names, the callees to pin, whether its own operations are.
 
-    ``number`` is the first of its lines that a pin names.
+    ``number`` is the first of its lines that a pin names. ``left`` are the ``id`` of the entries of a literal over
+    several lines that no pin names a line of.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Mark:
     callees: frozenset[str] = frozenset()
     operations: bool = False
     device_type: str = ""
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ def _modes(mark: Mark, statement: Statement) -> Modes:
     value = value_of(statement)
     if value is None:
         return modes
+    if any(modes.has_fp32(entry) for entry in entries_of(value) if id(entry) not in mark.left):
+        modes = replace(modes, left=mark.left)
     # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
     certain = replace(modes, names=replace(mark.names, guesses=not mark.names.full))
     if certain.has_fp32(value):
@@ -113,6 +117,15 @@ def _modes(mark: Mark, statement: Statement) -> Modes:
         return modes
     # The line only moves values: then that is what has been pinned.
     return replace(modes, moves=mark.operations)
+
+
+def entries_of(value: cst.BaseExpression | None) -> list[cst.BaseExpression]:
+    """The values in a literal: a dict, a list, a tuple."""
+    match value:
+        case cst.Dict() | cst.List() | cst.Tuple():
+            return [element.value for element in value.elements]
+        case _:
+            return []
 
 
 def _pieces_of_steps(apart: Apart, mark: Mark) -> Iterator[Piece]:

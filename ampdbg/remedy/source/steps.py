@@ -86,6 +86,8 @@ def _mode_of(statement: Statement, value: cst.BaseExpression, modes: Modes) -> M
         return Mode.AUTOCAST  # the statements in its body are not pinned
     if isinstance(statement, cst.AugAssign):
         return Mode.FP32 if modes.operations else Mode.AUTOCAST
+    if modes.left:
+        return Mode.AUTOCAST
     mode = modes.of(value)
     return Mode.FP32 if mode is Mode.EITHER else mode
 
@@ -168,10 +170,9 @@ def _visit_order(
             has_effect |= item.has_effect
             count = item.end + 1
             yield item
-    has_effect |= modes.has_effect(node) or (
-        modes.is_whole(node) and any(modes.has_effect(item) for item in walk(node))
-    )
-    if mode is not want or modes.has_effect(node):
+    own_effect = any(modes.has_effect(item) for item in (walk(node) if modes.is_whole(node) else (node,)))
+    has_effect |= own_effect
+    if mode is not want or own_effect:
         yield _Visited(node, start, count, mode is not want, has_effect)
 
 
@@ -189,7 +190,7 @@ def _out_of_order(visited: list[_Visited]) -> set[int]:
 
 def _with_old_name(apart: Apart, modes: Modes) -> Apart:
     """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
-    if not apart.steps or apart.steps[-1].name == UPDATE:
+    if not apart.steps or apart.steps[-1].name == UPDATE or modes.left:
         return apart
     *before, last = apart.steps
     name = _name_to_reuse(apart.rest, last, modes)
