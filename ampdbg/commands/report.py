@@ -52,7 +52,8 @@ def _as_text(record: Record, look: Look, path: Path) -> str:
     from ampdbg.report.ranges import render_ranges
     from ampdbg.report.text import render_text
 
-    renderers = {"bisect": render_bisection, "ranges": render_ranges}
+    # The patch itself is no part of the record: of a suggestion the search is shown, and the proof.
+    renderers = {"bisect": render_bisection, "suggest-fp32": render_bisection, "ranges": render_ranges}
     return renderers.get(record.command, render_text)(
         record,
         width=look.width,

@@ -18,6 +18,7 @@ from .drawing import draw
 from .finding_text import findings_text
 from .layout import INDENT, indented, table, title, verbatim
 from .pin_text import NARROW, config_text, cost_text, set_text
+from .proof_text import proof_text
 from .quantities import counted
 from .text import environment_facts, named_from, render_text, source_from
 from .trial_text import pins_text, result_text
@@ -41,7 +42,7 @@ def render_bisection(
     record_path: str = "",
     folder: str = "",
 ) -> str:
-    """Renders the record of ``ampdbg bisect`` for a terminal of ``width`` columns.
+    """Renders the record of ``ampdbg bisect``, or of ``suggest-fp32``, for a terminal of ``width`` columns.
 
     Args:
         record: a diagnosed record; one that ended before its search is rendered like a scan's.
@@ -81,13 +82,21 @@ def _sections(ended: Ended, width: int) -> Iterator[RenderableType]:
     facts = list(_about_the_set(ended))
     if facts:
         yield Group(*facts)
+    yield from _experiments(ended, width)
+    if ended.names and ended.holds:
+        yield Group(*config_text(ended.names, record.config))
+    yield Group(*_summary(ended))
+
+
+def _experiments(ended: Ended, width: int) -> Iterator[RenderableType]:
+    """What was run: the step in each precision, the trials, the proof."""
+    record, search = ended.record, ended.search
     if search.losses or search.step_seconds:
         yield Group(*_ways(ended))
     if record.trials:
         yield Group(*_trials(record.trials, ended.names, is_narrow=width < NARROW))
-    if ended.names and ended.holds:
-        yield Group(*config_text(ended.names, record.config))
-    yield Group(*_summary(ended))
+    if record.verification is not None:
+        yield Group(*proof_text(record.verification))
 
 
 def _is_told_below(ended: Ended) -> bool:

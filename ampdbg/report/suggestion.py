@@ -6,21 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import Pin, Proof
+from ampdbg.experiments import Pin
 from ampdbg.record import Record
 
 from .bisection import render_bisection
 from .drawing import draw
 from .layout import INDENT, indented, title, verbatim
 from .pin_text import cost_text, set_text
+from .proof_text import FAILED, proof_text
 from .quantities import counted
 from .text import environment_facts, named_from, source_from
 from .verdict import Headline, NextStep
-
-PASSED, FAILED = "green", "bold red"
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def _sections(record: Record, suggested: Suggested, record_path: str, width: int
     if suggested.units:
         yield Group(title("The patch"), *(line for unit in suggested.units for line in _edit(unit)))
     if record.verification is not None:
-        yield Group(*_proof(record.verification))
+        yield Group(*proof_text(record.verification))
     if record.search is not None and record.search.cost is not None:
         yield Text(cost_text(record.search.cost))
     if suggested.notes:
@@ -129,17 +127,6 @@ def headline(record: Record, suggested: Suggested) -> Headline:
     if proof is None:
         return Headline("!", "bold yellow", f"{what}; the patch for {them} was not proven.")
     return Headline("✓", "bold green", f"{what}; the patch for {them} is proven on the failing step.")
-
-
-def _proof(proof: Proof) -> Iterator[RenderableType]:
-    rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("what", overflow="fold", ratio=2)
-    rows.add_column("seen", overflow="fold", ratio=3)
-    for step in proof.steps:
-        rows.add_row(Text("✓" if step.passed else "✗", style=PASSED if step.passed else FAILED), step.name, step.detail)
-    yield title("The proof")
-    yield indented(rows)
 
 
 def _notes(notes: Sequence[str]) -> Iterator[RenderableType]:

@@ -8,6 +8,7 @@ import pytest
 
 from ampdbg.record import from_json, to_json, write_record
 from tests.commands.program import Here
+from tests.remedy.suggestions import proven
 from tests.report.records import collapse, healthy
 
 
@@ -30,6 +31,13 @@ def test_without_any_record_it_says_how_to_make_one(here: Here) -> None:
 def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     assert here("report", "r.json").code == 0
+
+
+def test_a_suggestion_is_shown_with_its_search_and_its_proof(here: Here) -> None:
+    write_record(proven(), Path("record.json"))
+    text = here("report", "record.json").stdout
+    assert text.index("The set") < text.index("The trials") < text.index("The proof")
+    assert "the failing step (3)" in text
 
 
 def test_json_is_the_record(here: Here) -> None:
