@@ -95,29 +95,49 @@ def suggest(
 
     The other arguments are those of :func:`~ampdbg.remedy.pins.bisection.bisect_run`.
 
+    Returns:
+        The suggestion. After an interrupt its record is ``interrupted`` and it has no patch; a search that had ended
+        by then stands.
+
     Raises:
         WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
     _refuse_stale(known)
     events = Events(on_search, on_trial_start, on_trial)
-    with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as searched:
-        ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
-        names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
-        found = Suggestion(
-            record=ended.record,
-            patch=None,
-            names=names,
-            all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
-            one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
-            notes=_notes(ended, names),
-        )
-        if ended.record.interrupted or not ended.record.pins:
-            return found
-        if form != "code":
-            return _by_name(found, ended, form, on_stage) if verify and found.is_by_name else found
-        on_stage("planning the patch")
-        return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
+    found: Suggestion | None = None
+    try:
+        with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as searched:
+            ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
+            found = _without_patch(ended)
+            return _suggested(found, ended, form, on_stage, verify=verify)
+    except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
+        if found is None:
+            raise
+        return replace(found, record=replace(found.record, interrupted=True))
+
+
+def _without_patch(ended: Bisected) -> Suggestion:
+    names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
+    return Suggestion(
+        record=ended.record,
+        patch=None,
+        names=names,
+        all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
+        one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
+        notes=_notes(ended, names),
+    )
+
+
+def _suggested(
+    found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None], *, verify: bool
+) -> Suggestion:
+    if ended.record.interrupted or not ended.record.pins:
+        return found
+    if form != "code":
+        return _by_name(found, ended, form, on_stage) if verify and found.is_by_name else found
+    on_stage("planning the patch")
+    return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
 
 
 def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ampdbg.experiments import PinSite
+from ampdbg.findings import Source
 from ampdbg.search.trial import Seen
 
 Pins = tuple[str, ...]
@@ -69,6 +71,15 @@ class Journal:
         self.answers[pins] = seen
         return seen
 
+    def discard(self) -> bool:
+        """Deletes the file and all answers; whether it is gone."""
+        self.answers = {}
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError:
+            return False
+        return True
+
     def _write(self, line: bytes, *, settles: bool = True) -> None:
         if self.problem:
             return
@@ -123,8 +134,17 @@ def _learn(entry: dict[str, Any], answers: Answers) -> Pins | None:
         answers[begun] = KILLED
         return begun
     if "end" in entry:
-        seen = entry["seen"]
-        answers[tuple(entry["end"])] = Seen(**{**seen, "suspects": tuple(seen["suspects"])})
+        answers[tuple(entry["end"])] = _seen(entry["seen"])
     else:
         del answers[tuple(entry["not run"])]
     return None
+
+
+def _seen(entry: dict[str, Any]) -> Seen:
+    sites = tuple(map(_site, entry["sites"]))
+    return Seen(**{**entry, "suspects": tuple(entry["suspects"]), "sites": sites, "scales": tuple(entry["scales"])})
+
+
+def _site(entry: dict[str, Any]) -> PinSite:
+    source = entry["source"]
+    return PinSite(**{**entry, "source": Source(**source) if source is not None else None})

@@ -187,23 +187,6 @@ def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
     assert not record.search.minimal
 
 
-def test_a_killed_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    args = {"modules": 50, "culprits": [7, 20]}
-    whole = bisected(tmp_path, "Planted", args, strategy="ddmin", journal_folder=tmp_path / "trials")
-    again: list[tuple[str, ...]] = []
-    resumed = bisected(
-        tmp_path,
-        "Planted",
-        args,
-        strategy="ddmin",
-        journal_folder=tmp_path / "trials",
-        on_trial_start=again.append,
-    )
-    assert [pin.name for pin in resumed.pins] == [pin.name for pin in whole.pins]
-    # Only the proof is run again.
-    assert len(again) == len(resumed.trials) - len(searched(resumed))
-
-
 def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
     """What is found does not depend on whether a search went before."""
     args = {"modules": 30, "culprits": [7]}

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ampdbg.experiments import PinSite
+from ampdbg.findings import Source
 from ampdbg.search.atoms import atom_tree
 from ampdbg.search.delta import delta_debug
 from ampdbg.search.guided import guided
@@ -51,6 +53,25 @@ def test_a_second_search_is_answered_from_the_file(path: Path) -> None:
     assert (untried.ran, second.count) == ([], 0)
 
 
+def test_each_answer_of_the_file_is_told_in_its_turn(path: Path) -> None:
+    first = search(path, step())
+    told: list[tuple[tuple[str, ...], Seen]] = []
+    journal = Journal(path, "key")
+    trials = Trials(step(), TREE, journal=journal, on_recall=lambda pins, seen: told.append((pins, seen)))
+    delta_debug(trials)
+    trials.test(["embed", "blocks.1"], "not in the file")
+    assert told == [(trial.pins, journal.answers[trial.pins]) for trial in first.made]
+    assert trials.recalled == len(first.made)
+
+
+def test_of_a_discarded_file_nothing_is_left(path: Path) -> None:
+    search(path, step())
+    assert Journal(path, "key").discard()
+    assert not path.exists()
+    assert Journal(path, "key").answers == {}
+    assert not Journal(unwritable(path.parents[1], "a folder in its place"), "key").discard()
+
+
 def test_answers_of_the_file_are_within_any_limit(path: Path) -> None:
     search(path, step())
     trials = Trials(step(), TREE, journal=Journal(path, "key"), max_trials=0)
@@ -69,7 +90,19 @@ def test_another_key_begins_afresh(path: Path) -> None:
 
 
 def test_everything_that_was_seen_comes_back(path: Path) -> None:
-    seen = Seen(False, "näh \ud800\n", ("a:own", ""), runs=3, healthy_runs=2, loss=math.inf, seconds=0.25)
+    source = Source("näh.py", 3, "forward", "x @ y")
+    sites = tuple(PinSite("forward", "a", "aten.mm.default", line, math.inf, call=2) for line in (source, None))
+    seen = Seen(
+        healthy=False,
+        why="näh \ud800\n",
+        suspects=("a:own", ""),
+        runs=3,
+        healthy_runs=2,
+        loss=math.inf,
+        seconds=0.25,
+        sites=sites,
+        scales=(65536.0, 0.1),
+    )
     Journal(path, "ключ\n").keep(("a", ""), lambda pins: seen)
     assert Journal(path, "ключ\n").answers == {("a", ""): seen}
 

@@ -13,6 +13,7 @@ from ampdbg.diagnosis.diagnose import PRECISION, diagnose
 from ampdbg.experiments import Outcome, Search, Trial
 from ampdbg.findings import Finding
 from ampdbg.record import Investigation, Record, Step
+from ampdbg.remedy.pins.journals import Journals
 from ampdbg.remedy.pins.pin_search import Strategy, search_pins
 from ampdbg.remedy.pins.set_found import Events
 from ampdbg.training.failing_step import FailingStep, failing_step, weights_of
@@ -62,11 +63,12 @@ def bisect_run(
         max_trials: no more experiments than that.
         on_step: called after each optimizer step.
         on_replay: called before each replay of the diagnosis.
-        on_search: called once with the qualified names of the modules, in the order of their first calls.
+        on_search: called with the qualified names of the modules, in the order of their first calls; called again
+            where the search begins again, as for a step that turns out to fail only sometimes.
         on_trial: called after each experiment.
         on_trial_start: called before each experiment, with its pins.
-        journal_folder: experiments are noted here as they are made, so that a search whose process was killed
-            goes on where it was.
+        journal_folder: experiments are noted here as they are made, so that a search that was killed or
+            interrupted goes on where it was; those of one that has ended are deleted.
 
     Returns:
         The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt the best set so far.
@@ -90,8 +92,12 @@ def bisected(
     events: Events,
     journal_folder: Path | None,
 ) -> Iterator[Bisected]:
-    """As :func:`bisect_run`, for what has to be done with the run after the search."""
+    """As :func:`bisect_run`, for what has to be done with the run after the search.
+
+    Where that is interrupted too, the experiments stay noted.
+    """
     started = time.monotonic()
+    journals = Journals(journal_folder)
     kept: Kept = {}
     with prepared(config) as run:
 
@@ -113,9 +119,11 @@ def bisected(
         if told is not None or record.interrupted:
             record = replace(record, search=told)
         else:
-            record = _searched(run, record, failing, strategy, max_trials, events, journal_folder)
+            record = _searched(run, record, failing, strategy, max_trials, events, journals)
         record = replace(record, elapsed=round(time.monotonic() - started, 3))
         yield Bisected(run, record, tuple(failing))
+        if not record.interrupted:
+            journals.discard()
 
 
 def _searched(
@@ -125,7 +133,7 @@ def _searched(
     strategy: Strategy,
     max_trials: int | None,
     events: Events,
-    journal_folder: Path | None,
+    journals: Journals,
 ) -> Record:
     try:
         with weights_of(run.workload.model, failing[0]):
@@ -136,7 +144,7 @@ def _searched(
                 strategy=strategy,
                 max_trials=max_trials,
                 events=events,
-                journal_folder=journal_folder,
+                journals=journals,
             )
     except KeyboardInterrupt:  # before the first trial has ended
         return replace(record, interrupted=True)

@@ -53,14 +53,23 @@ class Experiment:
             if not health.healthy:
                 health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
                 break
-        self._note(health.guilty, pins)
+        sites = tuple(map(_site, health.guilty))
+        self._note(sites, pins)
         return Seen(
             healthy=health.healthy,
             why=health.why,
-            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, health.guilty)) if atom in self.tree),
+            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
+            sites=sites,
+            scales=tuple(case.replays.scale for case in self.cases),
         )
+
+    def recall(self, pins: Sequence[str], seen: Seen) -> None:
+        """Learns from a trial that an earlier process has made what it learns from those that it makes itself."""
+        self._note(seen.sites, pins)
+        for case, scale in zip(self.cases, seen.scales, strict=False):  # none of what killed its process
+            case.replays.scale = scale
 
     def _tried(self, case: Case, pins: Sequence[str]) -> tuple[Health, float]:
         made = case.replays.with_pins(pins)
@@ -71,18 +80,22 @@ class Experiment:
         """The atoms in which something was seen to go wrong, in any trial."""
         return tuple(self._sites)
 
+    @property
+    def seen_sites(self) -> tuple[PinSite, ...]:
+        """What was seen to go wrong in any trial, in modules and outside."""
+        return (*self.sites(self.seen_atoms), *self.outside)
+
     def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
         """What was seen to go wrong in these atoms, each op once."""
         return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
 
-    def _atom(self, suspect: Suspect) -> str:
-        return self.tree.own(suspect.producer.module)
+    def _atom(self, site: PinSite) -> str:
+        return self.tree.own(site.module)
 
-    def _note(self, guilty: Iterable[Suspect], pins: Sequence[str]) -> None:
+    def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
-        for suspect in guilty:
-            atom = self._atom(suspect)
-            site = _site(suspect)
+        for site in sites:
+            atom = self._atom(site)
             into = self.outside if atom in pinned or atom not in self.tree else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):
                 into.append(site)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ampdbg.agreement import is_finite
 from ampdbg.config import Config
@@ -16,10 +14,10 @@ from ampdbg.probes.coverage import coverage
 from ampdbg.record import Record
 from ampdbg.remedy.pins.candidates import proposed_by_shadow
 from ampdbg.remedy.pins.experiment import Case, Experiment
-from ampdbg.remedy.pins.journals import journal_of
+from ampdbg.remedy.pins.journals import Journals
 from ampdbg.remedy.pins.set_found import (
+    Contradiction,
     Events,
-    FailsSometimes,
     Setting,
     record_of_best,
     record_of_found,
@@ -53,7 +51,7 @@ def search_pins(
     strategy: Strategy,
     max_trials: int | None,
     events: Events,
-    journal_folder: Path | None,
+    journals: Journals,
 ) -> Record:
     """Searches on the first of the failing steps, whose weights the model must have; the set has to cure all of them.
 
@@ -72,39 +70,52 @@ def search_pins(
     events.on_search(covered.callable)
     is_silent = record.findings[0].code == "silent-overflow"
     experiment = Experiment(run, (case, *_others(run, record, failing[1:])), tree, is_silent=is_silent)
-    search = replace(search, modules=len(covered.callable), **_how_often(experiment))
+    search = _how_often(experiment, replace(search, modules=len(covered.callable)))
     if search.failed == 0:
         message = f"the step failed while it was trained, and in none of {search.tried} replays"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    make = functools.partial(_setting, run, first, experiment, covered.callable, events, max_trials, journal_folder)
+    return _searched(Asked(run, first, experiment, covered.callable, events, max_trials, journals), record, search)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be searched, however often that begins again; ``order`` as in :class:`Setting`."""
+
+    run: Run
+    failing: FailingStep
+    experiment: Experiment
+    order: tuple[str, ...]
+    events: Events
+    max_trials: int | None
+    journals: Journals
+
+    def setting(self, repeats: int) -> Setting:
+        """A search that begins, with that many runs to a trial."""
+        trials = Trials(
+            _announced(self.experiment, self.events),
+            self.experiment.tree,
+            max_trials=self.max_trials,
+            repeats=repeats,
+            journal=self.journals.journal(self.run, self.experiment, repeats),
+            on_recall=self.experiment.recall,
+            on_trial=self.events.on_trial,
+            together=tied_modules(self.run.workload.model, self.experiment.tree),
+        )
+        return Setting(self.run, self.failing, self.experiment, trials, self.order, self.events, repeats)
+
+
+def _searched(asked: Asked, record: Record, search: Search) -> Record:
+    """Searches; where what was seen does not fit together, again from the start: first without what an earlier
+    process has seen, then with repeats."""
+    setting = asked.setting(search.repeats)
     try:
-        return _concluded(make(search.repeats), record, search)
-    except FailsSometimes:
-        search = replace(search, **_how_often(experiment, TRIES), repeats=MOST_REPEATS)
-        return _concluded(make(MOST_REPEATS), record, search)
-
-
-def _setting(
-    run: Run,
-    failing: FailingStep,
-    experiment: Experiment,
-    called: tuple[str, ...],
-    events: Events,
-    max_trials: int | None,
-    journal_folder: Path | None,
-    repeats: int,
-) -> Setting:
-    tree = experiment.tree
-    trials = Trials(
-        _announced(experiment, events),
-        tree,
-        max_trials=max_trials,
-        repeats=repeats,
-        journal=journal_of(journal_folder, run, failing, repeats),
-        on_trial=events.on_trial,
-        together=tied_modules(run.workload.model, tree),
-    )
-    return Setting(run, failing, experiment, trials, called, events, repeats)
+        return _concluded(setting, record, search)
+    except Contradiction:
+        asked.journals.discard()
+    asked.events.on_search(asked.order)
+    if not setting.trials.recalled:
+        search = replace(_how_often(asked.experiment, search, TRIES), repeats=MOST_REPEATS)
+    return _searched(asked, record, search)
 
 
 def _case(run: Run, record: Record, failing: FailingStep) -> Case:
@@ -129,7 +140,7 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
     """Searches, proves what was found and writes it down; after an interrupt it is the best so far, not proven.
 
     Raises:
-        FailsSometimes: what was seen does not fit together, and trials were made only once.
+        Contradiction: what was seen does not fit together, and it could be seen again.
     """
     try:
         found = STRATEGIES[search.strategy](setting)
@@ -179,13 +190,14 @@ def _announced(experiment: Experiment, events: Events) -> Callable[[tuple[str, .
     return run
 
 
-def _how_often(experiment: Experiment, tries: int = 2) -> dict[str, Any]:
-    """How often the step fails without pins, and how many repeats a trial needs for that."""
+def _how_often(experiment: Experiment, search: Search, tries: int = 2) -> Search:
+    """The search with how often the step fails without pins, in these tries and earlier ones, and how many repeats
+    a trial needs for that."""
     seen = [experiment.run(()) for _ in range(tries)]
     if seen[0].healthy or (seen[0].why, seen[0].suspects) != (seen[1].why, seen[1].suspects):
         seen += [experiment.run(()) for _ in range(TRIES - len(seen))]
-    failed = sum(not one.healthy for one in seen)
-    return {"failed": failed, "tried": len(seen), "repeats": _repeats(failed / len(seen))}
+    failed, tried = search.failed + sum(not one.healthy for one in seen), search.tried + len(seen)
+    return replace(search, failed=failed, tried=tried, repeats=_repeats(failed / tried))
 
 
 def _repeats(rate: float) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampdbg.agreement import is_finite
@@ -26,14 +26,14 @@ FURTHER_BATCHES = 3
 AGAIN = "the whole set once more"
 
 
-class FailsSometimes(Exception):  # noqa: N818 - not an error: what was learnt, by which the search begins again
-    """A step that seemed to fail every time does not."""
+class Contradiction(Exception):  # noqa: N818 - not an error: what was learnt, by which the search begins again
+    """A step that seemed to fail every time does not, or no longer as an earlier process has seen it."""
 
 
 @dataclass(frozen=True)
 class Events:
-    """What a search calls: ``on_search`` once with the modules that ran, ``on_start`` with the pins of an
-    experiment and ``on_trial`` with its end."""
+    """What a search calls: ``on_search`` with the modules that ran, as it begins and as it begins again, ``on_start``
+    with the pins of an experiment and ``on_trial`` with its end."""
 
     on_search: Callable[[tuple[str, ...]], None] = lambda modules: None
     on_start: Callable[[tuple[str, ...]], None] = lambda pins: None
@@ -54,28 +54,59 @@ class Setting:
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, found: Found) -> Record:
-    """A set that is healthy and was searched to the end: run once more, on further batches too, and costed."""
-    if not found.pins and setting.repeats == 1:
-        raise FailsSometimes
-    pins = _library_modules_whole(setting, found.pins)
-    again = _run_beside(setting.experiment, pins, AGAIN, setting.repeats, setting.events)
-    if not again.healthy and setting.repeats == 1:
-        raise FailsSometimes
-    further = [
-        _run_beside(experiment, pins, f"further batch {number}", setting.repeats, setting.events)
-        for number, experiment in enumerate(_on_further_batches(setting), start=1)
-    ]
+    """A set that is healthy and was searched to the end: run once more, on further batches too, and costed.
+
+    What an interrupt leaves of that is in the record, and what the search has proven stands.
+
+    Raises:
+        Contradiction: the set is not healthy when it is run once more, or the step is without pins.
+    """
+    closing = Closing(found.pins)
+    try:
+        _close(setting, closing)
+    except KeyboardInterrupt:
+        record = replace(record, interrupted=True)
+    again, further = closing.made[:1], closing.made[1:]
+    bad = next((trial.why for trial in again if not trial.healthy), None)
     search = replace(
         search,
-        message=found.note if again.healthy else f"run once more, the set is not healthy: {again.why}",
-        minimal=found.minimal and again.healthy,
+        message=found.note if bad is None else f"run once more, the set is not healthy: {bad}",
+        minimal=found.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
-        losses={"float32": setting.experiment.cases[0].replays.fp32.replay.loss, "pinned": again.loss or math.nan},
-        step_seconds=step_seconds(setting.run, setting.failing, pins),
+        losses=_losses(setting, again),
+        step_seconds=closing.step_seconds,
     )
-    record = record_of_best(setting, record, search, replace(found, pins=pins))
-    return replace(record, trials=(*record.trials, again, *further))
+    record = record_of_best(setting, record, search, replace(found, pins=closing.pins))
+    return replace(record, trials=(*record.trials, *closing.made))
+
+
+@dataclass
+class Closing:
+    """How far the end of a search has come: the set, the trials beside the search, a step's time by what ran."""
+
+    pins: tuple[str, ...]
+    made: list[Trial] = field(default_factory=list)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def _close(setting: Setting, closing: Closing) -> None:
+    if not closing.pins and setting.repeats == 1:
+        raise Contradiction
+    closing.pins = _library_modules_whole(setting, closing.pins)
+    _run_beside(setting, setting.experiment, AGAIN, closing)
+    if not closing.made[0].healthy and (setting.repeats == 1 or setting.trials.recalled):
+        raise Contradiction
+    for number, experiment in enumerate(_on_further_batches(setting), start=1):
+        _run_beside(setting, experiment, f"further batch {number}", closing)
+    closing.step_seconds = step_seconds(setting.run, setting.failing, closing.pins)
+
+
+def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
+    fp32 = {"float32": setting.experiment.cases[0].replays.fp32.replay.loss}
+    if not again:
+        return fp32
+    return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
 
 
 def record_without_set(setting: Setting, record: Record, search: Search, found: Found) -> Record:
@@ -104,8 +135,14 @@ def _no_module_cures(site: PinSite) -> str:
 
 
 def record_of_best(setting: Setting, record: Record, search: Search, found: Found) -> Record:
-    """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs."""
-    costs = step_costs(setting.run, setting.failing)
+    """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs.
+
+    Another interrupt leaves out the costs.
+    """
+    try:
+        costs = step_costs(setting.run, setting.failing)
+    except KeyboardInterrupt:
+        costs, record = None, replace(record, interrupted=True)
     dropped = {pin: trial.why for pin, trial in found.dropped.items()}
     tied = {name: part for part in tied_together(found.pins, setting.run.workload.model) for name in part}
     pins = [described(setting.run.workload.model, name, setting.trials.tree) for name in found.pins]
@@ -116,13 +153,13 @@ def record_of_best(setting: Setting, record: Record, search: Search, found: Foun
             sites=setting.experiment.sites(setting.trials.tree.under(pin.name)),
             tied=tuple(other for other in tied[pin.name] if other != pin.name),
             without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
-            cost=costs.of(setting.trials.tree.under(pin.name)),
+            cost=costs.of(setting.trials.tree.under(pin.name)) if costs is not None else None,
         )
         for pin in pins
     ]
     search = replace(
         search,
-        cost=costs.of(setting.trials.tree.expand(found.pins)),
+        cost=costs.of(setting.trials.tree.expand(found.pins)) if costs is not None else None,
         classes=classes_of(setting.run.workload.model, found.pins, setting.order),
         sources=digests(pins),
     )
@@ -143,14 +180,14 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     return pins
 
 
-def _run_beside(experiment: Experiment, pins: tuple[str, ...], stage: str, repeats: int, events: Events) -> Trial:
-    """One more run that is no part of the search; as often as each trial of it was repeated."""
-    events.on_start(pins)
-    seen = [experiment.run(pins) for _ in range(repeats)]
+def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
+    """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
+    setting.events.on_start(closing.pins)
+    seen = [experiment.run(closing.pins) for _ in range(setting.repeats)]
     bad = next((one for one in seen if not one.healthy), None)
     shown = bad or seen[-1]
     trial = Trial(
-        pins=pins,
+        pins=closing.pins,
         healthy=bad is None,
         why=shown.why,
         stage=stage,
@@ -160,8 +197,8 @@ def _run_beside(experiment: Experiment, pins: tuple[str, ...], stage: str, repea
         loss=shown.loss,
         seconds=sum(one.seconds for one in seen),
     )
-    events.on_trial(trial)
-    return trial
+    closing.made.append(trial)
+    setting.events.on_trial(trial)
 
 
 def _on_further_batches(setting: Setting) -> Iterator[Experiment]:

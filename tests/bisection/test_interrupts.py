@@ -1,0 +1,48 @@
+"""Ctrl-C at the end of a search: what is proven stands, and every trial that was made is in the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.remedy.pins import set_found
+from ampdbg.remedy.pins.bisection import bisect_run
+from tests.bisection.spiked import CULPRITS, interrupted_at, names, spiked
+
+
+def interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("closing", [1, 2, 4])
+def test_in_the_closing_trials(closing: int, tmp_path: Path) -> None:
+    config = spiked(tmp_path)
+    whole = bisect_run(config)
+    trials = len(whole.trials) - 4 + closing
+    record = interrupted_at(trials, config)
+    assert record.interrupted
+    assert [(trial.pins, trial.stage) for trial in record.trials] == [
+        (trial.pins, trial.stage) for trial in whole.trials[:trials]
+    ]
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal, record.search.further) == ("found", True, closing - 1)
+    assert record.pins == whole.pins
+
+
+@pytest.mark.parametrize("measured", ["step_seconds", "step_costs"])
+def test_while_it_is_measured(measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(set_found, measured, interrupt)
+    record = bisect_run(spiked(tmp_path))
+    assert record.interrupted
+    assert record.search is not None
+    assert (record.search.minimal, record.search.further_healthy) == (True, 3)
+    assert tuple(pin.name for pin in record.pins) == names(*CULPRITS)
+    assert all(pin.sites and pin.without for pin in record.pins)
+    assert [pin.cost is None for pin in record.pins] == [measured == "step_costs"] * 2
+
+
+def test_without_a_set_nothing_is_measured(tmp_path: Path) -> None:
+    record = interrupted_at(1, spiked(tmp_path, "loss_with_a_spike"))
+    assert record.interrupted
+    assert (record.pins, len(record.trials)) == ((), 1)
