@@ -88,8 +88,8 @@ def _sharing(edit: Edit, materials: Materials) -> Iterator[str]:
     child = edit.source.callee.rpartition(".")[2] if isinstance(edit.source, CallPin) else ""
     pinned = sum(_is_pinned(".".join(filter(None, (name, child))), materials.pins) for name in running)
     if pinned < len(running):
-        count = f"both {len(running)}" if len(running) == 2 else f"all {len(running)}"
-        yield f"applies to {count} instances of {edit.function.class_name}, {pinned} of them in the set"
+        kind = edit.function.class_name or type(materials.model.get_submodule(running[0])).__name__
+        yield f"applies to all {len(running)} instances of {kind}, {pinned} of them in the set"
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:

@@ -199,7 +199,7 @@ def test_the_forward_that_makes_the_call_may_be_inherited_or_decorated(write: Wr
 def test_what_else_runs_the_edited_code_is_told(write: Write) -> None:
     net = write(INHERITED)
     (inherited,) = net.planned(net.pin("0.proj", "return x + self.proj(x)")).units
-    assert inherited.notes == ("applies to both 2 instances of Block, 1 of them in the set",)
+    assert inherited.notes == ("applies to all 2 instances of Block, 1 of them in the set",)
     pins = [net.pin(f"{i}.proj", "return x + self.proj(x)") for i in (0, 1)]
     assert [unit.notes for unit in net.planned(*pins).units] == [()]
 
