@@ -29,7 +29,7 @@ class Spike(nn.Module):
         self.gain, self.weight = gain, nn.Parameter(torch.eye(8))
 
     def forward(self, x):
-        return F.layer_norm((x @ (self.gain * self.weight)) @ (self.gain * torch.eye(8)) / self.gain**2, (8,))
+        return (self.gain**2 * x) @ self.weight / self.gain**2
 
 
 class Net(nn.Module):
@@ -62,7 +62,7 @@ precision: {loss_scale: {init: 1024.0}}
 train: {steps: 1}
 """
 
-CULPRITS = (1, 4)
+CULPRITS = (1, 3)
 """The layers that overflow as it is written."""
 
 
@@ -71,15 +71,15 @@ def spiked(folder: Path, loss: str = "loss") -> Config:
     source = folder / "source"
     source.mkdir(exist_ok=True)
     (source / "net.py").write_text(NET)
-    (source / "gains.txt").write_text("1.0 " * 6)
+    (source / "gains.txt").write_text("1.0 " * 4)
     write_culprits(folder, *CULPRITS)
     (folder / "config.yaml").write_text(CONFIG.replace("LOSS", loss))
     return load_config(folder / "config.yaml")
 
 
 def write_culprits(folder: Path, *culprits: int) -> None:
-    """Says in the source which of the six layers overflow."""
-    gains = [300.0 if layer in culprits else 1.0 for layer in range(6)]
+    """Says in the source which of the four layers overflow."""
+    gains = [300.0 if layer in culprits else 1.0 for layer in range(4)]
     (folder / "source" / "gains.py").write_text(f"GAINS = {gains}\n")
 
 

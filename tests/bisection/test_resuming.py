@@ -74,7 +74,7 @@ def test_a_recalled_trial_leaves_what_a_trial_leaves() -> None:
 
 EDITS: dict[str, Callable[[Path], object]] = {
     "a source in another folder": lambda folder: write_culprits(folder, 2),
-    "a file that is no source": lambda folder: (folder / "source" / "gains.txt").write_text("1.0 2.0 1.0 1.0 0.5 1.0"),
+    "a file that is no source": lambda folder: (folder / "source" / "gains.txt").write_text("1.0 2.0 1.0 0.01"),
 }
 
 

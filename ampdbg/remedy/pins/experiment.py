@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.diagnosis.producers import Suspect
@@ -21,6 +21,15 @@ class Case:
 
     failing: FailingStep
     replays: PinnedReplays
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What an experiment has learnt from trials up to some moment: ops by their atoms, and the steps' loss scales."""
+
+    outside: tuple[PinSite, ...]
+    sites: Mapping[str, tuple[PinSite, ...]]
+    scales: tuple[float, ...]
 
 
 class Experiment:
@@ -69,6 +78,18 @@ class Experiment:
         """Learns from a trial that an earlier process has made what it learns from those that it makes itself."""
         self._note(seen.sites, pins)
         for case, scale in zip(self.cases, seen.scales, strict=False):  # none of what killed its process
+            case.replays.scale = scale
+
+    def learnt(self) -> Learnt:
+        """What it has learnt so far."""
+        sites = {atom: tuple(known) for atom, known in self._sites.items()}
+        return Learnt(tuple(self.outside), sites, tuple(case.replays.scale for case in self.cases))
+
+    def forget_all_but(self, learnt: Learnt) -> None:
+        """Goes back to that moment: what was learnt since does not hold."""
+        self.outside = list(learnt.outside)
+        self._sites = {atom: list(known) for atom, known in learnt.sites.items()}
+        for case, scale in zip(self.cases, learnt.scales, strict=True):
             case.replays.scale = scale
 
     def _tried(self, case: Case, pins: Sequence[str]) -> tuple[Health, float]:

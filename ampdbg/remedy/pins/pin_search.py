@@ -107,13 +107,16 @@ class Asked:
 def _searched(asked: Asked, record: Record, search: Search) -> Record:
     """Searches; where what was seen does not fit together, again from the start: first without what an earlier
     process has seen, then with repeats."""
+    before = asked.experiment.learnt()
     setting = asked.setting(search.repeats)
     try:
         return _concluded(setting, record, search)
     except Contradiction:
         asked.journals.discard()
     asked.events.on_search(asked.order)
-    if not setting.trials.recalled:
+    if setting.trials.recalled:
+        asked.experiment.forget_all_but(before)
+    else:
         search = replace(_how_often(asked.experiment, search, TRIES), repeats=MOST_REPEATS)
     return _searched(asked, record, search)
 
