@@ -75,7 +75,7 @@ def bisect(
         on_start: called with the planned number of steps before the model is loaded.
         on_step: called after each step.
         on_replay: called before each replay of the diagnosis.
-        on_search: called once with the qualified names of the modules that ran.
+        on_search: called with the qualified names of the modules that ran; again where the search begins again.
         on_trial_start: called before each experiment with its pins.
         on_trial: called after each experiment.
         journal_folder: experiments are noted in it as they end, and those noted there are not run again.

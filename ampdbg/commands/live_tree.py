@@ -76,6 +76,8 @@ def _plain(bar: progress.Progress) -> SearchView:
     done = 0
 
     def on_search(names: tuple[str, ...]) -> None:
+        nonlocal done
+        done = 0
         say(f"searching {quantities.counted(len(names), 'module')} for the smallest set that must run in FP32")
 
     def on_trial(trial: Trial) -> None:
@@ -118,8 +120,10 @@ def _live(bar: progress.Progress, training: contextlib.ExitStack, max_trials: in
         def on_search(names: tuple[str, ...]) -> None:
             training.close()  # two displays at once would overwrite each other
             search.tree = search_tree(names)
-            display.callback(live.stop)
-            live.start()
+            search.trials.clear()  # of a search that begins again
+            if not live.is_started:
+                display.callback(live.stop)
+                live.start()
             on_trial_start(())
 
         def on_trial_start(pins: tuple[str, ...]) -> None:

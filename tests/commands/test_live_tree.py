@@ -71,6 +71,15 @@ def test_a_set_that_is_proven_is_told(terminal: Terminal) -> None:
     assert "the set in FP32" in without_codes(terminal)
 
 
+def test_a_search_that_begins_again_counts_anew(terminal: Terminal) -> None:
+    with watching(terminal) as view:
+        view.on_search(NAMES)
+        view.on_trial(FAILED)
+        view.on_search(NAMES)
+        view.on_trial_start(())
+    assert "trial 2" not in without_codes(terminal)
+
+
 def test_the_limit_on_trials_is_shown(terminal: Terminal) -> None:
     with watching(terminal, max_trials=40) as view:
         view.on_search(NAMES)
