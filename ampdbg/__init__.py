@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
-    from .record import write_record as write_record
+    from .record_json import write_record as write_record
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOMES = {
     "suggest_fp32": ".commands.suggest_fp32",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",
-    "write_record": ".record",
+    "write_record": ".record_json",
     "pin_fp32": ".precision.pins",
 }
 

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("codes",),
     ("experiments",),
     ("record",),
+    ("record_json",),
     ("calibration", "agreement"),
     ("config",),
     ("workload",),

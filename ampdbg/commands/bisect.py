@@ -13,7 +13,8 @@ import typer
 
 from ampdbg.errors import EXIT_FOUND, AmpdbgError
 from ampdbg.experiments import Trial
-from ampdbg.record import Record, Step, to_json
+from ampdbg.record import Record, Step
+from ampdbg.record_json import to_json
 
 from . import live_tree, options
 from .config_sources import config_given, told_of_watched_loop

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ampdbg.errors import ConfigError
 from ampdbg.experiments import Search
-from ampdbg.record import Record, read_record
+from ampdbg.record import Record
+from ampdbg.record_json import read_record
 
 if TYPE_CHECKING:
     from ampdbg.config import Config

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgError
-from ampdbg.record import Record, Step, to_json
+from ampdbg.record import Record, Step
+from ampdbg.record_json import to_json
 
 from . import options, progress
 from .config_sources import config_of_yaml

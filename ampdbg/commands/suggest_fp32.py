@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
-from ampdbg.record import Record, read_record, to_json
+from ampdbg.record import Record
+from ampdbg.record_json import read_record, to_json
 
 from . import bisect, options
 from .bisect import Strategy

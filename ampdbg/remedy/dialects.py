@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.experiments import OWN
-from ampdbg.record import Record, to_json
+from ampdbg.record import Record
+from ampdbg.record_json import to_json
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
 from ampdbg.remedy.writing import FileEdit
 

@@ -15,7 +15,8 @@ import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.findings import Finding
-from ampdbg.record import Record, Verdict, read_record, write_record
+from ampdbg.record import Record, Verdict
+from ampdbg.record_json import read_record, write_record
 from ampdbg.remedy.pins import bisection
 from tests.commands.program import Here, imported_by, start
 from tests.report.bisections import BISECTIONS, OVERFLOW, TRIALS, found, nothing_to_pin, search_interrupted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,8 @@ import pytest
 import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
-from ampdbg.record import Record, read_record, write_record
+from ampdbg.record import Record
+from ampdbg.record_json import read_record, write_record
 from ampdbg.remedy import suggestion as suggestions
 from ampdbg.remedy import writing
 from ampdbg.remedy.suggestion import Suggestion
@@ -246,8 +246,6 @@ def test_apply_writes_the_files_and_prints_no_patch(here: Here, fake: Fake) -> N
 
 
 def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     result = here("suggest-fp32", "config.yaml", "--apply")
@@ -262,8 +260,6 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
 
 
 def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fake) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     lines = here("suggest-fp32", "config.yaml", "--apply").stderr.splitlines()
@@ -284,8 +280,6 @@ def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(h
 
 
 def test_what_was_applied_is_taken_back_by_the_saved_patch(here: Here, fake: Fake) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
     fake()
     here("suggest-fp32", "config.yaml", "--apply")
     subprocess.run(["git", "apply", "-R", str(saved("*.patch"))], check=True)
@@ -479,8 +473,6 @@ def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake)
 
 @pytest.mark.slow
 def test_the_patch_cures_the_run(tmp_path: Path) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("there is no git")
     (tmp_path / "net.py").write_text(NET, encoding="utf-8")
     (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
     options = ("config.yaml", "--quiet", "--device", "cpu")

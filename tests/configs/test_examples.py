@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record import Record, Step, read_record
+from ampdbg.record import Record, Step
+from ampdbg.record_json import read_record
 from tests.commands.program import ROOT, Result, start
 
 FORWARD = ["linear_attention", "camera"]

@@ -17,7 +17,6 @@ from ampdbg.remedy.patch import FileEdit, PatchUnit
 from ampdbg.remedy.suggestion import Suggestion
 from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
 
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")
 
 
@@ -70,7 +69,6 @@ def test_many_pins_are_counted(tmp_path: Path) -> None:
     assert first == "# Keeps in FP32 under autocast: 12 modules, blocks.0.attn to blocks.11.attn."
 
 
-@needs_git
 def test_git_applies_it_and_takes_it_back(repository: Path) -> None:
     found = suggestion(repository / "project")
     assert found.patch is not None
@@ -83,14 +81,12 @@ def test_git_applies_it_and_takes_it_back(repository: Path) -> None:
     assert content(repository / "project") == (BEFORE, BEFORE)
 
 
-@needs_git
 def test_git_applies_it_from_a_folder_below_the_root(repository: Path) -> None:
     found = suggestion(repository / "project")
     run(repository / "project", "git", "apply", text=diff(found, repository))
     assert content(repository / "project") == (AFTER, AFTER)
 
 
-@needs_git
 def test_git_applies_it_outside_of_a_repository(tmp_path: Path) -> None:
     found = suggestion(tmp_path.resolve())
     assert found.patch is not None
@@ -117,7 +113,6 @@ HARD = {
 }
 
 
-@needs_git
 @pytest.mark.parametrize("name", HARD)
 def test_every_byte_is_kept(name: str, tmp_path: Path) -> None:
     before, after = HARD[name]
@@ -129,7 +124,6 @@ def test_every_byte_is_kept(name: str, tmp_path: Path) -> None:
     assert file.read_bytes() == after
 
 
-@needs_git
 def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
     found = suggestion(tmp_path)
     proof = proven().verification
@@ -140,7 +134,6 @@ def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
     assert content(tmp_path) == (AFTER, AFTER)
 
 
-@needs_git
 def test_a_new_file_is_made(tmp_path: Path) -> None:
     new = tmp_path.resolve() / "pins.py"
     found = replace(suggestion(tmp_path), patch=patch_of(FileEdit(new, None, b"import torch\n")))
@@ -197,7 +190,6 @@ def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
     assert data["notes"] == list(found.notes)
 
 
-@needs_git
 @pytest.mark.parametrize("name", HARD)
 def test_the_diffs_in_json_are_exact(name: str, tmp_path: Path) -> None:
     before, after = HARD[name]

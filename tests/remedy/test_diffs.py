@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
 
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
 
 PATHS = ["model.py", "src/my model.py", "modèles/π.py", 'say "hi".py', "tab\there.py"]
@@ -67,7 +66,6 @@ def test_no_change_is_no_diff() -> None:
     assert unified_diff(PurePosixPath("m.py"), b"a\n", b"a\n") == b""
 
 
-@needs_git
 @pytest.mark.parametrize("path", PATHS)
 def test_git_takes_any_path(tmp_path: Path, path: str) -> None:
     before, after = b"a\r\nb\r\n", b"a\r\nc\r\n"
@@ -79,7 +77,6 @@ def test_git_takes_any_path(tmp_path: Path, path: str) -> None:
     assert file.read_bytes() == before
 
 
-@needs_git
 def test_the_header_is_the_one_that_git_writes(tmp_path: Path) -> None:
     for path in PATHS:
         file = placed(tmp_path, path, b"a\n")
@@ -113,7 +110,6 @@ def test_patch_takes_it_too(tmp_path: Path, path: str) -> None:
     assert file.read_bytes() == before
 
 
-@needs_git
 @settings(max_examples=60)
 @given(before=CONTENT.filter(bool), after=CONTENT.filter(bool))
 def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, after: bytes) -> None:
@@ -128,7 +124,6 @@ def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, afte
         assert file.read_bytes() == before
 
 
-@needs_git
 def test_a_new_file_is_made_and_taken_away_again(tmp_path: Path) -> None:
     diff = new_file_diff(PurePosixPath("pkg/pins fp32.py"), b"x = 1\n")
     apply_with_git(tmp_path, diff)

@@ -14,7 +14,8 @@ from ampdbg.codes import CODES
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.findings import Finding
-from ampdbg.record import Record, from_json, to_json
+from ampdbg.record import Record
+from ampdbg.record_json import from_json, to_json
 from ampdbg.training.loop import train
 from tests.zoo.case import HERE, Case
 

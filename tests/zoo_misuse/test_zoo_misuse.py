@@ -15,7 +15,8 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.misuse import MEANINGS
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import watch
-from ampdbg.record import Record, from_json, to_json
+from ampdbg.record import Record
+from ampdbg.record_json import from_json, to_json
 from tests.zoo_misuse import healthy, planted
 from tests.zoo_misuse.parts import Parts, make_parts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,11 +173,9 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
     # A module that is whole now may hold others of the set.
     larger = setting.trials.tree.compress(setting.trials.tree.expand(whole))
-    try:
+    with contextlib.suppress(OutOfTrials):  # what was found stands without it
         if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
             return larger
-    except OutOfTrials:
-        pass  # What was found stands without it.
     return pins
 
 
