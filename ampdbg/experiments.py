@@ -11,6 +11,9 @@ from .findings import Phase, Source
 OWN = ":own"
 """Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
 
+Strategy = Literal["guided", "ddmin", "prefix"]
+"""How a set is searched for: by what overflows in a wider format, blind, or by order of execution."""
+
 Outcome = Literal[
     "found",
     "nothing-to-pin",
@@ -108,7 +111,7 @@ class Search:
     ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
     """
 
-    strategy: Literal["guided", "ddmin", "prefix"]
+    strategy: Strategy
     outcome: Outcome
     message: str = ""
     step: int | None = None

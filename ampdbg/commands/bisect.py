@@ -5,34 +5,26 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from ampdbg.errors import EXIT_FOUND, AmpdbgError
-from ampdbg.experiments import Trial
+from ampdbg.errors import EXIT_FOUND
+from ampdbg.experiments import Strategy, Trial
 from ampdbg.record import Record, Step
 from ampdbg.record_json import to_json
 
 from . import live_tree, options
 from .config_sources import config_given, told_of_watched_loop
-from .options import FailOn, as_overrides, as_typed
-from .record_files import FOLDER, try_to_save
+from .options import FailOn, Searching, as_overrides, as_typed
+from .record_files import FOLDER, tell_unsaved, try_to_save
+from .scan import diagnosed
 from .scan import exit_code as exit_code_of_findings
-from .terminal import Look, look_of, results_only, say, write_result
+from .terminal import Look, look_of, results_only, shown_as, write_result
 
 JOURNALS = FOLDER / "trials"
 """Trials are noted here as they end, so that a search that was killed does not make them again."""
-
-
-class Strategy(str, Enum):
-    """How the set is searched for."""
-
-    guided = "guided"
-    ddmin = "ddmin"
-    prefix = "prefix"
 
 
 def bisect(
@@ -44,7 +36,7 @@ def bisect(
     policy: str | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
-    strategy: Literal["guided", "ddmin", "prefix"] = "guided",
+    strategy: Strategy = "guided",
     max_trials: int | None = None,
     on_start: Callable[[int], None] = lambda planned: None,
     on_step: Callable[[Step], None] = lambda step: None,
@@ -97,10 +89,9 @@ def bisect(
     )
     on_start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
-    from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.remedy.pins.bisection import bisect_run
 
-    try:
+    with diagnosed("bisect"):
         return bisect_run(
             checked,
             strategy=strategy,
@@ -112,10 +103,6 @@ def bisect(
             on_trial_start=on_trial_start,
             journal_folder=journal_folder,
         )
-    except AmpdbgError as error:
-        if isinstance(error.record, Record):
-            error.record = diagnose(error.record)
-        raise
 
 
 def command(
@@ -126,12 +113,8 @@ def command(
     module: Annotated[
         Path | None, typer.Option("--module", metavar="FILE", help="A Python file with build_model and build_data.")
     ] = None,
-    strategy: Annotated[
-        Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind; prefix: by execution.")
-    ] = Strategy.guided,
-    max_trials: Annotated[
-        int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")
-    ] = None,
+    strategy: options.SearchingChoice = Searching.guided,
+    max_trials: options.MaxTrials = None,
     steps: options.Steps = None,
     device: options.Device = None,
     policy: options.PolicyChoice = None,
@@ -172,10 +155,7 @@ def command(
         given = shlex.quote(str(config)) if config is not None else f"--module {shlex.quote(str(module))}"
         typed = as_typed(given, steps, device, policy, seed, settings or ())
         write_result(to_json(seen) if json else _report(seen, look, typed, written), result)
-    if failure is not None:
-        if record is not None:
-            raise failure
-        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    tell_unsaved(failure, record)
     return exit_code(seen)
 
 
@@ -192,10 +172,5 @@ def _report(seen: Record, look: Look, typed: str, written: Path | None) -> str:
 
     return render_bisection(
         seen,
-        width=look.width,
-        color=look.color,
-        unicode=look.unicode,
-        config=typed,
-        record_path=shlex.quote(str(written)) if written else "",
-        folder=str(Path.cwd()),
+        **shown_as(look, typed, written),
     )

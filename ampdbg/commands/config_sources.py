@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ampdbg.errors import ConfigError
-from ampdbg.experiments import Search
+from ampdbg.experiments import Search, Strategy
 from ampdbg.record import Record
 from ampdbg.record_json import read_record
 
@@ -74,7 +74,7 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def told_of_watched_loop(path: Path, command: str, strategy: Literal["guided", "ddmin", "prefix"]) -> Record | None:
+def told_of_watched_loop(path: Path, command: str, strategy: Strategy) -> Record | None:
     """What ``command`` says of the record of a watched loop, which has no config to run: that no pin helps.
 
     None where there is something to run: a config, or a record that has one.

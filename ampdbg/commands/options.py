@@ -19,6 +19,14 @@ class Policy(str, Enum):
     native = "native"
 
 
+class Searching(str, Enum):
+    """How a set of modules is searched for."""
+
+    guided = "guided"
+    ddmin = "ddmin"
+    prefix = "prefix"
+
+
 class FailOn(str, Enum):
     """The least severity that makes the exit code 1."""
 
@@ -49,6 +57,10 @@ PolicyChoice = Annotated[
     Policy | None,
     typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
 ]
+SearchingChoice = Annotated[
+    Searching, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind; prefix: by execution.")
+]
+MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")]
 Replays = Annotated[
     int,

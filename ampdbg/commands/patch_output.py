@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ampdbg.report.verdict import NextStep
 
 if TYPE_CHECKING:
-    from ampdbg.remedy.suggestion import Suggestion
-
-
-Form = Literal["code", "file", "config"]
+    from ampdbg.remedy.suggestion import Form, Suggestion
 
 
 class PatchFormat(str, Enum):

@@ -17,9 +17,9 @@ from ampdbg.record_json import to_json
 from . import options, progress
 from .config_sources import config_of_yaml
 from .options import FailOn, as_overrides, as_typed
-from .record_files import try_to_save
+from .record_files import tell_unsaved, try_to_save
 from .scan import exit_code
-from .terminal import Look, look_of, results_only, say, write_result
+from .terminal import Look, look_of, results_only, shown_as, write_result
 
 
 class Order(str, Enum):
@@ -96,10 +96,7 @@ def command(
             )
         written, failure = try_to_save(seen, record)
         write_result(to_json(seen) if json else _report(seen, look, typed, written, order, top), result)
-    if failure is not None:
-        if record is not None:
-            raise failure
-        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    tell_unsaved(failure, record)
     return exit_code(seen, FailOn.warning)
 
 
@@ -108,12 +105,7 @@ def _report(seen: Record, look: Look, typed: str, written: Path | None, order: O
 
     return render_ranges(
         seen,
-        width=look.width,
-        color=look.color,
-        unicode=look.unicode,
-        config=typed,
-        record_path=shlex.quote(str(written)) if written else "",
-        folder=str(Path.cwd()),
+        **shown_as(look, typed, written),
         order=order.value,
         top=top,
     )

@@ -11,6 +11,8 @@ from ampdbg.errors import RecordError
 from ampdbg.record import Record
 from ampdbg.record_json import read_record, write_atomically, write_record
 
+from .terminal import say
+
 FOLDER = Path(".ampdbg")
 LATEST = FOLDER / "latest.json"
 
@@ -41,6 +43,19 @@ def try_to_save(seen: Record, path: Path | None) -> tuple[Path | None, RecordErr
         return save_record(seen, path), None
     except RecordError as error:
         return None, error
+
+
+def tell_unsaved(failure: RecordError | None, asked_for: Path | None) -> None:
+    """Says that no record was written, where none was.
+
+    Raises:
+        RecordError: ``asked_for`` names the file that was to be.
+    """
+    if failure is None:
+        return
+    if asked_for is not None:
+        raise failure
+    say(f"warning: no record was written: {failure}; choose another place with --record FILE")
 
 
 def load_record(path: Path | None) -> Record:

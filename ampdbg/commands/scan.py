@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgError
@@ -14,8 +16,8 @@ from ampdbg.record_json import to_json
 from . import options, progress
 from .config_sources import config_of_yaml
 from .options import FailOn, as_overrides, as_typed
-from .record_files import try_to_save
-from .terminal import Look, look_of, results_only, say, write_result
+from .record_files import tell_unsaved, try_to_save
+from .terminal import Look, look_of, results_only, shown_as, write_result
 
 SEVERITIES = {FailOn.error: {"error"}, FailOn.warning: {"error", "warning"}, FailOn.never: set[str]()}
 
@@ -52,11 +54,20 @@ def scan(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
 
-    try:
+    with diagnosed("scan"):
         return diagnose(train(checked, on_step=on_step, on_replay=on_replay, replays=replays))
+
+
+@contextlib.contextmanager
+def diagnosed(command: str) -> Iterator[None]:
+    """An error carries the record of the steps before it, diagnosed, as the ``command``'s own."""
+    try:
+        yield
     except AmpdbgError as error:
         if isinstance(error.record, Record):
-            error.record = diagnose(error.record)
+            from ampdbg.diagnosis.diagnose import diagnose
+
+            error.record = replace(diagnose(error.record), command=command)
         raise
 
 
@@ -96,10 +107,7 @@ def command(
             )
         written, failure = try_to_save(seen, record)
         write_result(to_json(seen) if json else _report(seen, look, typed, written), result)
-    if failure is not None:
-        if record is not None:
-            raise failure
-        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    tell_unsaved(failure, record)
     return exit_code(seen, fail_on)
 
 
@@ -116,10 +124,5 @@ def _report(seen: Record, look: Look, typed: str, written: Path | None) -> str:
 
     return render_text(
         seen,
-        width=look.width,
-        color=look.color,
-        unicode=look.unicode,
-        config=typed,
-        record_path=shlex.quote(str(written)) if written else "",
-        folder=str(Path.cwd()),
+        **shown_as(look, typed, written),
     )

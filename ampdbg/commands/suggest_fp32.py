@@ -6,23 +6,24 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
+from ampdbg.experiments import Strategy
 from ampdbg.record import Record
 from ampdbg.record_json import read_record, to_json
 
 from . import bisect, options
-from .bisect import Strategy
 from .config_sources import config_given, is_python, is_record, told_of_watched_loop
-from .options import as_overrides, as_typed
+from .options import Searching, as_overrides, as_typed
 from .patch_files import apply_patch, with_places, write_suggestion
 from .patch_output import FORMS, Given, Output, PatchFormat, next_step, output_of
-from .record_files import LATEST, load_record, try_to_save
-from .suggesting import diagnosed, searched, told
-from .terminal import look_of, results_only, say, write_result
+from .record_files import LATEST, load_record, tell_unsaved, try_to_save
+from .scan import diagnosed
+from .suggesting import searched, told
+from .terminal import look_of, results_only, say, shown_as, write_result
 
 if TYPE_CHECKING:
     from ampdbg.config import Config
@@ -43,7 +44,7 @@ def suggest_fp32(
     verify: bool = True,
     apply: bool = False,
     force: bool = False,
-    strategy: Literal["guided", "ddmin", "prefix"] = "guided",
+    strategy: Strategy = "guided",
     max_trials: int | None = None,
 ) -> Record:
     """Finds what must run in FP32 and the patch that does it, proves the patch, and returns the record.
@@ -78,7 +79,7 @@ def suggest_fp32(
     checked, known = _given(path, as_overrides(steps, device, policy, seed, overrides))
     from ampdbg.remedy.suggestion import suggest
 
-    with diagnosed():
+    with diagnosed("suggest-fp32"):
         found = suggest(checked, verify=verify, known=known, strategy=strategy, max_trials=max_trials)
     if apply:
         try:
@@ -122,10 +123,8 @@ def command(
         Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write the text here.")
     ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
-    strategy: Annotated[Strategy, typer.Option("--strategy", help="How to search, as of bisect.")] = Strategy.guided,
-    max_trials: Annotated[
-        int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")
-    ] = None,
+    strategy: options.SearchingChoice = Searching.guided,
+    max_trials: options.MaxTrials = None,
     steps: options.Steps = None,
     device: options.Device = None,
     policy: options.PolicyChoice = None,
@@ -176,10 +175,7 @@ def command(
         write_result(to_json(found.record) if json else ready.content or b"" if is_printed else b"", result)
     if written.failure is not None:
         raise with_places(written.failure, written.file, saved)
-    if failure is not None:
-        if record is not None:
-            raise failure
-        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    tell_unsaved(failure, record)
     return EXIT_HEALTHY if ready.content is not None else bisect.exit_code(found.record)
 
 
@@ -192,10 +188,5 @@ def _report(found: Suggestion, ready: Output, step: NextStep | None, given: str,
     return render_suggestion(
         found.record,
         Suggested(tuple(EditMade(unit.title, unit.notes) for unit in units), found.notes, step, is_by_name),
-        width=look.width,
-        color=look.color,
-        unicode=look.unicode,
-        config=given,
-        record_path=shlex.quote(str(written)) if written else "",
-        folder=str(Path.cwd()),
+        **shown_as(look, given, written),
     )

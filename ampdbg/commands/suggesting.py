@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdbg.errors import AmpdbgError
 from ampdbg.record import Record
 
 from . import live_tree
-from .bisect import JOURNALS, Strategy
+from .bisect import JOURNALS
 from .config_sources import told_of_watched_loop
+from .options import Searching
 from .patch_files import uncommitted_sources
-from .patch_output import Form
+from .scan import diagnosed
 from .terminal import say
 
 if TYPE_CHECKING:
     from ampdbg.config import Config
-    from ampdbg.remedy.suggestion import Suggestion
+    from ampdbg.remedy.suggestion import Form, Suggestion
 
 
-@contextlib.contextmanager
-def diagnosed() -> Iterator[None]:
-    """An error carries the record of the steps before it, diagnosed, as this command's own."""
-    from ampdbg.diagnosis.diagnose import diagnose
-
-    try:
-        yield
-    except AmpdbgError as error:
-        if isinstance(error.record, Record):
-            error.record = replace(diagnose(error.record), command="suggest-fp32")
-        raise
-
-
-def told(path: Path, strategy: Strategy) -> tuple[Suggestion, Path] | None:
+def told(path: Path, strategy: Searching) -> tuple[Suggestion, Path] | None:
     """What there is to say of a watched loop's record, without a run, and the folder that paths count from."""
     record = told_of_watched_loop(path, "suggest-fp32", strategy.value)
     if record is None:
@@ -59,7 +44,7 @@ def searched(
     config: Config,
     known: Record | None,
     form: Form,
-    strategy: Strategy,
+    strategy: Searching,
     max_trials: int | None,
     *,
     verify: bool,
@@ -83,7 +68,7 @@ def searched(
         view.training.on_start(config.train.steps)
         from ampdbg.remedy.suggestion import suggest
 
-        with diagnosed():
+        with diagnosed("suggest-fp32"):
             found = suggest(
                 config,
                 form=form,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from pathlib import Path
+from typing import TextIO, TypedDict
 
 from ampdbg.errors import AmpdbgError
 
@@ -23,6 +25,29 @@ class Look:
     width: int
     color: bool
     unicode: bool
+
+
+class Shown(TypedDict):
+    """What every report takes beside the record."""
+
+    width: int
+    color: bool
+    unicode: bool
+    config: str
+    record_path: str
+    folder: str
+
+
+def shown_as(look: Look, given: str, written: Path | None) -> Shown:
+    """The arguments of a report: ``given`` as it was typed, and where the record was written, if it was."""
+    return Shown(
+        width=look.width,
+        color=look.color,
+        unicode=look.unicode,
+        config=given,
+        record_path=shlex.quote(str(written)) if written else "",
+        folder=str(Path.cwd()),
+    )
 
 
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)

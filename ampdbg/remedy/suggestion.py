@@ -9,7 +9,7 @@ from typing import Literal
 
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.experiments import Proof, Trial
+from ampdbg.experiments import Proof, Strategy, Trial
 from ampdbg.record import Record, Step
 from ampdbg.remedy.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.remedy.by_name.hugging_face import keep_in_fp32_note
@@ -19,7 +19,7 @@ from ampdbg.remedy.own_lines import OwnLines, own_lines
 from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned
 from ampdbg.remedy.pins.bisection import Bisected, bisected
 from ampdbg.remedy.pins.found_pins import digest
-from ampdbg.remedy.pins.pin_search import Strategy, keeps_scale
+from ampdbg.remedy.pins.pin_search import keeps_scale
 from ampdbg.remedy.pins.set_found import Events
 from ampdbg.remedy.pins.tying import tied_together
 from ampdbg.remedy.proof.jobs import Patched

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import Pin, Trial
+from ampdbg.experiments import Trial
 from ampdbg.record import Record
 
 from . import quantities
@@ -20,7 +20,7 @@ from .layout import INDENT, indented, table, title, verbatim
 from .pin_text import NARROW, config_text, cost_text, set_text
 from .proof_text import proof_text
 from .quantities import counted
-from .text import environment_facts, named_from, render_text, source_from
+from .text import environment_facts, named_from, render_text
 from .trial_text import pins_text, result_text
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
@@ -58,15 +58,9 @@ def render_bisection(
             record, width=width, color=color, unicode=unicode, config=config, record_path=record_path, folder=folder
         )
     record = named_from(folder, record)
-    record = replace(record, pins=tuple(_named_from(folder, pin) for pin in record.pins))
     assert record.search is not None
     ended = Ended(record, record.search, config, record_path)
     return draw(_sections(ended, width), width=width, color=color, unicode=unicode)
-
-
-def _named_from(folder: str, pin: Pin) -> Pin:
-    sites = tuple(replace(site, source=source_from(folder, site.source)) for site in pin.sites)
-    return replace(pin, source=source_from(folder, pin.source), sites=sites)
 
 
 def _sections(ended: Ended, width: int) -> Iterator[RenderableType]:

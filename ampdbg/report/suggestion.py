@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.experiments import Pin
 from ampdbg.record import Record
 
 from .bisection import render_bisection
@@ -17,7 +16,7 @@ from .layout import INDENT, indented, title, verbatim
 from .pin_text import cost_text, set_text
 from .proof_text import FAILED, proof_text
 from .quantities import counted
-from .text import environment_facts, named_from, source_from
+from .text import environment_facts, named_from
 from .verdict import Headline, NextStep
 
 
@@ -76,14 +75,8 @@ def render_suggestion(
         others = draw(_notes(notes), width=width, color=color, unicode=unicode) if notes else ""
         return f"{ended}\n{others}" if others else ended
     record = named_from(folder, record)
-    record = replace(record, pins=tuple(_named_from(folder, pin) for pin in record.pins))
     sections = _sections(record, replace(suggested, notes=notes), record_path, width)
     return draw(sections, width=width, color=color, unicode=unicode)
-
-
-def _named_from(folder: str, pin: Pin) -> Pin:
-    sites = tuple(replace(site, source=source_from(folder, site.source)) for site in pin.sites)
-    return replace(pin, source=source_from(folder, pin.source), sites=sites)
 
 
 def _shortened(note: str, folder: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ampdbg.experiments import Pin
 from ampdbg.findings import Source
 from ampdbg.record import Record
 
@@ -50,7 +51,12 @@ def named_from(folder: str, record: Record) -> Record:
     """The record with the source files below ``folder`` named as they are typed there."""
     findings = tuple(replace(finding, source=source_from(folder, finding.source)) for finding in record.findings)
     sites = tuple(replace(site, source=source_from(folder, site.source)) for site in record.sites)
-    return replace(record, findings=findings, sites=sites)
+    return replace(record, findings=findings, sites=sites, pins=tuple(_pin_from(folder, pin) for pin in record.pins))
+
+
+def _pin_from(folder: str, pin: Pin) -> Pin:
+    sites = tuple(replace(site, source=source_from(folder, site.source)) for site in pin.sites)
+    return replace(pin, source=source_from(folder, pin.source), sites=sites)
 
 
 def source_from(folder: str, source: Source | None) -> Source | None:

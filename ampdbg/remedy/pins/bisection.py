@@ -10,11 +10,11 @@ from pathlib import Path
 
 from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import PRECISION, diagnose
-from ampdbg.experiments import Outcome, Search, Trial
+from ampdbg.experiments import Outcome, Search, Strategy, Trial
 from ampdbg.findings import Finding
 from ampdbg.record import Investigation, Record, Step
 from ampdbg.remedy.pins.journals import Journals
-from ampdbg.remedy.pins.pin_search import Strategy, search_pins
+from ampdbg.remedy.pins.pin_search import search_pins
 from ampdbg.remedy.pins.set_found import Events
 from ampdbg.training.failing_step import FailingStep, failing_step, weights_of
 from ampdbg.training.investigation import OnReplay

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ampdbg.agreement import is_finite
 from ampdbg.config import Config
-from ampdbg.experiments import Search
+from ampdbg.experiments import Search, Strategy
 from ampdbg.probes.coverage import coverage
 from ampdbg.record import Record
 from ampdbg.remedy.pins.candidates import proposed_by_shadow
@@ -28,8 +27,6 @@ from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_deb
 from ampdbg.training.failing_step import FailingStep, weights_of
 from ampdbg.training.pinned import PinnedReplays
 from ampdbg.training.run import Run
-
-Strategy = Literal["guided", "ddmin", "prefix"]
 
 TRIES = 10
 """A step that does not fail every time it is run is run so often to learn how often it does."""
