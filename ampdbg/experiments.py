@@ -11,6 +11,9 @@ from .findings import Phase, Source
 OWN = ":own"
 """Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
 
+EVERYTHING = "*"
+"""The root as a pin of the config: the pattern that every name matches."""
+
 Strategy = Literal["guided", "ddmin", "prefix"]
 """How a set is searched for: by what overflows in a wider format, blind, or by order of execution."""
 

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import types
 import typing
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from .errors import RecordError
 from .record import RECORD_FORMAT, RECORD_VERSION, Record
+from .staged_files import staged
 
 
 def to_json(record: Record) -> str:
@@ -79,29 +79,11 @@ def write_record(record: Record, path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder."""
-    temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        # mkstemp makes the file private; a record is an ordinary file.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        with staged(path, text.encode("utf-8")) as temporary:
+            os.replace(temporary, path)
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
-    finally:
-        # Still there only when something failed, an interrupt included.
-        if temporary and os.path.exists(temporary):
-            os.unlink(temporary)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _encode(value: Any) -> Any:

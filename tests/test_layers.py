@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ampdbg"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("replacing",),
+    ("staged_files",),
     ("formats",),
     ("findings",),
     ("codes",),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.experiments import Proof, Strategy, Trial
+from ampdbg.experiments import EVERYTHING, Proof, Strategy, Trial
 from ampdbg.record import Record, Step
 from ampdbg.remedy.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.remedy.by_name.hugging_face import keep_in_fp32_note
@@ -33,9 +33,6 @@ PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""
 
 BEYOND = 20
-
-EVERYTHING = "*"
-"""The root, as a pin of the config."""
 
 Form = Literal["code", "file", "config"]
 """What a suggestion is: a patch of the user's code, a file of pins by name, or pins of the config."""
@@ -203,6 +200,7 @@ def _proven(
         is_silent=record.findings[0].code == "silent-overflow",
         keeps_scale=[keeps_scale(config, record, step) for step in ended.failing],
         on_stage=on_stage,
+        repeats=record.search.repeats if record.search is not None else 1,
     )
 
 

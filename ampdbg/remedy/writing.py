@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ampdbg.errors import PatchError
+from ampdbg.staged_files import staged
 
 
 @dataclass(frozen=True)
@@ -103,30 +102,8 @@ def _check_committed(paths: Sequence[Path]) -> None:
         raise PatchError(f"{files}: git has not got it as it is now; commit it or stash it first, or add --force")
 
 
-@contextlib.contextmanager
-def _staged(edit: FileEdit) -> Iterator[str]:
-    """The new content in a temporary file beside the file, which is gone afterwards."""
-    edit.path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=edit.path.parent, prefix=f".{edit.path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(edit.after)
-            stream.flush()
-            os.fsync(stream.fileno())
-        _give_mode(temporary, edit)
-        yield temporary
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _give_mode(temporary: str, edit: FileEdit) -> None:
-    if edit.before is not None:
-        shutil.copymode(edit.path, temporary)
-        return
-    mask = os.umask(0)  # mkstemp makes the file private; a source file is an ordinary file
-    os.umask(mask)
-    os.chmod(temporary, 0o666 & ~mask)
+def _staged(edit: FileEdit) -> contextlib.AbstractContextManager[str]:
+    return staged(edit.path, edit.after, keeps_mode=edit.before is not None)
 
 
 def _undo(edit: FileEdit) -> None:

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import Pin, PinCost, PinSite
+from ampdbg.experiments import EVERYTHING, Pin, PinCost, PinSite
 from ampdbg.findings import Finding
 from ampdbg.formats import FLOAT16
 
@@ -183,7 +183,7 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     precision = config.get("precision")
     already = precision.get("pins") if isinstance(precision, Mapping) else None
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
-    every = dict.fromkeys([*given, *(name or "*" for name in names)])
+    every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
     return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]
 
 

@@ -1,0 +1,27 @@
+"""A step that fails only sometimes is run as often in the proof as it was in the search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampdbg.experiments import Proof
+from ampdbg.remedy import suggestion
+from ampdbg.remedy.pins import pin_search
+from tests.proof.overflowing import written
+
+
+def test_the_proof_repeats_what_the_search_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def prove(*args: Any, **kwargs: Any) -> Proof:
+        given.update(kwargs)
+        return Proof(True)
+
+    monkeypatch.setattr(suggestion, "prove", prove)
+    monkeypatch.setattr(pin_search, "_repeats", lambda rate: 2)
+    found = suggestion.suggest(written(tmp_path))
+    assert found.record.search is not None
+    assert (found.record.search.repeats, given["repeats"]) == (2, 2)
