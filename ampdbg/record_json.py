@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from .errors import RecordError
 from .record import RECORD_FORMAT, RECORD_VERSION, Record
-from .staged_files import staged
+from .staged_files import put
 
 
 def to_json(record: Record) -> str:
@@ -80,8 +79,8 @@ def write_record(record: Record, path: Path) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder."""
     try:
-        with staged(path, text.encode("utf-8")) as temporary:
-            os.replace(temporary, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path, text.encode("utf-8"))
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 

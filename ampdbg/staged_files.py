@@ -12,14 +12,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def staged(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[str]:
-    """The name of a temporary file with ``content`` in the folder of ``path``, which is made; gone afterwards.
+    """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards.
 
     ``keeps_mode`` gives it the permissions that ``path`` has, else it has those of any new file.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -34,6 +33,22 @@ def staged(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def put(path: Path, content: bytes) -> None:
+    """Makes ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
+
+    A link stays a link. A pipe or a device, such as ``/dev/stdout``, is written to and never replaced.
+
+    Raises:
+        OSError: it cannot be written; a file is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    with staged(target, content) as temporary:
+        os.replace(temporary, target)
 
 
 def _umask() -> int:

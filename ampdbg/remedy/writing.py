@@ -103,6 +103,7 @@ def _check_committed(paths: Sequence[Path]) -> None:
 
 
 def _staged(edit: FileEdit) -> contextlib.AbstractContextManager[str]:
+    edit.path.parent.mkdir(parents=True, exist_ok=True)
     return staged(edit.path, edit.after, keeps_mode=edit.before is not None)
 
 
