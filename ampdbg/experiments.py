@@ -150,3 +150,8 @@ class Proof:
     passed: bool
     steps: tuple[ProofStep, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def failure(self) -> str:
+        """The first step that did not come out as it must, in words; "" where all did."""
+        return next((f"{step.name}: {step.detail}" for step in self.steps if not step.passed), "")

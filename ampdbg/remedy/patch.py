@@ -12,7 +12,7 @@ from ampdbg.remedy.ways import WAYS, Edit, Materials, Way, applied, layers_of_on
 from ampdbg.remedy.writing import FileEdit
 from ampdbg.remedy.written_functions import modules_running
 
-__all__ = ["WAYS", "FileEdit", "Materials", "Patch", "PatchUnit", "layers_of_one_tensor", "planned"]
+__all__ = ["WAYS", "FileEdit", "Materials", "Patch", "PatchUnit", "layers_of_one_tensor", "planned", "wider_than"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
     without = {_title(part): applied([edit for edit in edits if edit not in part], materials)[0] for part in parts}
     made, more = applied(edits, materials)
     return Patch(made, units, without, (*refused, *more))
+
+
+def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
+    """The patch, with a note at each unit that stands in for others of a narrower one: ``why`` that one failed."""
+    units = []
+    for unit in patch.units:
+        before = [one.title for one in narrower.units if not set(one.pins).isdisjoint(unit.pins)]
+        note = f"not {' and '.join(before)} alone: {why}"
+        units.append(unit if unit.title in before or not before else replace(unit, notes=(*unit.notes, note)))
+    return replace(patch, units=tuple(units))
 
 
 def _tied(edits: Sequence[Edit], materials: Materials) -> list[list[Edit]]:

@@ -16,7 +16,7 @@ from ampdbg.remedy.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.remedy.half_names import Seen, names_seen
 from ampdbg.remedy.other_remedies import other_remedies
 from ampdbg.remedy.own_lines import OwnLines, own_lines
-from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned
+from ampdbg.remedy.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.remedy.pins.bisection import Bisected, bisected
 from ampdbg.remedy.pins.found_pins import digest
 from ampdbg.remedy.pins.pin_search import keeps_scale
@@ -149,22 +149,24 @@ def _with_patch(
 
     What is only tied to a module that goes wrong is left as it is first.
     """
-    proof: Proof | None = None
+    failed: list[tuple[Patch, Proof]] = []
     needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
     plans = [(needed, ways) for ways in WAYS] if needed.pins else []
     plans += [(materials, ways) for ways in WAYS] if needed != materials else []
     for given, ways in plans:
         patch = planned(given, ways)
-        if not patch.edits or patch.refused:
+        if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
         if not verify:
             return replace(found, patch=patch)
         without = {title: Patched(_files(edits)) for title, edits in patch.without.items()}
         tried = _proven(ended, Patched(_files(patch.edits)), without, on_stage)
         if tried.passed:
+            for narrower, proof in failed:
+                patch = wider_than(narrower, proof.failure, patch)
             return replace(found, patch=patch, record=replace(found.record, verification=tried))
-        proof = proof or tried
-    return replace(found, record=replace(found.record, verification=proof))
+        failed.append((patch, tried))
+    return replace(found, record=replace(found.record, verification=failed[0][1] if failed else None))
 
 
 def _by_name(found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None]) -> Suggestion:

@@ -110,8 +110,7 @@ def headline(record: Record, suggested: Suggested) -> Headline:
     them = "it" if count == 1 else "them"
     what = f"{counted(count, 'place')} must run in FP32"
     if proof is not None and not proof.passed:
-        bad = next((step for step in proof.steps if not step.passed), None)
-        why = f": {bad.name}: {bad.detail}" if bad is not None else ""
+        why = f": {proof.failure}" if proof.failure else ""
         return Headline("✗", FAILED, f"{what}, and the patch for {them} failed its proof{why}. It is not suggested.")
     if suggested.is_by_name:
         return Headline("✓", "bold green", f"{what}; here {'it is' if count == 1 else 'they are'} by name.")

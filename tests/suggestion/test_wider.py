@@ -1,0 +1,53 @@
+"""Where the narrowest patch does not hold, a wider one is tried, and its reader is told what the other failed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampdbg.experiments import Proof, ProofStep
+from ampdbg.remedy import suggestion
+from ampdbg.remedy.dialects import diff
+from tests.proof.overflowing import written
+
+FAILED = Proof(
+    False, (ProofStep("the failing step (0)", True, "healthy"), ProofStep("further batches", False, "loss NaN"))
+)
+
+
+def suggested_where(
+    outcomes: list[Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[suggestion.Suggestion, list[Any]]:
+    """What is suggested if the proofs come out like this, one after another, and the patches that were to be proven."""
+    proven: list[Any] = []
+
+    def prove(config: object, failing: object, patched: Any, *args: Any, **kwargs: Any) -> Proof:
+        proven.append(patched)
+        return outcomes[len(proven) - 1]
+
+    monkeypatch.setattr(suggestion, "prove", prove)
+    return suggestion.suggest(written(tmp_path)), proven
+
+
+def test_a_wider_patch_says_what_the_narrower_one_failed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, proven = suggested_where([FAILED, Proof(True)], tmp_path, monkeypatch)
+    assert "#     not line 15 of net.py alone: further batches: loss NaN\n" in diff(found, tmp_path).decode()
+    assert proven[0] != proven[1]
+
+
+def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    also = Proof(False, (ProofStep("the failing step (0)", False, "loss inf"),))
+    found, proven = suggested_where([FAILED, also], tmp_path, monkeypatch)
+    assert found.patch is None
+    assert found.record.verification == FAILED
+    assert len(proven) == 2  # the third way makes the patch of the second, which was proven already
+
+
+def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
+    assert found.patch is not None
+    assert [(unit.title, unit.notes) for unit in found.patch.units] == [("line 15 of net.py", ())]
