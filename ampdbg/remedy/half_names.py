@@ -15,6 +15,8 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 
+CONTAINERS = (list, tuple, Mapping, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
+
 
 @dataclass
 class LineNames:
@@ -41,8 +43,8 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[Seen]:
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             file = frame.f_code.co_filename
-            for text, code in functions[file].expressions.get(frame.f_lineno, ()):
-                _note(seen.setdefault((file, frame.f_lineno), LineNames()), text, code, frame)
+            for text, node in functions[file].expressions.get(frame.f_lineno, ()):
+                _note(seen.setdefault((file, frame.f_lineno), LineNames()), text, node, frame)
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
@@ -62,7 +64,7 @@ class _Functions:
     """The functions of one file that are looked at: their first and last lines, and the expressions of each line."""
 
     spans: tuple[tuple[int, int], ...]
-    expressions: Mapping[int, list[tuple[str, CodeType]]]
+    expressions: Mapping[int, list[tuple[str, ast.expr]]]
 
     @staticmethod
     def of(file: str, lines: set[int]) -> _Functions:
@@ -72,10 +74,9 @@ class _Functions:
             return _Functions((), {})
         functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         held = [node for node in functions if any(_span(node)[0] <= line <= _span(node)[1] for line in lines)]
-        expressions: dict[int, list[tuple[str, CodeType]]] = {}
+        expressions: dict[int, list[tuple[str, ast.expr]]] = {}
         for statement in (node for function in held for node in ast.walk(function) if isinstance(node, ast.stmt)):
-            for text, code in dict(_expressions(statement)).items():
-                expressions.setdefault(statement.lineno, []).append((text, code))
+            expressions.setdefault(statement.lineno, []).extend(dict(_expressions(statement)).items())
         return _Functions(tuple(_span(node) for node in held), expressions)
 
     def holds(self, code: CodeType) -> bool:
@@ -88,11 +89,13 @@ def _span(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
     return first, node.end_lineno or node.lineno
 
 
-def _expressions(statement: ast.stmt) -> Iterator[tuple[str, CodeType]]:
+def _expressions(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     """What a statement itself reads and can be looked at without running any code of the user's."""
     for node in _own(statement):
         if isinstance(node, ast.expr) and _is_plain(node):
-            yield ast.unparse(node), compile(ast.Expression(node), "<ampdbg>", "eval")
+            yield ast.unparse(node), node
+    if isinstance(statement, ast.AugAssign) and _is_plain(target := statement.target):
+        yield ast.unparse(target), target
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -107,21 +110,32 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
 
 def _is_plain(node: ast.AST) -> bool:
     match node:
-        case ast.Name(ctx=ast.Load()):
+        case ast.Name():
             return True
-        case (
-            ast.Attribute(value=value, ctx=ast.Load())
-            | ast.Subscript(value=value, slice=ast.Constant(), ctx=ast.Load())
-        ):
+        case ast.Attribute(value=value) | ast.Subscript(value=value, slice=ast.Constant() | ast.Name()):
             return _is_plain(value)
     return False
 
 
-def _note(names: LineNames, text: str, code: CodeType, frame: FrameType) -> None:
+def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None:
     try:
-        value = eval(code, frame.f_globals, frame.f_locals)
+        value = _value_of(node, frame)
     except Exception:  # noqa: BLE001
         # Not there yet on this line, or an attribute that raises: then it holds nothing here.
         return
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         (names.half if value.dtype in HALF else names.full)[text] = None
+
+
+def _value_of(node: ast.expr, frame: FrameType) -> Any:
+    """What an expression holds; only containers whose elements come without any computation are looked into."""
+    match node:
+        case ast.Name(id=name):
+            return frame.f_locals[name] if name in frame.f_locals else frame.f_globals[name]
+        case ast.Attribute(value=base, attr=name):
+            return getattr(_value_of(base, frame), name)
+        case ast.Subscript(value=base, slice=index):
+            held: Any = _value_of(base, frame)
+            key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
+            return held[key] if isinstance(held, CONTAINERS) else None
+    return None

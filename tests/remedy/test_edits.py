@@ -200,6 +200,26 @@ LEFT_ALONE = {
         "class A:  #! forward half: x\n    async def forward(self, x):\n        pass",
         "is a coroutine",
     ),
+    "argument written into": (
+        "class A:  #! forward half: x\n    def forward(self, x):\n        x.view(-1).mul_(2)\n        return x",
+        "it writes into its argument x, in place",
+    ),
+    "view of an argument written into": (
+        "class A:  #! forward half: x\n    def forward(self, x):\n        h = x[0]\n        h += 1\n        return x",
+        "it writes into its argument x, in place",
+    ),
+    "view changed in place": (
+        "import torch\ndef f(self, h):\n    q, k = h.chunk(2, 1)\n    q *= q  #! pin half: q, k, h\n    return h",
+        "it changes h and k too, in place",
+    ),
+    "stored, changed in place": (
+        "import torch\ndef f(self, h):\n    self.kept = h\n    h *= h  #! pin half: h\n    return h",
+        "it changes self.kept too, in place",
+    ),
+    "a number or a tensor": (
+        "import torch\ndef f(x, scale=2.0):\n    return torch.exp(scale) * 2  #! pin half: scale",
+        "scale may be a number there",
+    ),
     "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x: not a named parameter"),
 }
 
@@ -318,6 +338,19 @@ def test_the_device_is_that_of_what_a_call_is_given_where_no_trace_was_made() ->
     edited = edit_source(source, [CallPin("f", "self.a")])
     assert edited.refused == ()
     assert b"with torch.autocast(device_type=h.device.type, enabled=False):" in edited.source
+
+
+def test_a_parameter_of_a_whole_function_that_may_be_a_number_is_cast_only_where_it_is_none() -> None:
+    source = b"import torch\ndef f(x, scale=1.0, gate=None):\n    return x * scale\n"
+    edited = edit_source(source, [FunctionPin("f", ("x", "scale", "gate"))]).source
+    assert b"        if not isinstance(scale, (int, float)):\n            scale = scale.float()\n" in edited
+    assert b"        if gate is not None:\n            gate = gate.float()\n" in edited
+
+
+def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:
+    source = b"import torch\ndef f(self, h):\n    a = h * h\n    self.last = h\n    b = h + a\n    return b\n"
+    edited = edit_source(source, [StatementPin("f", (3, 5), ("h", "a"))]).source
+    assert b"\n    self.last = h\n" in edited
 
 
 @pytest.mark.parametrize("element", ['d["a"]', "d['a']"])

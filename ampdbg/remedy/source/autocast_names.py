@@ -45,16 +45,26 @@ def _means_itself(name: str, bindings: Bindings) -> bool:
 
 def disables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
     """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too."""
-    if not isinstance(item, cst.Call):
-        return False
-    name = get_full_name_for_node(item.func) or ""
+    return _is_autocast(item, imports) and _is_off(item)
+
+
+def enables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
+    """Whether this is ``autocast(…)`` that is not off: within a region that is, it is on again."""
+    return _is_autocast(item, imports) and not _is_off(item)
+
+
+def _is_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
+    name = get_full_name_for_node(item.func) or "" if isinstance(item, cst.Call) else ""
     first, dot, rest = name.partition(".")
     origin = imports.get(first, first) + dot + rest
-    is_off = any(
+    return origin.startswith("torch.") and origin.endswith("autocast")
+
+
+def _is_off(item: cst.BaseExpression) -> bool:
+    return isinstance(item, cst.Call) and any(
         arg.keyword is not None and arg.keyword.value == "enabled" and get_full_name_for_node(arg.value) in _OFF
         for arg in item.args
     )
-    return is_off and origin.startswith("torch.") and origin.endswith("autocast")
 
 
 def with_torch_imported(module: cst.Module) -> cst.Module:

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import libcst as cst
 
-from .expressions import SCOPES, find, names_assigned, names_read, plain_parameters, walk
-from .vocabulary import METADATA, PLAIN_MODULES
+from .expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
+from .vocabulary import METADATA, PLAIN_MODULES, SHARES_MEMORY
 
 _NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
@@ -129,6 +129,22 @@ class Bindings:
         # What starts at 0 and is added to may be a tensor.
         return frozenset((numbers - others) | constants)
 
+    @cached_property
+    def maybe_numbers(self) -> frozenset[str]:
+        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
+        found = {
+            name for name, parameter in self.parameters.items() if parameter.default and _is_number(parameter.default)
+        }
+        plain = (item for item in find(self._scope, cst.Assign) if _is_number(item.value))
+        return frozenset(found.union(*map(names_assigned, plain))) - self.numbers
+
+    @cached_property
+    def maybe_none(self) -> frozenset[str]:
+        """Names that may hold None."""
+        found = {name for name, parameter in self.parameters.items() if _may_be_none(parameter.default)}
+        plain = (item for item in find(self._scope, cst.Assign) if _may_be_none(item.value))
+        return frozenset(found.union(*map(names_assigned, plain)))
+
     def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
         for item in walk(self._scope):
             if isinstance(item, (cst.Assign, cst.AugAssign)):
@@ -141,13 +157,38 @@ class Bindings:
         return _is_number(value)
 
     def aliases(self, name: str) -> set[str]:
-        """Other names that were assigned from ``name``, or that it was assigned from, without a computation."""
+        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
         found: set[str] = set()
         for item in find(self._scope, cst.Assign):
-            if isinstance(item.value, cst.Name) and item.value.value not in ("None", "True", "False"):
-                both = names_assigned(item) | {item.value.value}
+            if viewed := _viewed(item.value):
+                both = assigned_codes(item) | {viewed}
                 found |= both if name in both else set()
         return found - {name}
+
+
+def _viewed(value: cst.BaseExpression) -> str:
+    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
+    match value:
+        case cst.Name(value=name):
+            return "" if name in ("None", "True", "False") else name
+        case cst.Subscript(value=base):
+            return _viewed(base)
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case _:
+            return ""
+
+
+def _may_be_none(value: cst.BaseExpression | None) -> bool:
+    match value:
+        case cst.Name(value="None"):
+            return True
+        case cst.IfExp(body=body, orelse=orelse):
+            return _may_be_none(body) or _may_be_none(orelse)
+        case _:
+            return False
 
 
 def _is_number_parameter(parameter: cst.Param) -> bool:

@@ -12,6 +12,7 @@ from .bindings import Bindings
 from .casting import PinnedStatement, cast, cast_statements
 from .devices import device_type_of
 from .expressions import assigned_codes
+from .later_reads import is_read_later
 from .modes import Mode
 from .pieces import Mark, Piece, may_run_in_either, pieces_of_head, pieces_of_line
 from .source_text import EditError
@@ -58,7 +59,7 @@ class Suite:
             except EditError as error:
                 self.refused[mark.number] = str(error)
         # Whether it may stand in a block depends on what the block has made by then.
-        return [Piece(Mode.EITHER, new, self.names_of(old))]
+        return [Piece(Mode.EITHER, new, self.names_of(old), origin=old)]
 
     def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
         made: frozenset[str] = frozenset()
@@ -80,7 +81,7 @@ class Suite:
 
     def _block(self, pieces: Sequence[Piece], made: frozenset[str]) -> cst.With:
         pinned = [_pinned(piece) for piece in pieces]
-        casts = cast_statements(pinned, made)
+        casts = cast_statements(pinned, made, lambda name: not self._is_read_later(name, pieces))
         lines = [p.line.with_changes(body=[s]) for p, s in zip(pieces, casts.statements, strict=True)]
         above = lines[0].leading_lines
         lines[0] = lines[0].with_changes(leading_lines=())
@@ -89,6 +90,11 @@ class Suite:
         device = device or device_type_of(pinned, casts.cast)
         start = [rebinding(casts.rebound)] if casts.rebound else []
         return self.with_off(device, [*start, *lines]).with_changes(leading_lines=above)
+
+    def _is_read_later(self, name: str, block: Sequence[Piece]) -> bool:
+        origins = [piece.origin for piece in block if piece.origin is not None]
+        scope = self.bindings.function.body if self.bindings.function is not None else self.bindings.module
+        return len(origins) < len(block) or is_read_later(name, origins, scope)
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
         """``with torch.autocast(device_type=…, enabled=False):`` around statements."""

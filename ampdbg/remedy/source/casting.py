@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
-from .expressions import assigned_codes, code_of, find, names_bound_inside
-from .modes import called_name
+from .bindings import Bindings
+from .expressions import assigned_codes, code_of, find, names_assigned, names_bound_inside, walk
+from .modes import CONDITIONAL, called_name
 from .operands import not_read, operands_of, root_name
+from .source_text import EditError
 from .tensor_names import TensorNames
 from .vocabulary import CASTS, JOINS
 
 REBIND_FROM = 3
 """From so many uses on, a name is cast once at the block's start: ``q = q.float()``."""
+
+_EMPTY = cst.Module([])
 
 _TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 
@@ -39,19 +43,27 @@ class CastStatements:
 
 
 def cast_statements(
-    pinned: Sequence[PinnedStatement], made: frozenset[str] = frozenset(), *, rebinds: bool = True
+    pinned: Sequence[PinnedStatement],
+    made: frozenset[str] = frozenset(),
+    may_rebind: Callable[[str], bool] = lambda name: False,
 ) -> CastStatements:
     """Casts the half names of consecutive statements, those left out that the statements made before (in FP32).
 
     Args:
         pinned: what stands in the block.
         made: what already holds FP32 when the block is entered.
-        rebinds: whether a name that is used often may be cast once, in front of them.
+        may_rebind: whether nothing behind the block reads what a name held before it, so that a name that is used
+            often may be cast once, in front of the statements.
+
+    Raises:
+        EditError: a name that would be cast may hold a number.
     """
     once = _cast_in_order(pinned, made)
     uses = Counter(once.cast)
-    often = [code for code, count in uses.items() if count >= REBIND_FROM and _can_rebind(code, pinned)]
-    if not often or not rebinds:
+    often = [
+        code for code, count in uses.items() if count >= REBIND_FROM and _can_rebind(code, pinned, made, may_rebind)
+    ]
+    if not often:
         return once
     again = _cast_in_order(pinned, made | set(often))
     return CastStatements(again.statements, tuple(often), tuple(dict.fromkeys(once.cast)))
@@ -73,11 +85,39 @@ def _visited(statement: cst.BaseSmallStatement, casts: _Casts) -> cst.BaseSmallS
     return result if isinstance(result, cst.BaseSmallStatement) else statement
 
 
-def _can_rebind(code: str, pinned: Sequence[PinnedStatement]) -> bool:
-    """Plain names of the function alone; not those of a comprehension, nor those that another function sees."""
-    inner = {name for item in pinned for name in names_bound_inside(item.statement)}
+def _can_rebind(
+    code: str, pinned: Sequence[PinnedStatement], made: frozenset[str], may_rebind: Callable[[str], bool]
+) -> bool:
+    """Plain names of the function alone; not those of a comprehension, nor those that another function sees.
+
+    The name must be cast whatever the values are, for what may be None or is asked for its dtype keeps its meaning,
+    and nobody must read it afterwards: in place, as a dtype, or stored, it would no longer be what it was.
+    """
+    statements = [item.statement for item in pinned]
+    inner = {name for statement in statements for name in names_bound_inside(statement)}
     bindings = pinned[0].names.bindings
-    return code in bindings.local and code not in inner and code not in bindings.shared
+    if code not in bindings.local or code in inner or code in bindings.shared or _asks_its_dtype(code, statements):
+        return False
+    is_replaced = any(code in names_assigned(item) for item in statements if isinstance(item, cst.Assign))
+    return _is_surely_cast(code, pinned, made) and (is_replaced or may_rebind(code))
+
+
+def _asks_its_dtype(code: str, statements: Sequence[cst.CSTNode]) -> bool:
+    return any(
+        attribute.attr.value in ("dtype", "type") and code_of(attribute.value) == code
+        for statement in statements
+        for attribute in find(statement, cst.Attribute)
+    )
+
+
+def _is_surely_cast(code: str, pinned: Sequence[PinnedStatement], made: frozenset[str]) -> bool:
+    """Whether one of its casts stands outside of all conditional expressions, so that it is there in any case."""
+    for item in pinned:
+        casts = _Casts(item, made)
+        item.statement.visit(casts)
+        if code in casts.sure:
+            return True
+    return False
 
 
 def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:
@@ -89,40 +129,78 @@ def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:
 
 def cast(node: cst.BaseExpression) -> cst.Call:
     """``node.float()``."""
+    if isinstance(node, cst.IfExp) and not node.lpar:
+        node = node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return cst.Call(cst.Attribute(node, cst.Name("float")))
 
 
 class _Casts(cst.CSTTransformer):
-    """Casts the half expressions of one statement and lists them, in their order."""
+    """Casts the half expressions of one statement and lists them, in their order.
+
+    ``sure`` are those that are computed whenever the statement runs.
+    """
 
     def __init__(self, pinned: PinnedStatement, made: frozenset[str]) -> None:
         super().__init__()
         self.cast: list[str] = []
+        self.sure: set[str] = set()
         self._names, self._callees, self._made = pinned.names, pinned.callees, made
+        self._around: list[cst.CSTNode] = []
         self._operands: set[int] = set()
         self._left: set[int] = set()
         self._cast_already: set[int] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        goes_in = self._goes_in(node)
+        self._around.append(node)
+        return goes_in
+
+    def _goes_in(self, node: cst.CSTNode) -> bool:
         if id(node) in self._left or isinstance(node, (cst.AssignTarget, cst.Annotation)):
             return False
         if isinstance(node, cst.Attribute) and node.attr.value in CASTS:
             self._cast_already.add(id(node.value))
-        for part in not_read(node):
+        for part in (*not_read(node), *self._promoted(node)):
             self._left.add(id(part))
         if not self._names.is_traced:
             self._operands |= {id(part) for part in operands_of(node, self._names, self._callees)}
         return not self._is_half(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        self._around.pop()
         if isinstance(updated_node, cst.BinaryOperation):
             return _spaced(updated_node)
         if id(original_node) in self._left or not self._is_half(original_node):
             return updated_node
         if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
             return updated_node
-        self.cast.append(self._tensor_of(original_node))
+        code = self._tensor_of(original_node)
+        if code in self._names.bindings.maybe_numbers:
+            raise EditError(f"{code} may be a number there, which has no .float()")
+        self.cast.append(code)
+        if not any(isinstance(node, CONDITIONAL) for node in self._around):
+            self.sure.add(code)
+        if code in self._names.bindings.maybe_none and self._around and isinstance(self._around[-1], cst.Arg):
+            return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
         return cast(updated_node)
+
+    def _promoted(self, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+        """The side of an operator that may hold a number: beside an FP32 tensor it is promoted without a cast."""
+        if not isinstance(node, cst.BinaryOperation) or isinstance(node.operator, cst.MatrixMultiply):
+            return
+        for side, other in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(side, cst.Name) and side.value in self._names.bindings.maybe_numbers and self._is_fp32(other):
+                yield side
+
+    def _is_fp32(self, node: cst.BaseExpression) -> bool:
+        """Whether a tensor in it holds FP32 when the statement has its casts."""
+        tensors = (part for part in walk(node) if isinstance(part, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)))
+        return any(
+            code not in self._names.bindings.maybe_numbers
+            and (self._is_half(part) or code in self._made or code in self._names.full)
+            for part in tensors
+            for code in (code_of(part),)
+        )
 
     def _tensor_of(self, node: cst.BaseExpression) -> str:
         """What is cast, as a text: of an element, the tensor that it is taken from."""
@@ -132,6 +210,8 @@ class _Casts(cst.CSTTransformer):
 
     def _is_half(self, node: cst.CSTNode) -> bool:
         """A half tensor, or an element of one: ``x``, ``x[:, 0]``."""
+        if isinstance(node, cst.IfExp):
+            return self._chooses_unknown(node)
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
             return False
         code = code_of(node)
@@ -141,6 +221,17 @@ class _Casts(cst.CSTTransformer):
             return code not in self._names.full
         return isinstance(node, cst.Subscript) and self._is_half(node.value)
 
+    def _chooses_unknown(self, node: cst.IfExp) -> bool:
+        """``x if y is None else y``: the trace saw one of the two, and the other may be in half as well."""
+        sides = (node.body, node.orelse)
+        if not all(isinstance(side, (cst.Name, cst.Attribute, cst.Subscript)) for side in sides):
+            return False
+        known = self._names.half | self._names.full | self._made
+        unknown = [side for side in sides if code_of(side) not in known]
+        return (
+            len(unknown) == 1 and any(map(self._is_half, sides)) and _is_there(unknown[0], node, self._names.bindings)
+        )
+
     def _joins_unknown(self, node: cst.CSTNode) -> bool:
         """``torch.stack(rows)``: a trace tells of tensors, and not what lists hold."""
         if not isinstance(node, cst.Call) or called_name(node) not in JOINS or not node.args:
@@ -149,6 +240,15 @@ class _Casts(cst.CSTTransformer):
             return False
         joined = node.args[0].value
         return isinstance(joined, cst.Name) and joined.value not in self._made | self._names.half | self._names.full
+
+
+def _is_there(side: cst.BaseExpression, choice: cst.IfExp, bindings: Bindings) -> bool:
+    """Whether that side of a choice holds a tensor where it is chosen, as far as the source tells."""
+    code = code_of(side)
+    asks = _EMPTY.code_for_node(choice.test).strip()
+    if asks in (f"{code} is None", f"{code} is not None"):
+        return (side is choice.orelse) == asks.endswith("is None")
+    return code not in bindings.maybe_none | bindings.maybe_numbers | bindings.numbers | {"None", "True", "False"}
 
 
 def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:

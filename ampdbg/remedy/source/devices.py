@@ -27,11 +27,12 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
         EditError: no such tensor has a name.
     """
     inner = {name for item in pinned for name in names_bound_inside(item.statement)}
-    local = pinned[0].names.bindings.local
+    bindings = pinned[0].names.bindings
+    local, uncertain = bindings.local, bindings.maybe_numbers | bindings.maybe_none
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
     named = (text for text in read if "(" not in text)
-    candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner)
+    candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner | uncertain)
     found = next(candidates, "")
     if not found:
         raise EditError("no tensor that the device could be taken from has a name there")

@@ -136,7 +136,7 @@ class _Rewriter(cst.CSTTransformer):
         if off is None or not off.mark.names.is_traced:
             return updated_node
         pinned = [PinnedStatement(small, off.mark.names, off.mark.callees) for small in original_node.body]
-        return updated_node.with_changes(body=cast_statements(pinned, off.made, rebinds=False).statements)
+        return updated_node.with_changes(body=cast_statements(pinned, off.made).statements)
 
     def _rewritten(
         self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement], indent: str | None

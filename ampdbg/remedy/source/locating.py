@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 from libcst.metadata import CodeRange
 
-from .autocast_names import disables_autocast
+from .autocast_names import disables_autocast, enables_autocast
 from .source_text import EditError
 
 Positions = Mapping[cst.CSTNode, CodeRange]
@@ -123,7 +123,12 @@ class SourceMap:
             return replace(place, qualname=(*place.qualname, statement.name.value))
         if isinstance(statement, cst.With) and any(self._disables(item.item) for item in statement.items):
             return replace(place, off=statement)
+        if isinstance(statement, cst.With) and any(self._enables(item.item) for item in statement.items):
+            return replace(place, off=None)
         return place
+
+    def _enables(self, item: cst.BaseExpression) -> bool:
+        return enables_autocast(item, self.imports)
 
     def _disables(self, item: cst.BaseExpression) -> bool:
         return disables_autocast(item, self.imports)

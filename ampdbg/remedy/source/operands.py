@@ -58,7 +58,8 @@ def not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
     """The parts of a node whose values are not computed with, or that are cast already."""
     match node:
         case cst.Attribute(value=base, attr=cst.Name(value=name) as attribute):
-            return [base, attribute] if name in METADATA | CASTS and _is_plain(base) else [attribute]
+            is_asked = name in METADATA | CASTS and (_is_plain(base) or isinstance(base, cst.IfExp))
+            return [base, attribute] if is_asked else [attribute]
         case cst.Arg(keyword=cst.Name() as keyword):
             return [keyword]
         case cst.Call():

@@ -46,12 +46,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Piece:
-    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from."""
+    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from.
+
+    ``origin`` is that line as a node of the file, where it is a line by itself.
+    """
 
     mode: Mode
     statement: cst.BaseStatement
     names: TensorNames
     mark: Mark | None = None
+    origin: cst.CSTNode | None = None
 
     @property
     def line(self) -> cst.SimpleStatementLine:
@@ -77,7 +81,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, mark: Mark) -> Iterator[Piece]
             pieces.append(Piece(Mode.AUTOCAST, _line(small), mark.names, mark))
     if not any(piece.mode is Mode.FP32 for piece in pieces):
         raise refused[0]
-    return _with_margins(line, pieces)
+    return _with_margins(line, [replace(piece, origin=line) for piece in pieces])
 
 
 def pieces_of_head(head: cst.If | cst.For, updated: cst.BaseCompoundStatement, mark: Mark) -> list[Piece]:
@@ -212,12 +216,20 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     statement = line.body[0]
     if not isinstance(statement, (cst.Assign, cst.AnnAssign)) or statement.value is None:
         return False
+    if _keeps_a_tensor(statement):
+        return False
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
     if any(isinstance(node, banned) or kind_of(node, names) is Kind.USERS_CALL for node in walk(statement)):
         return False
     if Modes(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False
     return names.bindings.is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
+
+
+def _keeps_a_tensor(statement: cst.Assign | cst.AnnAssign) -> bool:
+    """``self.last = h``: who reads it elsewhere is to find what the code put there, and no cast."""
+    targets = [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
+    return any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets)
 
 
 def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: frozenset[str]) -> bool:

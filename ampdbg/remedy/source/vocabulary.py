@@ -18,6 +18,13 @@ MOVES = frozenset(
 )
 """What only moves, repeats or casts values: nothing overflows there, and FP32 gains nothing."""
 
+SHARES_MEMORY = frozenset(
+    """view view_as reshape reshape_as contiguous transpose permute movedim swapaxes swapdims flatten unflatten ravel
+    squeeze unsqueeze expand expand_as broadcast_to chunk split tensor_split unbind narrow select unfold diagonal
+    detach t T mT H mH data real to type float half""".split()
+)
+"""What may hand out the memory of the tensor that it is asked of, and no copy."""
+
 JOINS = frozenset("cat concat concatenate stack hstack vstack dstack".split())
 """What makes one tensor of a list of them."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -12,6 +12,8 @@ from .blocks import rebinding, with_autocast_off
 from .casting import cast
 from .expressions import walk
 from .locating import functions_in, parts_of
+from .modes import writes_in_place
+from .operands import root_name
 from .source_pins import FunctionPin
 from .source_text import EditError
 
@@ -39,7 +41,7 @@ def with_body_in_fp32(
     """The function with its body wrapped, and whether the file must import torch for it.
 
     Raises:
-        EditError: it is a coroutine or a generator, or no argument of it is a tensor.
+        EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
     """
     _refuse_suspended(function)
     body = _as_block(updated.body)
@@ -48,6 +50,7 @@ def with_body_in_fp32(
     if _is_off_already(statements, bindings):
         return updated, False
     names = half_parameters(pin, bindings)
+    _refuse_writes(function, names, bindings)
     autocast, needs_import = autocast_in(bindings)
     device_type = pin.device_type or f"{names[0]}.device.type"
     indent = body.indent or bindings.module.default_indent
@@ -81,15 +84,35 @@ def _is_floating(name: str, bindings: Bindings) -> bool:
 
 
 def _casts(names: Sequence[str], bindings: Bindings) -> list[cst.BaseStatement]:
-    """``x, y = x.float(), y.float()``, and for what may be None a condition of its own."""
+    """``x, y = x.float(), y.float()``, and for what may be None or a number a condition of its own."""
     optional = [name for name in names if bindings.parameters[name].default is not None]
     always = [name for name in names if name not in optional]
     lines: list[cst.BaseStatement] = [rebinding(always)] if always else []
     for name in optional:
         assignment = cst.Assign([cst.AssignTarget(cst.Name(name))], cast(cst.Name(name)))
         body = cst.IndentedBlock([cst.SimpleStatementLine([assignment])])
-        lines.append(cst.If(cst.parse_expression(f"{name} is not None"), body))
+        is_number = name in bindings.maybe_numbers
+        is_there = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
+        lines.append(cst.If(cst.parse_expression(is_there), body))
     return lines
+
+
+def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
+    """What is written into an argument reaches the caller; written into its cast, it would not."""
+    for name in names:
+        same = {name, *bindings.aliases(name)}
+        if any(root_name(target) in same for target in _written_into(function.body)):
+            raise EditError(f"it writes into its argument {name}, in place; assign the result to a new name first")
+
+
+def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for item in walk(body):
+        match item:
+            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
+                yield target
+            case cst.Call() if writes_in_place(item):
+                yield item.func
+                yield from (arg.value for arg in item.args)
 
 
 def _refuse_suspended(function: cst.FunctionDef) -> None:

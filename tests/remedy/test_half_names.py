@@ -1,0 +1,44 @@
+"""What held half tensors on a line: names, attributes, elements, and what is added to in place."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from ampdbg.remedy.half_names import names_seen
+
+CODE = """\
+class Unlike:
+    def __getitem__(self, key):
+        raise AssertionError("code of the user's was run")
+
+
+class Net:
+    def __init__(self):
+        self.total, self.rows = 0.0, Unlike()
+
+    def forward(self, keys, i, h):
+        self.total += h.sum()
+        y = h @ keys[i].T
+        z = self.rows[i] if i > 5 else y
+        return z
+"""
+
+
+def test_elements_by_a_name_and_the_target_of_an_addition_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(CODE)
+    spec = importlib.util.spec_from_file_location("net", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    net, h = module.Net(), torch.ones(2, 2).half()
+    net.total = torch.zeros(())
+    with names_seen({(str(file), 11)}) as seen:
+        net.forward([h, h], 1, h)
+    assert set(seen[str(file), 11].half) == {"h"}
+    assert set(seen[str(file), 11].full) == {"self.total"}
+    assert set(seen[str(file), 12].half) == {"h", "keys[i]", "keys[i].T"}
