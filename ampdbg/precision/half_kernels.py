@@ -30,7 +30,7 @@ CONVOLUTIONS = "convolution _convolution _convolution.deprecated convolution_bac
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward"
 RECURRENT = "mkldnn_rnn_layer mkldnn_rnn_layer_backward"
 WITHOUT_CPU_KERNEL = """
-    avg_pool3d avg_pool3d_backward rrelu_with_noise rrelu_with_noise_backward
+    avg_pool3d avg_pool3d_backward rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward
     multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
     multilabel_margin_loss_backward
 """
@@ -78,7 +78,10 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
 
 def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
     kept, mixed = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32
-    writes = [i for i, argument in enumerate(op._schema.arguments) if _is_written(argument)]
+    arguments, (output, *_) = op._schema.arguments, op._schema.returns
+    writes = [(i, argument.name) for i, argument in enumerate(arguments) if _is_written(argument)]
+    # addmm_(self!) returns what it wrote; rrelu_with_noise(self, noise!) writes its noise and returns something else.
+    returned = next((i for i, _ in writes if _are_one(output, arguments[i])), None)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         below = keyset & _BELOW
@@ -86,34 +89,32 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         if low is None:
             return op.redispatch(below, *args, **kwargs)
         ran.add(name)
-        wide = [_widened(argument, low) for argument in args]
-        if not writes:
-            result = op.redispatch(below, *wide, **{key: _widened(value, low) for key, value in kwargs.items()})
-            return _rounded(result, low, kept)
-        return _write_rounded(op, below, writes[0], args, wide, kwargs)
+        wide_args = [_widened(value, low) for value in args]
+        wide_kwargs = {key: _widened(value, low) for key, value in kwargs.items()}
+        result = op.redispatch(below, *wide_args, **wide_kwargs)
+        written = {}
+        for i, key in writes:
+            target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
+            written[i] = _round_into(target, wide)
+        return _rounded(result, low, kept) if returned is None else written[returned]
 
     return kernel
 
 
-def _write_rounded(
-    op: torch._ops.OpOverload, below: Any, position: int, args: Any, wide: list[Any], kwargs: dict[str, Any]
-) -> Any:
-    """Runs an in-place or ``out=`` op on a float32 copy of its target, then rounds into the target."""
-    name = op._schema.arguments[position].name
-    target = kwargs[name] if name in kwargs else args[position]
-    scratch = target.float()
-    if name in kwargs:
-        kwargs = {**kwargs, name: scratch}
-    else:
-        wide = [*wide[:position], scratch, *wide[position + 1 :]]
-    op.redispatch(below, *wide, **kwargs)
-    if target.shape != scratch.shape:
-        target.resize_(scratch.shape)
-    return target.copy_(scratch)
+def _round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Rounds what an in-place or ``out=`` op made of the float32 copy of its target into that target."""
+    if target.shape != wide.shape:
+        target.resize_(wide.shape)
+    return target.copy_(wide)
 
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _are_one(output: Any, argument: Any) -> bool:
+    """Whether an op returns the very tensor that it was given: ``Tensor(a!)`` in both places of its schema."""
+    return output.alias_info is not None and output.alias_info.before_set == argument.alias_info.before_set
 
 
 def _emulated_dtype(args: Any, mixed: bool) -> torch.dtype | None:
