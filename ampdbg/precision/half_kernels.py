@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from ampdbg.formats import FLOAT16
+
 MATRIX_PRODUCTS = """
     mm addmm bmm baddbmm addmv mv dot vdot _addmm_activation
     mm.out addmm.out bmm.out baddbmm.out addmv.out mv.out dot.out
@@ -36,7 +38,11 @@ WITHOUT_CPU_KERNEL = """
 """
 """Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'."""
 
-EMULATED = " ".join((MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL)).split()
+CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"
+"""CUDA compares with the limits in float32 (``opmath_t`` in ``cuda/TensorCompare.cu``); the CPU makes them half
+first, and raises where they are beyond it. Only those are emulated."""
+
+EMULATED = " ".join((MATRIX_PRODUCTS, CONVOLUTIONS, FUSED_ATTENTION, RECURRENT, WITHOUT_CPU_KERNEL, CLAMPS)).split()
 
 KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
 """Positions of outputs that stay float32, by op: the log-sum-exp, as in CUDA's flash kernel."""
@@ -77,7 +83,7 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
 
 
 def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]:
-    kept, mixed = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32
+    kept, mixed, clamps = KEPT_IN_FP32.get(name, ()), name in TAKES_FP32, name in CLAMPS.split()
     arguments, (output, *_) = op._schema.arguments, op._schema.returns
     writes = [(i, argument.name) for i, argument in enumerate(arguments) if _is_written(argument)]
     # addmm_(self!) returns what it wrote; rrelu_with_noise(self, noise!) writes its noise and returns something else.
@@ -85,6 +91,8 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         below = keyset & _BELOW
+        if clamps and not any(map(_is_beyond_half, args)):
+            return op.redispatch(below, *args, **kwargs)
         low = _emulated_dtype((*args, *kwargs.values()) if writes else args, mixed)
         if low is None:
             return op.redispatch(below, *args, **kwargs)
@@ -115,6 +123,10 @@ def _is_written(argument: Any) -> bool:
 def _are_one(output: Any, argument: Any) -> bool:
     """Whether an op returns the very tensor that it was given: ``Tensor(a!)`` in both places of its schema."""
     return output.alias_info is not None and output.alias_info.before_set == argument.alias_info.before_set
+
+
+def _is_beyond_half(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) > FLOAT16.largest
 
 
 def _emulated_dtype(args: Any, mixed: bool) -> torch.dtype | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.precision.half_kernels import EMULATED, find_op, half_kernels
+from ampdbg.precision.half_kernels import ran as half_kernels_that_ran
 from tests.precision.closeness import same_overflow, share_close
 from tests.precision.half_cases import CASES, HalfCase, all_results, exact_results
 
@@ -126,6 +127,10 @@ WRITING: dict[str, Callable[[Make], Tensor]] = {
     "rrelu_with_noise": lambda t: rrelu(t(64)),
     "rrelu_with_noise, its noise": lambda t: noise_of_rrelu(t(64)),
     "rrelu_with_noise_": lambda t: rrelu(t(64), inplace=True),
+    "clamp_": lambda t: t(64).clamp_(0.1, 1e5),
+    "clamp_min_": lambda t: t(64).clamp_min_(-1e9),
+    "clamp_max_": lambda t: t(64).clamp_max_(-1e9),
+    "hardtanh_": lambda t: F.hardtanh_(t(64), -1e5, 1e5),
 }
 """Every emulated op that writes into an operand."""
 
@@ -236,6 +241,11 @@ ONLY_ON_CUDA: dict[str, Callable[[Tensor], Tensor]] = {
     "multi_margin_loss": lambda x: F.multi_margin_loss(x.view(8, 8), torch.arange(8)),
     "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x.view(8, 8), torch.arange(64).view(8, 8) % 8),
     "lstm": lstm,
+    "clamp": lambda x: x.clamp(0.1, 1e5),
+    "clamp to what half cannot hold": lambda x: x.clamp(max=-1e5),
+    "clamp_min": lambda x: x.clamp_min(-1e9),
+    "clamp_max": lambda x: x.clamp_max(1e9),
+    "hardtanh": lambda x: F.hardtanh(x, -1e5, 1e5),
 }
 ERROR = {"rrelu": 2**-12, "rrelu, in place": 2**-12, "lstm": 1e-3}
 """How far from the rounded value an element of about 1 may be: rrelu's gradient is by noise that was rounded,
@@ -253,7 +263,15 @@ def test_ops_that_only_cuda_has_in_half_give_the_values_and_gradients_of_float32
         results.append((output.detach(), gradient))
     for ours, exact in zip(*results, strict=True):
         assert ours.dtype is torch.float16
-        assert float((ours.float() - exact.half().float()).abs().max()) <= ERROR.get(name, 0.0)
+        torch.testing.assert_close(ours, exact.half(), rtol=0, atol=ERROR.get(name, 0.0))
+
+
+def test_limits_that_half_holds_are_left_to_the_cpu() -> None:
+    with half_kernels():
+        torch.stack((half(64).clamp(-1, 65504), F.relu6(half(64))))
+        assert not half_kernels_that_ran
+        half(64).clamp(-1, 65505)
+        assert half_kernels_that_ran == {"clamp"}
 
 
 def test_no_tensor_outlives_its_step() -> None:
