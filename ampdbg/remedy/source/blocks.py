@@ -9,9 +9,10 @@ import libcst as cst
 
 from .autocast_names import autocast_in
 from .bindings import Bindings
-from .casting import PinnedStatement, cast, cast_statements
+from .casting import cast_statements
 from .devices import device_type_of
 from .expressions import assigned_codes
+from .half_casts import PinnedStatement, cast
 from .later_reads import is_read_later
 from .modes import Mode
 from .pieces import Mark, Piece, may_run_in_either, pieces_of_head, pieces_of_line

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from .bindings import Bindings, dotted
-from .casting import PinnedStatement
 from .expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
+from .half_casts import PinnedStatement
 from .modes import viewed
 from .source_text import EditError
 from .steps import value_of
@@ -28,7 +28,7 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     """
     inner = {name for item in pinned for name in names_bound_inside(item.statement)}
     bindings = pinned[0].names.bindings
-    local, uncertain = bindings.local, bindings.maybe_numbers | bindings.maybe_none
+    local, uncertain = bindings.local, (bindings.maybe_numbers | bindings.maybe_none) - _asked(pinned)
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
     named = (text for text in read if "(" not in text)
@@ -37,6 +37,12 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     if not found:
         raise EditError("no tensor that the device could be taken from has a name there")
     return f"{found}.device.type"
+
+
+def _asked(pinned: Sequence[PinnedStatement]) -> set[str]:
+    """The names that are asked for a method or an attribute: tensors, whatever else they may be elsewhere."""
+    attributes = (attribute for item in pinned for attribute in find(item.statement, cst.Attribute))
+    return {attribute.value.value for attribute in attributes if isinstance(attribute.value, cst.Name)}
 
 
 def _root(text: str) -> str:

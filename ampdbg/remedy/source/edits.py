@@ -11,7 +11,8 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from .autocast_names import with_torch_imported
 from .bindings import Bindings, imports_of
 from .blocks import Suite
-from .casting import PinnedStatement, cast_statements
+from .casting import cast_statements
+from .half_casts import PinnedStatement
 from .locating import SourceMap
 from .marking import Marks, marks_of
 from .pieces import Mark

@@ -9,8 +9,8 @@ import libcst as cst
 from .autocast_names import autocast_in, disables_autocast
 from .bindings import Bindings, dotted
 from .blocks import rebinding, with_autocast_off
-from .casting import cast
 from .expressions import walk
+from .half_casts import cast
 from .locating import functions_in, parts_of
 from .modes import writes_in_place
 from .operands import root_name
