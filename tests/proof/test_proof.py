@@ -75,6 +75,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         "the model's function",
         "without line 6 of scaling.py",
         "further batches",
+        "in eval mode",
         "training 8 steps",
         "its losses",
         "time and memory of a step",
@@ -233,6 +234,44 @@ def test_a_patch_that_holds_on_one_batch_only_fails(tmp_path: Path) -> None:
     assert failed(proof)[0] == "further batches"
     assert step_of(proof, "further batches").detail.startswith("0 of 3 healthy; loss NaN")
     assert not step_of(proof, "training 8 steps").passed
+
+
+GATED = GOOD.replace("        return", "        gate = self.before(x) if self.training else None\n        return")
+BROKEN_IN_EVAL = GATED.replace("return self.after(x)", "return self.after(x) + 0 * gate.float().sum()")
+BROKEN_ANYWAY = BROKEN_IN_EVAL.replace(IN_FP32, OVERFLOWS)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_patch_that_raises_in_eval_mode_fails(tmp_path: Path) -> None:
+    config, path = written(tmp_path), tmp_path / "net.py"
+    failing = failing_steps(config)
+    proof = proven(config, {path: BROKEN_IN_EVAL.encode()}, failing=failing)
+    assert failed(proof) == ["in eval mode"]
+    assert step_of(proof, "in eval mode").detail == (
+        "Net raised AttributeError: 'NoneType' object has no attribute 'float'; without the patch it does not"
+    )
+    path.write_text(BROKEN_ANYWAY)
+    proof = proven(config, {path: BROKEN_IN_EVAL.encode()}, failing=failing)
+    assert proof.passed, proof
+    assert step_of(proof, "in eval mode").detail == (
+        "not run: the unpatched model raises too "
+        "(Net raised AttributeError: 'NoneType' object has no attribute 'float')"
+    )
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_in_which_the_scale_settles_is_made_long_enough_for_steps_to_be_taken(tmp_path: Path) -> None:
+    config = written(tmp_path, config=CONFIG.replace("init: 1024.0", "init: 16777216.0"))
+    large = ("F.mse_loss(output.float(), target)", "F.mse_loss(output.float(), target) * 100")
+    path = tmp_path / "net.py"
+    path.write_text(NET.replace(*large))
+    proof = proven(config, {path: GOOD.replace(*large).encode()}, train_steps=2)
+    assert proof.passed, proof
+    steps = int(proof.figures["steps"])
+    assert proof.figures["skipped_patched"] < steps
+    assert step_of(proof, f"training {steps} steps").detail.endswith(
+        f"; {steps - 2} more than asked for, as the scale settles"
+    )
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ampdbg.remedy.proof.jobs import Patched, Seen, Trained, Tried
+from ampdbg.config import Config, LossScale, Precision, TargetSpec
+from ampdbg.remedy.proof.jobs import Job, Patched, Seen, Trained, Tried
+from ampdbg.remedy.proof.settling import steps_to_train, why_nothing_was_trained
 from ampdbg.remedy.proof.step_use import StepUse
 from ampdbg.remedy.proof.verdict import (
     figures,
     further_batches,
+    in_eval_mode,
     losses_as_in_fp32,
     same_in_fp32,
     training_run,
@@ -92,6 +96,21 @@ def test_further_batches_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("patched", "unpatched", "passed", "detail"),
+    [
+        ("", "", True, "the failing step's batch runs through"),
+        ("", "Net raised KeyError: 'x'", True, "the failing step's batch runs through"),
+        ("Net raised E: x", "Net raised F", True, "not run: the unpatched model raises too (Net raised F)"),
+        ("Net raised E: x", "", False, "Net raised E: x; without the patch it does not"),
+    ],
+    ids=["runs", "only the unpatched raises", "both raise", "only the patched raises"],
+)
+def test_only_what_the_patch_breaks_in_eval_mode_fails(patched: str, unpatched: str, passed: bool, detail: str) -> None:
+    step = in_eval_mode(Seen(eval_failure=patched), Seen(eval_failure=unpatched))
+    assert (step.name, step.passed, step.detail) == ("in eval mode", passed, detail)
+
+
+@pytest.mark.parametrize(
     ("trained", "passed", "detail"),
     [
         (Trained(scale=65536, skipped=(0,)), True, "healthy; loss scale 65536, 1 skipped step, 50 without the patch"),
@@ -101,19 +120,85 @@ def test_further_batches_are_counted() -> None:
     ids=["healthy", "a finding", "an error"],
 )
 def test_a_run_with_the_patch_must_show_no_finding_of_precision(trained: Trained, passed: bool, detail: str) -> None:
-    step = training_run(trained, Trained(skipped=tuple(range(50))), 50)
+    step = training_run(trained.model_copy(update={"steps": 50}), Trained(skipped=tuple(range(50))), 50)
     assert (step.name, step.passed, step.detail) == ("training 50 steps", passed, detail)
 
 
 def test_findings_that_no_pin_cures_are_named() -> None:
-    trained = Trained(scale=8, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
+    trained = Trained(steps=5, scale=8, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
     assert training_run(trained, None, 5).detail == "healthy, but for misuse-clip-scaled; loss scale 8, 0 skipped steps"
 
 
+def test_a_run_that_was_made_longer_says_so() -> None:
+    step = training_run(Trained(steps=14, scale=1024, skipped=(0, 1)), None, 6)
+    assert step.name == "training 14 steps"
+    assert step.detail == "healthy; loss scale 1024, 2 skipped steps; 8 more than asked for, as the scale settles"
+
+
+def test_a_run_of_skipped_steps_alone_fails() -> None:
+    skipped = Trained(steps=2, losses=(1.5, 1.6), skipped=(0, 1), scale=32768)
+    why = why_nothing_was_trained(Precision(), skipped, [tried()])
+    step = training_run(skipped, None, 2, why)
+    assert not step.passed
+    assert step.detail == (
+        "every step was skipped, and nothing was trained: the loss scale of 32768 is still falling; "
+        "give the run more steps: --set train.steps=4"
+    )
+    static = why_nothing_was_trained(Precision(loss_scale=65536.0), skipped, [tried(scale=256.0)])
+    assert static.endswith("the loss scale of 32768 is too large for the gradients: --set precision.loss_scale=256")
+    one_taken = skipped.model_copy(update={"skipped": (0,)})
+    assert why_nothing_was_trained(Precision(), one_taken, [tried()]) == ""
+
+
+def job(steps: int, **precision: Any) -> Job:
+    config = Config(
+        model=TargetSpec(target="m.py:Net"),
+        data=TargetSpec(target="m.py:batches"),
+        precision=Precision(**precision),
+        folder=Path(),
+    )
+    return Job("patched", config, Patched(), (False,), False, train_steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("asked", "scale", "precision", "steps"),
+    [
+        (6, 1024.0, {}, 14),
+        (12, 1024.0, {}, 12),
+        (6, 65536.0, {}, 6),
+        (1, 65535.0, {}, 4),
+        (3, 64.0, {"loss_scale": LossScale(init=1024.0, backoff_factor=0.25)}, 7),
+        (3, 1.0, {"loss_scale": LossScale(backoff_factor=0.99)}, 67),
+        (3, 1.0, {"loss_scale": 65536.0}, 3),
+        (3, 1.0, {"dtype": "bfloat16"}, 3),
+    ],
+    ids=["most of it", "half of it", "settled", "a little", "faster", "hardly at all", "static", "no scaler"],
+)
+def test_a_run_is_longer_where_the_scale_would_take_most_of_it(
+    asked: int, scale: float, precision: dict[str, Any], steps: int
+) -> None:
+    assert steps_to_train(job(asked, **precision), [tried(scale=131072.0), tried(scale=scale)]) == steps
+
+
 def test_one_step_is_told_as_one() -> None:
-    assert training_run(Trained(scale=8), None, 1).name == "training 1 step"
+    assert training_run(Trained(steps=1, scale=8), None, 1).name == "training 1 step"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 1), None).detail == "1% from FP32's (the last step)"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 2), None).detail == "the run ended after 1 step"
+
+
+def test_losses_of_skipped_steps_are_no_evidence() -> None:
+    trained = Trained(losses=(1.0, 1.0, 2.0, 1.0), skipped=(0, 1, 3))
+    step = losses_as_in_fp32(trained, curve(1.0, 4), curve(1.0, 4))
+    assert (step.passed, step.detail.partition(";")[0]) == (False, "1e+02% from FP32's (the last step taken)")
+    none = losses_as_in_fp32(curve(1.0, 2).model_copy(update={"skipped": (0, 1)}), curve(9.0, 2), None)
+    assert (none.passed, none.detail) == (True, "not compared: no step was taken")
+    numbers = figures(Seen(runs={"patched": trained}), Seen(runs={"float32": curve(1.0, 4)}), 4)
+    assert (numbers["loss_difference"], numbers["skipped_patched"]) == (1.0, 3.0)
+    assert "loss_difference" not in figures(
+        Seen(runs={"patched": trained.model_copy(update={"skipped": range(4)})}),
+        Seen(runs={"float32": curve(1.0, 4)}),
+        4,
+    )
 
 
 def curve(factor: float, count: int = 8) -> Trained:

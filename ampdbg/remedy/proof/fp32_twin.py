@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,8 @@ from ampdbg.precision.levels import loss_scaler, low_dtype
 from ampdbg.training.altered import rounding_to
 from ampdbg.training.loop import update_weights
 from ampdbg.training.run import Run, prepared
+
+OfAStep = TypeVar("OfAStep")
 
 
 def fp32_losses(
@@ -52,17 +55,25 @@ def fp32_losses(
     return tuple(losses)
 
 
-def distance(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The median relative difference of two runs of one length over their last quarter; NaN where one is not finite."""
-    pairs = list(zip(last_quarter(losses), last_quarter(others), strict=True))
+def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
+    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
+
+    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
+    """
+    pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
     if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.nan
     return statistics.median(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 
 
-def last_quarter(losses: Sequence[float]) -> Sequence[float]:
-    """The losses of the last quarter of the steps, rounded up."""
-    return losses[len(losses) * 3 // 4 :]
+def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
+    """What there is of the last quarter of the steps, rounded up."""
+    return steps[len(steps) * 3 // 4 :]
+
+
+def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
+    """What there is of the steps whose update was made."""
+    return [one for number, one in enumerate(steps) if number not in skipped]
 
 
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:

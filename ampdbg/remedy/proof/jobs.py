@@ -45,7 +45,8 @@ class Job:
     precision and in FP32.
 
     ``keeps_scale`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
-    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``.
+    ``train_steps`` steps (with the patch more, where the loss scale needs them to settle), and those in FP32 withhold
+    the updates of the steps in ``withheld``.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -78,10 +79,11 @@ class Tried(_Seen):
 class Trained(_Seen):
     """A training run: the loss of each step, the steps whose update was skipped, the last loss scale.
 
-    ``faults`` are codes and messages of findings that speak against the patch, ``beside`` the codes of those that
-    do not. ``failure`` is why it ended early.
+    It was to have so many ``steps``. ``faults`` are codes and messages of findings that speak against the patch,
+    ``beside`` the codes of those that do not. ``failure`` is why it ended early.
     """
 
+    steps: int = 0
     losses: tuple[float, ...] = ()
     skipped: tuple[int, ...] = ()
     scale: float = 1.0
@@ -94,7 +96,8 @@ class Seen(_Seen):
     """What a process saw of its job.
 
     ``failure`` is why it could not be run at all, ``uncarried`` why the failing steps did not arrive there. ``unused``
-    names patched files that were never imported. ``runs`` and ``uses`` are by what ran: "patched", "unpatched",
+    names patched files that were never imported, ``eval_failure`` is what the first failing step raised in eval
+    mode. ``runs`` and ``uses`` are by what ran: "patched", "unpatched",
     "float32", and "rounded" for FP32 from weights rounded to half.
     """
 
@@ -104,6 +107,7 @@ class Seen(_Seen):
     tried: tuple[Tried, ...] = ()
     further: tuple[Tried, ...] = ()
     further_failure: str = ""
+    eval_failure: str = ""
     runs: Mapping[str, Trained] = {}
     uses: Mapping[str, StepUse] = {}
 

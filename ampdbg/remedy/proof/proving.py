@@ -14,9 +14,11 @@ from ampdbg.remedy.proof.jobs import Job, Patched, Seen
 from ampdbg.remedy.proof.process import in_fresh_process
 from ampdbg.remedy.proof.runs import OnStage, perform
 from ampdbg.remedy.proof.saved_steps import Uncarried, save_steps
+from ampdbg.remedy.proof.settling import why_nothing_was_trained
 from ampdbg.remedy.proof.verdict import (
     figures,
     further_batches,
+    in_eval_mode,
     losses_as_in_fp32,
     same_in_fp32,
     training_run,
@@ -52,7 +54,7 @@ def prove(
         failing: the steps that the patch cures, at least one.
         patch: the patch.
         without: for each part that can be left out, by its title, the patch without it.
-        train_steps: how long the training runs are.
+        train_steps: how long the training runs are; longer where the loss scale would take most of them to settle.
         is_silent: see :func:`~ampdbg.remedy.pins.health.health_of`.
         keeps_scale: see :class:`~ampdbg.training.pinned.PinnedReplays`, one for each failing step.
         on_stage: called with what is about to run.
@@ -87,16 +89,19 @@ def _proof(
     cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
-    trained = patched.runs["patched"]
+    trained, asked = patched.runs["patched"], job.train_steps
     dropped = {}
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
             on_stage(f"the failing step without {title}")
             dropped[title] = perform(replace(job, kind="dropped", patched=rest))
-    reference = perform(replace(job, kind="reference", patched=Patched(), withheld=frozenset(trained.skipped)))
+    job = replace(job, train_steps=trained.steps, withheld=frozenset(trained.skipped))
+    reference = perform(replace(job, kind="reference", patched=Patched()))
     steps = [*cured, same_in_fp32(patched, reference, recorded)]
     steps += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
-    steps += [further_batches(patched), training_run(trained, reference.runs.get("unpatched"), job.train_steps)]
+    steps += [further_batches(patched), in_eval_mode(patched, reference)]
+    nothing_trained = why_nothing_was_trained(job.config.precision, trained, patched.tried)
+    steps.append(training_run(trained, reference.runs.get("unpatched"), asked, nothing_trained))
     if "float32" in reference.runs:
         steps.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
     numbers = figures(patched, reference, job.train_steps)

@@ -17,10 +17,12 @@ from ampdbg.errors import AmpdbgError, WorkloadError
 from ampdbg.findings import Finding
 from ampdbg.record import Record
 from ampdbg.remedy.pins.health import health_of
+from ampdbg.remedy.proof.eval_mode import raised_in_eval_mode
 from ampdbg.remedy.proof.fp32_twin import fp32_losses
 from ampdbg.remedy.proof.jobs import Job, Seen, Trained, Tried
 from ampdbg.remedy.proof.overlay import overlaid
 from ampdbg.remedy.proof.saved_steps import Uncarried
+from ampdbg.remedy.proof.settling import steps_to_train
 from ampdbg.remedy.proof.step_use import StepUse, step_use
 from ampdbg.training.failing_step import FailingStep, further_steps, weights_of
 from ampdbg.training.loop import train
@@ -89,10 +91,25 @@ def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
         with weights_of(run.workload.model, steps[0]):
             further, failure = _further(run, steps[0], tried[0].scale, job)
             use = step_use(run, steps[0])
-    on_stage(f"{job.train_steps} steps with the patch")
-    trained = _trained(job, REPLAYED_STEPS, on_stage)
-    uses = {"patched": use} if use else {}
-    return Seen(tried=tried, further=further, further_failure=failure, runs={"patched": trained}, uses=uses)
+            raised = raised_in_eval_mode(run, steps[0])
+    return Seen(
+        tried=tried,
+        further=further,
+        further_failure=failure,
+        eval_failure=raised,
+        runs={"patched": _trained_with_the_patch(job, tried, on_stage)},
+        uses={"patched": use} if use else {},
+    )
+
+
+def _trained_with_the_patch(job: Job, tried: Sequence[Tried], on_stage: OnStage) -> Trained:
+    """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
+    for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
+        on_stage(f"{steps} steps with the patch")
+        trained = _trained(replace(job, train_steps=steps), REPLAYED_STEPS, on_stage)
+        if not trained.failure:
+            break
+    return trained
 
 
 def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
@@ -113,8 +130,9 @@ def _reference(job: Job, load: Load, on_stage: OnStage) -> Seen:
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
         with weights_of(run.workload.model, steps[0]):
             ways = {"unpatched": step_use(run, steps[0]), "float32": step_use(run, steps[0], in_fp32=True)}
+            raised = raised_in_eval_mode(run, steps[0])
     uses = {name: use for name, use in ways.items() if use is not None}
-    return Seen(tried=tried, runs=_reference_runs(job, uses, on_stage), uses=uses)
+    return Seen(tried=tried, eval_failure=raised, runs=_reference_runs(job, uses, on_stage), uses=uses)
 
 
 KINDS: dict[str, Callable[[Job, Load, OnStage], Seen]] = {
@@ -209,8 +227,8 @@ def _trained_in_fp32(job: Job, on_stage: OnStage, *, is_rounded: bool) -> Traine
     try:
         losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded, on_step=lambda: on_stage(""))
     except AmpdbgError as error:
-        return Trained(failure=_first_line(error))
-    return Trained(losses=losses)
+        return Trained(steps=job.train_steps, failure=_first_line(error))
+    return Trained(steps=job.train_steps, losses=losses)
 
 
 def _trained(job: Job, replays: int, on_stage: OnStage) -> Trained:
@@ -226,12 +244,13 @@ def _trained(job: Job, replays: int, on_stage: OnStage) -> Trained:
         )
     except AmpdbgError as error:
         if not isinstance(error.record, Record):
-            return Trained(failure=_first_line(error))
+            return Trained(steps=job.train_steps, failure=_first_line(error))
         record, failure = error.record, _first_line(error)
     if record.interrupted:
         raise KeyboardInterrupt
     findings = [finding for finding in diagnose(record).findings if finding.severity != "info"]
     return Trained(
+        steps=job.train_steps,
         losses=tuple(step.loss for step in record.steps),
         skipped=tuple(step.step for step in record.steps if step.skipped),
         scale=record.steps[-1].scale if record.steps else 1.0,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.experiments import ProofStep
-from ampdbg.remedy.proof.fp32_twin import distance, last_quarter
+from ampdbg.remedy.proof.fp32_twin import distance, last_quarter, taken
 from ampdbg.remedy.proof.jobs import Patched, Seen, Trained, Tried
 
 SAME_FUNCTION = 1e-3
@@ -83,35 +83,60 @@ def further_batches(seen: Seen) -> ProofStep:
     return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
 
 
-def training_run(trained: Trained, unpatched: Trained | None, steps: int) -> ProofStep:
-    """Whether a run with the patch shows no finding of precision."""
-    name = f"training {_counted(steps, 'step')}"
-    if trained.failure:
-        return ProofStep(name, False, trained.failure)
-    if trained.faults:
-        return ProofStep(name, False, trained.faults[0])
+def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
+    """Whether the patched model still runs in eval mode, where code takes branches that no step of training does."""
+    name = "in eval mode"
+    if not patched.eval_failure:
+        return ProofStep(name, True, "the failing step's batch runs through")
+    if reference.eval_failure:
+        return ProofStep(name, True, f"not run: the unpatched model raises too ({reference.eval_failure})")
+    return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
+
+
+def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothing_trained: str = "") -> ProofStep:
+    """Whether a run with the patch shows no finding of precision.
+
+    Args:
+        trained: the run.
+        unpatched: the same without the patch, where it was made.
+        asked: how many steps it was to have, were it not for a loss scale that has to settle.
+        nothing_trained: why no step of it was taken; "" where one was.
+    """
+    name = f"training {_counted(trained.steps, 'step')}"
+    wrong = trained.failure or next(iter(trained.faults), nothing_trained)
+    if wrong:
+        return ProofStep(name, False, wrong)
+    longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
     skipped = _counted(len(trained.skipped), "skipped step")
-    return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}{longer}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
-    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding."""
+    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding.
+
+    The loss of a step that was skipped is no evidence: early in a run it is that of weights which nothing has trained.
+    """
     name = "its losses"
     if float32.failure or not _finite(float32):
         return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
     if len(trained.losses) < len(float32.losses):
         return ProofStep(name, False, f"the run ended after {_counted(len(trained.losses), 'step')}")
-    apart = distance(trained.losses, float32.losses)
+    compared = last_quarter(taken(trained.losses, trained.skipped))
+    if not compared:
+        return ProofStep(name, True, "not compared: no step was taken")
+    apart = distance(trained.losses, float32.losses, trained.skipped)
     if math.isnan(apart):
-        return ProofStep(name, False, f"not finite: the last is {_number(trained.losses[-1])}")
-    last = len(last_quarter(trained.losses))
-    over = "the last step" if last == 1 else f"median of the last {last} steps"
+        return ProofStep(name, False, f"not finite: the last is {_number(compared[-1])}")
+    were_taken = " taken" if trained.skipped else ""
+    over = f"the last step{were_taken}"
+    if len(compared) > 1:
+        over = f"median of the last {len(compared)} steps{were_taken}"
     said = f"{_percent(apart)} from FP32's ({over})"
     if rounded is None or not _finite(rounded):
         return ProofStep(name, True, said)
-    noise = distance(rounded.losses, float32.losses)
+    noise = distance(rounded.losses, float32.losses, trained.skipped)
     said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
     return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
 
@@ -120,7 +145,8 @@ def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
     """The numbers of the proof: NAME_patched, NAME_unpatched and NAME_float32, as far as they were measured.
 
     ``step_seconds``, ``saved_bytes`` and ``peak_bytes`` of one forward and backward pass; ``loss`` (the last),
-    ``loss_scale`` (the last) and ``skipped`` of the runs of ``steps`` steps; and how far the losses are apart.
+    ``loss_scale`` (the last) and ``skipped`` of the runs of ``steps`` steps; and how far the losses of the steps that
+    were taken are apart.
     """
     runs, uses = {**patched.runs, **reference.runs}, {**patched.uses, **reference.uses}
     found: dict[str, float | None] = {"steps": steps}
@@ -134,10 +160,11 @@ def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
             found[f"skipped_{name}"] = len(runs[name].skipped)
     for name in ("patched", "unpatched", "float32"):
         found[f"loss_{name}"] = runs[name].losses[-1] if name in runs and runs[name].losses else None
-    if "float32" in runs and _finite(runs["float32"]):
+    skipped = runs["patched"].skipped if "patched" in runs else ()
+    if "float32" in runs and _finite(runs["float32"]) and len(skipped) < steps:
         for name, key in (("patched", "loss_difference"), ("rounded", "noise_floor")):
             if name in runs and len(runs[name].losses) == steps:
-                found[key] = distance(runs[name].losses, runs["float32"].losses)
+                found[key] = distance(runs[name].losses, runs["float32"].losses, skipped)
     return {key: float(value) for key, value in found.items() if value is not None}
 
 
