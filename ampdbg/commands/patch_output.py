@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,12 +39,50 @@ class Output:
     """The suggestion as bytes; ``content`` is None where there is nothing to hand over in this format.
 
     ``base`` is what the paths of a diff are relative to, ``is_git`` whether that is the root of a repository.
+    ``files`` are those that a diff is of.
     """
 
     format: PatchFormat
     content: bytes | None
     base: Path
     is_git: bool
+    files: tuple[Path, ...] = ()
+
+    @property
+    def out_of_reach(self) -> tuple[Path, ...]:
+        """The files that ``git apply`` or ``patch -p1``, typed in this folder, would not find.
+
+        Within a repository git finds those below the folder, and passes over the others without a word.
+        """
+        here = Path.cwd().resolve()
+        if here == self.base:
+            return ()
+        finds = here if self.is_git and here.is_relative_to(self.base) else None
+        return tuple(file for file in self.files if finds is None or not file.is_relative_to(finds))
+
+    def applying(self, file: str = "") -> str:
+        """The command that applies it from here: the patch of that name, else what is piped into it."""
+        if not self.is_git:
+            command = f"patch -p1{self._at('-d')}"
+            return f"{command} < {shlex.quote(file)}" if file else command
+        if not self.out_of_reach:
+            return f"git apply {shlex.quote(file)}" if file else "git apply"
+        return f"git{self._at('-C')} apply" + (f" {shlex.quote(os.path.abspath(file))}" if file else "")
+
+    def _at(self, option: str) -> str:
+        """The option for the folder that the paths count from, as short as that goes; "" where it is this one."""
+        here = Path.cwd().resolve()
+        if here == self.base:
+            return ""
+        return f" {option} {shlex.quote(_shorter(self.base, here))}"
+
+
+def _shorter(folder: Path, here: Path) -> str:
+    """The folder from here or from the root, whichever is shorter; on Windows there may be no way from here."""
+    try:
+        return min(os.path.relpath(folder, here), str(folder), key=len)
+    except ValueError:
+        return str(folder)
 
 
 def output_of(found: Suggestion, format_: PatchFormat, config_folder: Path) -> Output:
@@ -55,7 +94,7 @@ def output_of(found: Suggestion, format_: PatchFormat, config_folder: Path) -> O
     proof = found.record.verification
     failed = proof is not None and not proof.passed
     content = None if failed or found.record.interrupted else WRITERS[format_](found, base)
-    return Output(format_, content, base, is_git)
+    return Output(format_, content, base, is_git, tuple(edit.path.resolve() for edit in edits))
 
 
 def _diff(found: Suggestion, base: Path) -> bytes | None:
@@ -114,6 +153,16 @@ class Given:
         return f"ampdbg suggest-fp32 {self.typed}{strategy}"
 
 
+def warning_of_piping(output: Output) -> str | None:
+    """That ``git apply`` in this folder, with the diff piped into it, would leave files as they are; None where not."""
+    missed = output.out_of_reach
+    if output.format is not PatchFormat.diff or output.content is None or not missed:
+        return None
+    plain = "git apply" if output.is_git else "patch -p1"
+    names = ", ".join(_shorter(file, Path.cwd().resolve()) for file in missed)
+    return f"warning: {plain} in this folder would leave {names} unpatched; type ... | {output.applying()}"
+
+
 def next_step(found: Suggestion, output: Output, given: Given, file: Path | None, *, applied: bool) -> NextStep | None:
     """What to type next.
 
@@ -133,7 +182,7 @@ def next_step(found: Suggestion, output: Output, given: Given, file: Path | None
         return NextStep("the same run, with the patch", given.again)
     if file is None:
         return None
-    return NextStep(*HANDED_OVER[output.format](output, shlex.quote(str(file)), given))
+    return NextStep(*HANDED_OVER[output.format](output, str(file), given))
 
 
 def _other_format(found: Suggestion, output: Output, given: Given) -> tuple[str, str]:
@@ -150,9 +199,7 @@ def _in_the_config(output: Output, file: str, given: Given) -> tuple[str, str]:
 
 
 def _apply(output: Output, file: str, given: Given) -> tuple[str, str]:
-    elsewhere = "" if output.base == Path.cwd().resolve() else f" -d {shlex.quote(str(output.base))}"
-    command = f"git apply {file}" if output.is_git else f"patch -p1{elsewhere} < {file}"
-    return "the patch, where it is not applied yet", command
+    return "the patch, where it is not applied yet", output.applying(file)
 
 
 HANDED_OVER: Mapping[PatchFormat, Callable[[Output, str, Given], tuple[str, str]]] = {

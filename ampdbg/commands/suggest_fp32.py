@@ -19,7 +19,7 @@ from . import bisect, options
 from .config_sources import config_given, is_python, is_record, told_of_watched_loop
 from .options import Searching, as_overrides, as_typed
 from .patch_files import apply_patch, with_places, write_suggestion
-from .patch_output import FORMS, Given, Output, PatchFormat, next_step, output_of
+from .patch_output import FORMS, Given, Output, PatchFormat, next_step, output_of, warning_of_piping
 from .record_files import LATEST, load_record, tell_unsaved, try_to_save
 from .scan import diagnosed
 from .suggesting import searched, told
@@ -168,10 +168,12 @@ def command(
         written = write_suggestion(
             found, ready, output, saved, apply=apply, force=force, beside_record=record is None and output is None
         )
+        is_printed = not apply and output is None and ready.content is not None
+        if is_printed and not json and not result.isatty() and (warning := warning_of_piping(ready)):
+            say(warning)  # also with --quiet: git itself would say nothing
         if ready.content is None or not quiet:
             step = next_step(found, ready, given, written.file, applied=apply and written.failure is None)
             say(_report(found, ready, step, typed, saved).rstrip())
-        is_printed = not apply and output is None and ready.content is not None
         write_result(to_json(found.record) if json else ready.content or b"" if is_printed else b"", result)
     if written.failure is not None:
         raise with_places(written.failure, written.file, saved)
@@ -185,8 +187,6 @@ def _report(found: Suggestion, ready: Output, step: NextStep | None, given: str,
     look = look_of(sys.stderr)
     is_by_name = ready.format in (PatchFormat.module, PatchFormat.yaml) and ready.content is not None
     units = found.patch.units if found.patch is not None and not is_by_name else ()
-    return render_suggestion(
-        found.record,
-        Suggested(tuple(EditMade(unit.title, unit.notes) for unit in units), found.notes, step, is_by_name),
-        **shown_as(look, given, written),
-    )
+    edits = tuple(EditMade(unit.title, unit.notes) for unit in units)
+    suggested = Suggested(edits, found.notes, step, is_by_name, found.refused)
+    return render_suggestion(found.record, suggested, **shown_as(look, given, written))

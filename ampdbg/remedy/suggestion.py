@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,6 +24,7 @@ from ampdbg.remedy.pins.set_found import Events
 from ampdbg.remedy.pins.tying import tied_together
 from ampdbg.remedy.proof.jobs import Patched
 from ampdbg.remedy.proof.proving import prove
+from ampdbg.remedy.source.source_pins import Refused
 from ampdbg.remedy.written_functions import call_of
 from ampdbg.training.failing_step import weights_of
 from ampdbg.training.investigation import OnReplay
@@ -45,7 +46,7 @@ class Suggestion:
     ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
     failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
     ``all_names`` are all modules. ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
-    remedies other than pins.
+    remedies other than pins. ``refused`` says why no code could be edited: ``FILE:LINES: reason`` each.
     """
 
     record: Record
@@ -54,6 +55,7 @@ class Suggestion:
     all_names: tuple[str, ...]
     one_tensor: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     @property
     def is_by_name(self) -> bool:
@@ -150,11 +152,13 @@ def _with_patch(
     What is only tied to a module that goes wrong is left as it is first.
     """
     failed: list[tuple[Patch, Proof]] = []
+    refused: tuple[str, ...] = ()
     needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
     plans = [(needed, ways) for ways in WAYS] if needed.pins else []
     plans += [(materials, ways) for ways in WAYS] if needed != materials else []
     for given, ways in plans:
         patch = planned(given, ways)
+        refused = refused or tuple(_told(patch.refused))
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
         if not verify:
@@ -166,7 +170,19 @@ def _with_patch(
                 patch = wider_than(narrower, proof.failure, patch)
             return replace(found, patch=patch, record=replace(found.record, verification=tried))
         failed.append((patch, tried))
-    return replace(found, record=replace(found.record, verification=failed[0][1] if failed else None))
+    record = replace(found.record, verification=failed[0][1] if failed else None)
+    return replace(found, record=record, refused=refused)
+
+
+def _told(refused: Sequence[Refused]) -> Iterator[str]:
+    """Each reason once for each file, with its lines."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for one in refused:
+        lines.setdefault((one.file, one.reason), []).append(one.line)
+    for (file, reason), numbers in lines.items():
+        known = ", ".join(str(number) for number in dict.fromkeys(numbers) if number)
+        place = f"{file}:{known}" if known else file
+        yield f"{place}: {reason}" if place else reason
 
 
 def _by_name(found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None]) -> Suggestion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -172,11 +172,12 @@ def applied(edits: Sequence[Edit], materials: Materials) -> tuple[tuple[FileEdit
         before = Path(file).read_bytes()
         here = [edit for edit in edits if edit.file == file]
         edited = edit_source(before, [edit.source for edit in here if edit.source is not None])
-        refused += edited.refused
+        here_refused = list(edited.refused)
         names = [name for edit in here if edit.source is None for name in edit.pins]
         if names:
             edited = _with_helper(edited, names, materials)
-            refused += edited.refused
+            here_refused += edited.refused
+        refused += (replace(one, file=file) for one in here_refused)
         if edited.source != before:
             files.append(FileEdit(Path(file), before, edited.source))
     return tuple(files), tuple(refused)

@@ -32,14 +32,16 @@ class EditMade:
 class Suggested:
     """What the report needs to know beside the record.
 
-    ``units`` are the edits of the patch; without any there is no patch. ``notes`` are remedies other than
-    pins. ``is_by_name`` says that modules are pinned by name, in a file or a config, and no code is edited.
+    ``units`` are the edits of the patch; without any there is no patch, and ``refused`` says why no code could be
+    edited, ``FILE:LINES: reason`` each. ``notes`` are remedies other than pins. ``is_by_name`` says that modules are
+    pinned by name, in a file or a config, and no code is edited.
     """
 
     units: tuple[EditMade, ...] = ()
     notes: tuple[str, ...] = ()
     next_step: NextStep | None = None
     is_by_name: bool = False
+    refused: tuple[str, ...] = ()
 
 
 def render_suggestion(
@@ -75,7 +77,8 @@ def render_suggestion(
         others = draw(_notes(notes), width=width, color=color, unicode=unicode) if notes else ""
         return f"{ended}\n{others}" if others else ended
     record = named_from(folder, record)
-    sections = _sections(record, replace(suggested, notes=notes), record_path, width)
+    refused = tuple(_shortened(reason, folder) for reason in suggested.refused)
+    sections = _sections(record, replace(suggested, notes=notes, refused=refused), record_path, width)
     return draw(sections, width=width, color=color, unicode=unicode)
 
 
@@ -90,6 +93,8 @@ def _sections(record: Record, suggested: Suggested, record_path: str, width: int
     yield Group(*set_text(record.pins, record.findings, width))
     if suggested.units:
         yield Group(title("The patch"), *(line for unit in suggested.units for line in _edit(unit)))
+    elif suggested.refused and record.verification is None and not suggested.is_by_name:
+        yield Group(title("Why no code is edited"), *(indented(Text(reason)) for reason in suggested.refused))
     if record.verification is not None:
         yield Group(*proof_text(record.verification))
     if record.search is not None and record.search.cost is not None:

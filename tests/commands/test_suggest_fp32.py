@@ -228,6 +228,16 @@ def test_code_that_cannot_be_edited_can_be_pinned_by_name(form: str, here: Here,
     assert "blocks.2.attn" in by_name.stdout
 
 
+def test_why_no_code_could_be_edited_is_said(here: Here, fake: Fake) -> None:
+    reason = f"{here.folder / 'model.py'}:12, 13: the name torch stands for something else here"
+    fake(record=replace(found(), verification=None), refused=(reason,))
+    result = here("suggest-fp32", "config.yaml")
+    told = "\nWhy no code is edited\n  model.py:12, 13: the name torch stands for something else here\n"
+    assert told in result.stderr
+    by_name = here("suggest-fp32", "config.yaml", "--format", "yaml")
+    assert (by_name.code, "Why no code is edited" in by_name.stderr) == (0, False)
+
+
 def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None:
     fake(record=not_in_a_module())
     result = here("suggest-fp32", "config.yaml", "--format", "yaml")
@@ -235,6 +245,54 @@ def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None
 
 
 # Applying
+
+
+def applied_by(command: str, given: str = "") -> bool:
+    """Whether both files are as the patch makes them after a command of the shell; they are put back."""
+    files = [Path("model.py"), Path("parts/train.py")]
+    files = files if files[0].exists() else [Path("..") / file for file in files]
+    done = subprocess.run(command, shell=True, input=given.encode(), capture_output=True, check=False)
+    after = [file.read_bytes() for file in files]
+    for file in files:
+        file.write_bytes(BEFORE)
+    return done.returncode == 0 and after == [AFTER, AFTER]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the commands are quoted for a POSIX shell")
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_from_a_folder_within_the_commands_reach_the_files_outside(is_repository: bool, here: Here, fake: Fake) -> None:
+    if is_repository:
+        subprocess.run(["git", "init", "-q"], check=True)
+    fake()
+    here.monkeypatch.chdir("parts")
+    result = here("suggest-fp32", "../config.yaml")
+    warning, *_ = [line for line in result.stderr.splitlines() if line.startswith("warning")]
+    plain, way, left = (
+        ("git apply", "git -C .. apply", "../model.py")
+        if is_repository
+        else ("patch -p1", "patch -p1 -d ..", "../model.py, train.py")
+    )
+    assert warning == f"warning: {plain} in this folder would leave {left} unpatched; type ... | {way}"
+    assert not applied_by(plain, result.stdout)
+    assert applied_by(way, result.stdout)
+    command = result.stderr.splitlines()[-1].strip()
+    assert command.startswith(way)
+    assert applied_by(command)
+    assert here("suggest-fp32", "../config.yaml", "--quiet").stderr == f"{warning}\n"
+    assert "warning" not in here("suggest-fp32", "../config.yaml", "--format", "json").stderr
+    assert "warning" not in here("suggest-fp32", "../config.yaml", "--output", "x.patch").stderr
+
+
+@pytest.mark.parametrize("folder", [".", "parts"])
+def test_where_git_apply_finds_all_files_it_is_all_there_is_to_type(folder: str, here: Here, fake: Fake) -> None:
+    subprocess.run(["git", "init", "-q"], check=True)
+    whole = suggestion(here.folder).patch
+    assert whole is not None
+    fake(patch=replace(whole, edits=whole.edits[-1:]))
+    here.monkeypatch.chdir(folder)
+    result = here("suggest-fp32", "config.yaml" if folder == "." else "../config.yaml")
+    assert "warning" not in result.stderr
+    assert result.stderr.splitlines()[-1].replace("\\", "/").startswith("  git apply .ampdbg/")
 
 
 def test_apply_writes_the_files_and_prints_no_patch(here: Here, fake: Fake) -> None:

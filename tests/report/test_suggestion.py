@@ -54,6 +54,16 @@ def test_a_failed_proof(golden: Golden) -> None:
     golden(GOLDEN / "suggestion_failed.txt", rendered(replace(found(), verification=FAILED), Suggested()))
 
 
+def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
+    reasons = ("/home/me/model.py:12, 13: torch is another thing here", "blocks.2: no code of yours makes or calls it")
+    told = (
+        "\nWhy no code is edited\n  model.py:12, 13: torch is another thing here\n"
+        "  blocks.2: no code of yours makes or calls it\n"
+    )
+    assert told in rendered(found(), Suggested(refused=reasons))
+    assert "Why" not in rendered(replace(found(), verification=FAILED), Suggested(refused=reasons))
+
+
 def test_a_command_to_copy_is_never_cut() -> None:
     assert PATCHED.next_step is not None
     for width in (40, 80):

@@ -10,7 +10,7 @@ import pytest
 from ampdbg.experiments import Proof, ProofStep
 from ampdbg.remedy import suggestion
 from ampdbg.remedy.dialects import diff
-from tests.proof.overflowing import written
+from tests.proof.overflowing import NET, written
 
 FAILED = Proof(
     False, (ProofStep("the failing step (0)", True, "healthy"), ProofStep("further batches", False, "loss NaN"))
@@ -51,3 +51,17 @@ def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, mo
     found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
     assert found.patch is not None
     assert [(unit.title, unit.notes) for unit in found.patch.units] == [("line 15 of net.py", ())]
+
+
+def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
+    net = NET.replace("torch.eye", "F.torch.eye").replace(
+        "def forward(self, x):", "def forward(self, x, torch=None, _keep_in_fp32=None):"
+    )
+    config = written(tmp_path, {"net.py": f"{net}\n\ndef _keep_in_fp32(x):\n    return x\n"})
+    found = suggestion.suggest(config, verify=False)
+    assert found.patch is None
+    path = tmp_path / "net.py"
+    assert found.refused == (
+        f"{path}:15: the name torch stands for something else here; import torch under its own name first",
+        f"{path}: it has a function _keep_in_fp32 of its own; rename that first",
+    )

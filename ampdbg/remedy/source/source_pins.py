@@ -70,7 +70,8 @@ SourcePin = StatementPin | CallPin | FunctionPin
 
 @dataclass(frozen=True)
 class Refused:
-    """A pin, or a line of one, that was left alone; ``line`` is 0 where it is the whole file."""
+    """A pin, or a line of one, that was left alone; ``line`` is 0 where it is the whole file, ``file`` where known."""
 
     line: int
     reason: str
+    file: str = ""
