@@ -13,7 +13,7 @@ from .modes import CONDITIONAL, called_name
 from .operands import not_read, operands_of, root_name
 from .source_text import EditError
 from .tensor_names import TensorNames
-from .vocabulary import CASTS, JOINS
+from .vocabulary import CASTS, JOINS, TRANSPOSED
 
 _EMPTY = cst.Module([])
 
@@ -118,6 +118,8 @@ class HalfCasts(cst.CSTTransformer):
             return self._chooses_unknown(node)
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
             return False
+        if isinstance(node, cst.Attribute) and node.attr.value in TRANSPOSED and self._is_half(node.value):
+            return False  # `x.float().T`, as a person writes it
         code = code_of(node)
         if code in self._made or root_name(node) in self._made:
             return False

@@ -21,6 +21,7 @@ from .vocabulary import (
     PRODUCTS,
     RANDOM,
     TORCH_FUNCTIONS,
+    TRANSPOSED,
     VIEWS,
 )
 
@@ -63,7 +64,7 @@ def kind_of(node: cst.CSTNode, names: TensorNames) -> Kind:
         computes = isinstance(node.operator, _OPERATORS) and names.is_tensor(node)
         return Kind.OPERATION if computes else Kind.NOTHING
     if isinstance(node, cst.Attribute):
-        return Kind.MOVE if node.attr.value in ("T", "mT", "H", "mH") else Kind.NOTHING
+        return Kind.MOVE if node.attr.value in TRANSPOSED else Kind.NOTHING
     return _kind_of_call(node, names) if isinstance(node, cst.Call) else Kind.NOTHING
 
 

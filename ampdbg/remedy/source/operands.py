@@ -8,9 +8,8 @@ from .bindings import Bindings
 from .expressions import bare, code_of, find
 from .modes import Kind, called_name, kind_of
 from .tensor_names import TensorNames
-from .vocabulary import CASTS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS
+from .vocabulary import CASTS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS, TRANSPOSED
 
-_TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 _LOOKED_AT = PLAIN_BUILTINS - {"list", "tuple", "zip", "enumerate", "reversed", "min", "max", "iter", "next"}
 """Builtins that read no values of a tensor that they are given."""
 
@@ -46,7 +45,7 @@ def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
     match node:
         case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CASTS:
             return _tensor_in(base)
-        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in _TRANSPOSED:
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in TRANSPOSED:
             return _tensor_in(base)
         case cst.Subscript(value=cst.Name() as base):
             return base

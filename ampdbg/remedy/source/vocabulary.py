@@ -33,6 +33,9 @@ CREATES = frozenset(
     new_zeros new_ones new_empty new_full new_tensor one_hot finfo iinfo device Size""".split()
 )
 
+TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
+"""Attributes that are a view of a tensor."""
+
 METADATA = frozenset(
     """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
     is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
