@@ -7,7 +7,7 @@ only then which FP16 op is the producer and which code its numbers mean.
 from __future__ import annotations
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.mathematics import divergence, diverges, wrong_in_fp32_too
+from ampdbg.diagnosis.mathematics import divergence, first_divergence, wrong_in_fp32_too
 from ampdbg.diagnosis.producers import culprit, precision_cause
 from ampdbg.diagnosis.remedies import finding_at
 from ampdbg.findings import Finding
@@ -23,8 +23,9 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return finding_at("unknown", made, None, f"the step could not be replayed: {made.replays[0].error}")
     if made.replays[1].error:
         return finding_at("unknown", made, None, f"the same step in FP32 could not be run: {made.replays[1].error}")
-    if diverges(made, record):
-        return divergence(made, record)
+    diverging = first_divergence(made, record)
+    if diverging is not None:
+        return divergence(diverging, record)
     if not is_finite(made.replays[1]):
         return wrong_in_fp32_too(made)
     suspect = culprit(made)

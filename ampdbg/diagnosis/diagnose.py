@@ -62,7 +62,8 @@ def diagnose(record: Record) -> Record:
         for finding in family(record):
             if finding.severity == "info":
                 information.append(replace(finding, root=None))
-            else:
+            # What one step's replays show may be the cause of more than one thing: it is told once.
+            elif finding not in [replace(known, root=finding.root) for known in told]:
                 told.append(replace(finding, root=_root(finding, told)))
     # Information is left out where there is more to tell.
     return replace(record, findings=tuple(told or information), verdict=_verdict(record, told))

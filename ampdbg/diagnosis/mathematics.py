@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampdbg.agreement import is_finite, rose
+from ampdbg.agreement import climbs_on, is_finite, rose
 from ampdbg.diagnosis.remedies import finding_at, named
 from ampdbg.findings import Finding
 from ampdbg.record import Investigation, Producer, Record
@@ -27,26 +27,30 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     )
 
 
-def diverges(made: Investigation, record: Record) -> bool:
-    """Whether the loss was rising before the step, and rises in FP32 too from there.
-
-    A rise that shows only in this step may be its batch: then FP32 has to take it much further.
-    """
-    before, fp32 = record.steps[: made.step], made.replays[1]
-    first, last = (made.continuation[0], made.continuation[-1]) if made.continuation else (math.nan, math.nan)
-    if not math.isfinite(last):
-        return rose(before) and (not is_finite(fp32) or bool(made.continuation))
-    if rose(before):
-        return abs(last) >= abs(first)
-    return rose(before, fp32.loss, last) and rose((), first, last)
+def first_divergence(made: Investigation, record: Record) -> Investigation | None:
+    """The first step whose replays show that the run diverges, where ``made`` shows it; else None."""
+    if not _diverges(made, record):
+        return None
+    earlier = (other for other in record.investigations if other.step < made.step and _was_replayed(other))
+    return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=made)
 
 
 def divergence(made: Investigation, record: Record) -> Finding:
     """The finding of a run that diverges."""
     losses = [step.loss for step in record.steps[: made.step] if math.isfinite(step.loss)]
-    reached = next((loss for loss in (made.replays[1].loss, losses[-1]) if math.isfinite(loss)), losses[-1])
+    reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
     message = f"the loss rose from {min(losses):.4g} to {reached:.4g}, and FP32 diverges from this step on too"
     return finding_at("divergence", made, None, message, {"continuation": list(made.continuation)})
+
+
+def _diverges(made: Investigation, record: Record) -> bool:
+    """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
+    before = [step.loss for step in record.steps[: made.step]]
+    return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
+
+
+def _was_replayed(made: Investigation) -> bool:
+    return made.reproduced > 0 and len(made.replays) > 1 and not made.replays[1].error
 
 
 def _starts_in(made: Investigation) -> Producer | None:

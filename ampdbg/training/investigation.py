@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.utils import _pytree
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, rose
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_risen
 from ampdbg.precision.levels import low_dtype
 from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
@@ -76,7 +76,7 @@ class _Replays:
         if why == "gradients" and is_finite(fp32.replay):
             replays += self._at_lower_scales(fp32)
         replays.append(self._wider(fp32.replay))
-        may_diverge = rose(before) or rose(before, fp32.replay.loss)
+        may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
         continuation = self._continued() if may_diverge and not fp32.replay.error else ()
         return replace(made, replays=tuple(replays), reproduced=1, tries=tries, continuation=continuation)
 

@@ -204,6 +204,22 @@ def test_an_overflow_does_not_follow_from_a_later_one(monkeypatch: pytest.Monkey
     assert [finding.root for finding in diagnose(record_of(())).findings] == [None, 0, 0]
 
 
+def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
+    steps = [
+        replace(step, loss=loss)
+        for step, loss in zip(steps_of("....x.I"), [2, 3, 2, 3, 900, 800, math.inf], strict=True)
+    ]
+    low, fp32 = Replay("float16", 1.0, math.inf, math.inf, gradients=("head.weight",)), Replay("float32", 1, 900.0, 1)
+    later = Investigation(6, "loss", (low, fp32), continuation=(7e8, math.inf))
+    earlier = Investigation(4, "gradients", (low, fp32), continuation=(900.0, 7e8, math.inf))
+    for order in ((earlier, later), (later, earlier)):
+        record = diagnose(record_of(steps, investigations=order))
+        assert codes(record) == [("divergence", "backward", None)]
+        assert record.findings[0].step == 4
+        assert "rose from 2 to 900" in record.findings[0].message
+        assert record.verdict == "other"
+
+
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
 def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -> None:
     record = record_of(steps_of(pattern, interval))

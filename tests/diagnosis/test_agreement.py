@@ -1,0 +1,84 @@
+"""When a loss has risen, and when FP32 diverges: the same for losses of any sign, level and size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.agreement import FEW_LOSSES, climbs_on, may_have_risen, rose
+
+# Whole numbers: a constant is added to them without rounding.
+losses = st.lists(st.integers(-1000, 1000).map(float), max_size=12)
+many_losses = st.lists(st.integers(-1000, 1000).map(float), min_size=FEW_LOSSES, max_size=12)
+constants = st.integers(-1000, 1000).map(float)
+factors = st.sampled_from([2.0**power for power in (-20, -3, 1, 20)])
+
+
+def moved(values: Sequence[float], constant: float, factor: float) -> list[float]:
+    return [(value + constant) * factor for value in values]
+
+
+@given(losses, constants, factors)
+def test_a_constant_or_a_factor_changes_nothing_in_whether_losses_rose(
+    values: list[float], constant: float, factor: float
+) -> None:
+    assert rose(values) == rose(moved(values, constant, factor))
+    assert may_have_risen(values, 0.0) == may_have_risen(moved(values, constant, factor), constant * factor)
+
+
+@given(many_losses, losses, constants, factors)
+def test_nor_in_whether_fp32_climbs_on(
+    before: list[float], continuation: list[float], constant: float, factor: float
+) -> None:
+    same = climbs_on(moved(before, constant, factor), moved(continuation, constant, factor))
+    assert climbs_on(before, continuation) == same
+
+
+@given(st.lists(constants, min_size=1, max_size=5), st.integers(2, 5), losses)
+def test_equal_losses_and_batches_that_take_turns_never_rise(
+    cycle: list[float], turns: int, before: list[float]
+) -> None:
+    assert not rose(cycle * turns, times=0.0)
+    assert not climbs_on(before, cycle * turns)
+
+
+@given(many_losses, losses)
+def test_a_loss_that_ends_below_where_it_was_does_not_climb(before: list[float], continuation: list[float]) -> None:
+    if continuation and continuation[-1] <= continuation[0]:
+        assert not climbs_on(before, continuation)
+
+
+@pytest.mark.parametrize("growth", [1.1, 1.5, 4.0, 1e6])
+@pytest.mark.parametrize("shape", [lambda loss: loss, lambda loss: loss - 5.0, lambda loss: 1e-3 * loss - 2.0])
+def test_a_loss_that_grows_by_a_factor_diverges(growth: float, shape: Callable[[float], float]) -> None:
+    series = [shape(growth**step) for step in range(20)]
+    assert climbs_on(series[:10], series[10:])
+    assert not climbs_on(series[:10], series[10:][::-1])
+
+
+def test_what_fp32_ends_in_counts_where_it_stands_clear_of_the_losses_before() -> None:
+    before = [2.3, 2.1, 2.2, 2.0, 2.1]
+    assert climbs_on(before, [900.0, 7e13, math.inf])
+    assert climbs_on(before, [900.0, math.nan])
+    assert not climbs_on(before, [2.0, math.nan])
+    assert not climbs_on(before, [900.0, 3.0, math.nan])
+    assert not climbs_on(before, [math.inf])
+
+
+def test_few_losses_are_no_measure_of_how_far_losses_range() -> None:
+    before, continuation = [1.38, 1.39], [1.39, 1.4, 1.45, 1.6, 2.1]
+    assert not climbs_on(before, continuation)
+    assert climbs_on(before, [1.39, 30.0, 700.0])
+    assert not climbs_on([], [1.0, 30.0, 700.0])
+    assert not rose([1.0, 50.0])
+
+
+def test_a_run_that_is_below_where_it_began_has_not_risen() -> None:
+    assert not may_have_risen([-1.0, -5.0, -20.0], -21.0)
+    assert not may_have_risen([], 3.0)
+    assert may_have_risen([1.0, math.nan, 2.0], math.nan)
+    assert may_have_risen([1.0, 0.5], 40.0)
