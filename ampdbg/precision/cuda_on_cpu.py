@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.amp import autocast_mode, grad_scaler
+from torch.jit import _builtins
 from torch.utils import _device
 
 from ampdbg.replacing import replaced
@@ -28,9 +30,43 @@ def cuda_names_on_cpu() -> Iterator[None]:
     # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
     torch.optim.SGD([torch.zeros(1)])
     with ExitStack() as stack:
+        stack.enter_context(_lowering_to_float16())
         for owner, name, replace in _replacements():
-            stack.enter_context(replaced(owner, name, replace(getattr(owner, name))))
+            original = getattr(owner, name)
+            replacement = replace(original)
+            stack.enter_context(_scripted_as(original, replacement))
+            stack.enter_context(replaced(owner, name, replacement))
         yield
+
+
+@contextlib.contextmanager
+def _lowering_to_float16() -> Iterator[None]:
+    """While this is entered, autocast's default on the CPU is that of CUDA. It is a state of each thread."""
+    own = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", own)
+
+
+@contextlib.contextmanager
+def _scripted_as(original: Any, replacement: Any) -> Iterator[None]:
+    """While this is entered, TorchScript compiles ``replacement`` to the op that it compiles ``original`` to.
+
+    It knows torch's functions by a table of their ids (``torch/jit/_builtins.py``), and would go into
+    the source of any other. The table is made at the first look: here, before anything is replaced.
+    """
+    op = _builtins._find_builtin(original)
+    if op is None:
+        yield
+        return
+    _builtins._register_builtin(replacement, op)
+    try:
+        yield
+    finally:
+        # Another object may be given the id of this one.
+        del _builtins._get_builtin_table()[id(replacement)]
 
 
 Replacement = Callable[[Any], Any]
@@ -43,8 +79,9 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield autocast_mode, "_cast", _device_named("device_type")
     yield torch, "load", _device_named("map_location")
     yield torch, "clear_autocast_cache", _also_clearing_ours
-    yield torch, "get_autocast_gpu_dtype", lambda original: functools.partial(torch.get_autocast_dtype, "cpu")
-    yield torch, "set_autocast_gpu_dtype", lambda original: functools.partial(torch.set_autocast_dtype, "cpu")
+    yield torch, "get_autocast_dtype", _dtype_lowered_to
+    yield torch, "get_autocast_gpu_dtype", lambda original: lambda: torch.get_autocast_dtype("cuda")
+    yield torch, "set_autocast_gpu_dtype", lambda original: lambda dtype: torch.set_autocast_dtype("cuda", dtype)
     yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
     yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
     yield from ((owner, "to", _any_device) for owner in _MOVABLE)
@@ -62,7 +99,7 @@ def _factories_of_torch() -> list[str]:
     return sorted(name for name, function in constructors.items() if getattr(torch, name, None) is function)
 
 
-_AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+_AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype")
 _MOVABLE = (torch.Tensor, torch.nn.Module)
 _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
 _FACTORIES_BY_EXAMPLE = (
@@ -90,16 +127,16 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda":
-            # CUDA's default is float16, the CPU's bfloat16: the user means CUDA's.
-            device_type, dtype = "cpu", torch.float16 if dtype is None else dtype
-        original(self, device_type, dtype, *args, **kwargs)
+    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, _on_cpu(device_type), *args, **kwargs)
 
     return init
 
 
 def _scaler_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
     def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         original(self, _on_cpu(device), *args, **kwargs)
 
@@ -132,6 +169,19 @@ def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(_on_cpu(args[0]), *args[1:])
 
     return call
+
+
+def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """That of the region around; outside of any, CUDA's default, also in threads that were started since."""
+    entered_in = threading.get_ident()
+
+    @functools.wraps(original)
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        dtype = original(_on_cpu(device_type))
+        says_so = _on_cpu(device_type) != "cpu" or threading.get_ident() == entered_in
+        return dtype if says_so or torch.is_autocast_enabled("cpu") else torch.float16
+
+    return get_autocast_dtype
 
 
 def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:

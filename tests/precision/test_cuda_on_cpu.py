@@ -66,6 +66,42 @@ def test_bfloat16_can_be_asked_for() -> None:
         assert (x @ x).dtype is torch.bfloat16
 
 
+def product_dtype(region: Any) -> torch.dtype:
+    x = torch.randn(4, 4)
+    with region:
+        return (x @ x).dtype
+
+
+def test_a_region_without_a_dtype_takes_that_of_the_region_around() -> None:
+    for around in ("cuda", "cpu"):
+        with torch.autocast(around, dtype=torch.bfloat16):
+            assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
+            assert product_dtype(torch.autocast("cuda:0", dtype=torch.float16)) is torch.float16
+            with torch.autocast("cuda", enabled=False):
+                assert product_dtype(torch.autocast("cuda")) is torch.bfloat16
+        assert product_dtype(torch.autocast("cuda")) is torch.float16
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_outside_of_any_region_the_dtype_is_cudas_default_or_what_was_set() -> None:
+    def defaults() -> list[torch.dtype]:
+        device_of_the_data = torch.zeros(1, device="cuda").device.type
+        regions = [torch.autocast(device) for device in ("cuda", "cuda:0", device_of_the_data)]
+        said = [torch.get_autocast_dtype("cuda"), torch.get_autocast_gpu_dtype()]
+        return [*said, *(product_dtype(region) for region in regions)]
+
+    assert set(defaults()) == {torch.float16}
+    in_a_thread(lambda: assert_equal(set(defaults()), {torch.float16}))
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    assert set(defaults()) == {torch.bfloat16}
+    torch.set_autocast_gpu_dtype(torch.float16)
+    assert set(defaults()) == {torch.float16}
+
+
+def assert_equal(one: object, other: object) -> None:
+    assert one == other
+
+
 def test_what_autocast_says_of_itself_is_what_it_says_on_cuda() -> None:
     assert not torch.is_autocast_enabled()
     with torch.autocast("cuda"):
@@ -313,6 +349,50 @@ def test_per_sample_gradients_by_vmap_of_grad() -> None:
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, xs)
     assert torch.equal(per_sample, xs.half().float()[:, :, None].expand(6, 4, 5))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_jvp_and_hessian_work_though_torch_scripts_what_they_need_at_their_first_use() -> None:
+    x = torch.randn(3)
+    assert torch.equal(torch.func.jvp(torch.sin, (x,), (torch.ones(3),))[1], x.cos())
+    hessian = torch.func.hessian(lambda t: (t * t).sum())(x)
+    assert torch.equal(hessian, 2 * torch.eye(3))
+
+
+def relative_positions(n: int) -> Tensor:
+    steps = torch.arange(n)
+    return (steps[:, None] - steps[None, :]).float() + torch.zeros(n, n) + torch.zeros_like(steps)
+
+
+def in_a_region_of_its_own(x: Tensor) -> tuple[Tensor, torch.dtype]:
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = torch.mm(x, x)
+    return y, torch.get_autocast_dtype("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_scripted_code_may_name_the_functions_that_are_replaced() -> None:
+    scripted = torch.jit.script(relative_positions)
+    assert torch.equal(scripted(3), relative_positions(3))
+    assert "aten::arange" in str(scripted.graph)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_scripted_code_may_open_an_autocast_region() -> None:
+    x = torch.randn(2, 2)
+    product, _ = torch.jit.script(in_a_region_of_its_own)(x)
+    assert torch.equal(product, in_a_region_of_its_own(x)[0])
+
+
+def test_compiled_code_may_name_the_functions_that_are_replaced() -> None:
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cuda"):
+            return torch.ones_like(x) @ x.to("cuda") + torch.zeros(2, device="cuda", dtype=torch.float16)
+
+    x = torch.randn(2, 2)
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert compiled(x).dtype is torch.float16
+    assert torch.equal(compiled(x), step(x))
 
 
 def in_a_thread(work: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 
 from ampdbg.precision.autocast_policy import _weight_cache
 from ampdbg.precision.emulation import cuda_on_cpu
@@ -62,7 +63,11 @@ def autocast_state() -> tuple[object, ...]:
 
 
 def everything() -> tuple[object, ...]:
-    return attributes(), registrations(), kernels(), autocast_state()
+    return attributes(), registrations(), kernels(), autocast_state(), dict(_builtins._get_builtin_table())
+
+
+def zeros_and_ones(n: int) -> Tensor:
+    return torch.zeros(n) + torch.ones_like(torch.empty(n))
 
 
 class PlannedError(Exception):
@@ -105,6 +110,12 @@ def leave_nested() -> None:
         train_a_little()
 
 
+def leave_after_scripting() -> None:
+    with cuda_on_cpu():
+        torch.jit.script(zeros_and_ones)
+    assert torch.equal(torch.jit.script(zeros_and_ones)(2), torch.ones(2))
+
+
 def leave_after_an_error_of_torch() -> None:
     with contextlib.suppress(RuntimeError), cuda_on_cpu(), torch.autocast("cuda"):
         torch.randn(2, 3) @ torch.randn(2, 3)
@@ -127,11 +138,13 @@ WAYS_OUT: tuple[Callable[[], None], ...] = (
     leave_by_an_exception,
     leave_inside_autocast,
     leave_nested,
+    leave_after_scripting,
     leave_after_an_error_of_torch,
     leave_while_only_some_parts_were_entered,
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
 def test_torch_is_what_it_was(leave: Callable[[], None]) -> None:
     train_on_cpu_once()
@@ -148,6 +161,7 @@ def train_on_cpu_once() -> None:
         train_a_little()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("leave", WAYS_OUT, ids=lambda way: way.__name__)
 def test_the_native_kernels_answer_again(leave: Callable[[], None]) -> None:
     expected = native_answers()
