@@ -190,3 +190,9 @@ def test_gradients_come_back_in_the_parameters_dtype() -> None:
 def test_a_misspelt_name_is_refused(pattern: str) -> None:
     with pytest.raises(WorkloadError, match="no module is named 'blok'; the model has 'block'"):
         pin_fp32(Model(), [pattern])
+
+
+def test_a_name_is_itself_before_it_is_a_pattern() -> None:
+    model = nn.ModuleDict({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4), "a1": nn.Linear(4, 4)})
+    assert pin_fp32(model, ["a[0]"]).modules == ("a[0]",)
+    assert pin_fp32(model, ["a[1]", "a[0]:own"]).modules == ("a1", "a[0]:own")
