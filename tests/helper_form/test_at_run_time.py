@@ -6,11 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ampdbg.precision.pins import pin_fp32
 from tests.helper_form.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
@@ -167,6 +170,84 @@ def test_an_error_inside_leaves_autocast_as_it_was(names: tuple[str, ...], tmp_p
 def test_a_device_without_autocast_is_none_the_worse(names: tuple[str, ...], tmp_path: Path) -> None:
     kept = pinned(model().to("meta"), names, tmp_path)
     assert kept(batch().to("meta")).shape == (4, 2)
+
+
+# Own lines, and the modules that they call
+
+
+class Telling(nn.Linear):
+    """Keeps the dtype of what it computes, before it is cast up for the lines that call it."""
+
+    result: torch.dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        self.result = output.dtype
+        return output
+
+
+def test_modules_that_come_later_run_in_half_as_well(tmp_path: Path) -> None:
+    kept = pinned(model(), ["attn:own"], tmp_path)
+    for _ in range(2):  # before the first call, and after it
+        query, key = Telling(4, 4), Telling(4, 4)
+        kept.attn.query, kept.attn.keys = query, nn.ModuleList([nn.Sequential(key)])
+        with autocast_as_on_cuda():
+            kept(batch())
+        assert (query.result, key.result) == (HALF, HALF)
+
+
+def test_another_thread_has_its_own_autocast(tmp_path: Path) -> None:
+    kept = pinned(model(), ["attn:own"], tmp_path)
+    elsewhere: list[torch.Tensor] = []
+    expected = kept(batch())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone = kept(batch())
+
+    def run_elsewhere(*_: object) -> None:
+        handle.remove()
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere.append(pool.submit(kept, batch()).result())
+
+    # While this thread is on the pinned lines, which have left autocast.
+    handle = kept.attn.query.register_forward_pre_hook(run_elsewhere)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        together = kept(batch())
+    assert torch.equal(elsewhere[0], expected)
+    assert torch.equal(together, alone)
+
+
+class Checkpointed(Scores):
+    """Calls its layer through a checkpoint, which runs it again in the backward pass."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"scores": checkpoint(self.query, x, use_reentrant=False)}
+
+
+def test_a_layer_that_is_checkpointed_is_run_again_as_it_was(tmp_path: Path) -> None:
+    kept = Model()
+    kept.attn = Checkpointed()
+    pinned(kept, ["attn:own"], tmp_path)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kept(batch()).sum().backward()
+    assert kept.attn.query.weight.grad is not None
+
+
+class LeavesAutocast(nn.Sequential):
+    """An inner module that keeps its own layers in FP32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=WIDE, enabled=False):
+            return super().forward(x.float())
+
+
+def test_an_inner_module_that_leaves_autocast_itself_is_let_alone(tmp_path: Path) -> None:
+    kept = Model()
+    left, called = Telling(4, 4), Telling(4, 4)
+    kept.attn.query, kept.attn.keys = called, nn.ModuleList([LeavesAutocast(left)])
+    pinned(kept, ["attn:own"], tmp_path)
+    with autocast_as_on_cuda():
+        kept(batch())
+    assert (left.result, called.result) == (WIDE, HALF)
 
 
 # Models of transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,26 +41,38 @@ def _own_lines_in_fp32(module, *args, **kwargs):
     device_type = _device_type(args, kwargs, module.parameters(), module.buffers())
     if device_type is None or not {torch}.is_autocast_enabled(device_type):
         return type(module).forward(module, *args, **kwargs)
+    dtype = {torch}.get_autocast_dtype(device_type)
+    autocast = device_type, dtype, True, {torch}.is_autocast_cache_enabled()
+    _autocast_inner_modules(module, autocast)
     args, kwargs = _cast_up(args), _cast_up(kwargs)
-    module._left_autocast = device_type
-    try:
-        with {torch}.autocast(device_type=device_type, enabled=False):
-            return type(module).forward(module, *args, **kwargs)
-    finally:
-        module._left_autocast = None
+    # This dtype without a cache tells the inner modules that autocast was left here.
+    with {torch}.autocast(device_type, {torch}.float32, enabled=False, cache_enabled=False):
+        return type(module).forward(module, *args, **kwargs)
 
 
-def _forward_as_before(caller, forward, *args, **kwargs):
+def _autocast_inner_modules(module, autocast):
+    """Has what a module calls, also what came later, run under autocast where its lines left it."""
+    for inner in list(module.modules())[1:]:
+        known = getattr(inner, "_autocast_before", ())
+        if known != autocast:
+            inner._autocast_before = autocast
+        if known == () or autocast is None:
+            forward = {partial}(type(inner).forward, inner)
+            forward = inner.__dict__.get("forward", forward)
+            inner.forward = {partial}(_forward_as_before, inner, forward)
+
+
+def _forward_as_before(module, forward, *args, **kwargs):
     """Runs a module under autocast again where the lines that call it left it."""
-    device_type = caller._left_autocast
-    if device_type is None:
+    autocast = module._autocast_before
+    if (
+        autocast is None
+        or {torch}.get_autocast_dtype(autocast[0]) is not {torch}.float32
+        or {torch}.is_autocast_cache_enabled()
+    ):
         return forward(*args, **kwargs)
-    caller._left_autocast = None
-    try:
-        with {torch}.autocast(device_type=device_type):
-            return _cast_up(forward(*args, **kwargs))
-    finally:
-        caller._left_autocast = device_type
+    with {torch}.autocast(*autocast):
+        return _cast_up(forward(*args, **kwargs))
 '''
 
 CASTS = '''
@@ -89,15 +102,14 @@ def _device_type(*groups):
 
 PIN = "module.forward = {partial}(_forward_in_fp32, module)"
 
-PIN_OWN = """module._left_autocast = None
-module.forward = {partial}(_own_lines_in_fp32, module)
-for inner in list(module.modules())[1:]:
-    forward = {partial}(type(inner).forward, inner)
-    forward = vars(inner).get("forward", forward)
-    inner.forward = {partial}(_forward_as_before, module, forward)"""
-
+PIN_OWN = """module.forward = {partial}(_own_lines_in_fp32, module)
+_autocast_inner_modules(module, None)"""
 
 NAMED = "for name, module in model.named_modules():"
+
+OF_SEVERAL = """if not isinstance(model, {torch}.nn.Module):
+    return model
+modules = dict(model.named_modules())  # another return's model may lack some of these"""
 
 
 @dataclass(frozen=True)
@@ -106,12 +118,14 @@ class Pinned:
 
     ``whole`` are modules whose whole forward runs in FP32, ``own`` those of which only the own lines do.
     ``takes_one_tensor`` says that each of ``whole`` is a layer with a ``weight`` that is called with one tensor: that
-    takes a quarter of the code.
+    takes a quarter of the code. ``may_lack_some`` says that what is pinned may be another model, or none: names that
+    it lacks are passed over.
     """
 
     whole: NameSet
     own: NameSet
     takes_one_tensor: bool = False
+    may_lack_some: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +141,7 @@ def helper_functions(pinned: Pinned, spelling: Spelling) -> dict[str, str]:
     """The text of each function by its name, the one to call with a model last; no blank lines around them."""
     parts = list(_runtime(pinned))
     texts = [text for part in parts for text in part.strip().split("\n\n\n")]
-    filled = (text.format(torch=spelling.torch) for text in texts)
+    filled = (text.format(torch=spelling.torch, partial=spelling.partial) for text in texts)
     functions = {text.partition("(")[0].removeprefix("def "): text for text in filled}
     return {**functions, spelling.function: _keep(pinned, spelling)}
 
@@ -143,14 +157,13 @@ def _runtime(pinned: Pinned) -> Iterator[str]:
 
 def _keep(pinned: Pinned, spelling: Spelling) -> str:
     """The function that takes a model, pins its modules and returns it."""
-    lines = [
-        f"def {spelling.function}(model):",
-        f'{INDENT}"""{DOCSTRING}"""',
-    ]
+    lines = [f"def {spelling.function}(model):", f'{INDENT}"""{DOCSTRING}"""']
+    if pinned.may_lack_some:
+        lines += [INDENT + line for line in OF_SEVERAL.format(torch=spelling.torch).splitlines()]
     for names, pin in ((pinned.whole, PIN), (_inner_first(pinned.own), PIN_OWN)):
         if names.names:
             body = pin.format(partial=spelling.partial).splitlines()
-            lines += [INDENT + line for line in _loop(names, body)]
+            lines += [INDENT + line for line in _loop(names, body, may_lack_some=pinned.may_lack_some)]
     return "\n".join([*lines, f"{INDENT}return model"])
 
 
@@ -159,24 +172,32 @@ def _inner_first(names: NameSet) -> NameSet:
     return replace(names, names=tuple(sorted(names.names, key=lambda name: name.count("."), reverse=True)))
 
 
-def _loop(names: NameSet, body: Sequence[str]) -> Iterator[str]:
-    if len(names.names) == 1:
-        yield f'module = model.get_submodule("{names.names[0]}")'
+def _loop(names: NameSet, body: Sequence[str], *, may_lack_some: bool) -> Iterator[str]:
+    if names.is_pattern:
+        starts = f"name.startswith({_quoted(names.start)}) and " if names.start else ""
+        yield "for name, module in reversed(list(model.named_modules())):" if len(body) > 1 else NAMED
+        yield f"{INDENT}if {starts}name.endswith({_quoted(names.end)}):"
+        yield from (INDENT * 2 + line for line in body)
+    elif may_lack_some:
+        yield from _for_each(names)
+        yield f"{INDENT}if name in modules:"
+        yield from (INDENT * 2 + line for line in ("module = modules[name]", *body))
+    elif len(names.names) == 1:
+        yield f"module = model.get_submodule({_quoted(names.names[0])})"
         yield from body
-        return
-    if not names.is_pattern:
-        yield from _for_each([f'"{name}"' for name in names.names])
-        yield f"{INDENT}module = model.get_submodule(name)"
-        yield from (INDENT + line for line in body)
-        return
-    starts = f'name.startswith("{names.start}") and ' if names.start else ""
-    yield "for name, module in reversed(list(model.named_modules())):" if len(body) > 1 else NAMED
-    yield f'{INDENT}if {starts}name.endswith("{names.end}"):'
-    yield from (INDENT * 2 + line for line in body)
+    else:
+        yield from _for_each(names)
+        yield from (INDENT + line for line in ("module = model.get_submodule(name)", *body))
 
 
-def _for_each(quoted: Sequence[str]) -> list[str]:
+def _for_each(names: NameSet) -> list[str]:
+    quoted = [_quoted(name) for name in names.names]
     line = f"for name in [{', '.join(quoted)}]:"
     if len(INDENT + line) <= LINE_LENGTH:
         return [line]
     return ["for name in [", *(f"{INDENT}{name}," for name in quoted), "]:"]
+
+
+def _quoted(name: str) -> str:
+    """As a Python string: the keys of an ``nn.ModuleDict`` may hold anything but dots."""
+    return json.dumps(name, ensure_ascii=False)
