@@ -220,6 +220,10 @@ LEFT_ALONE = {
         "import torch\ndef f(x, scale=2.0):\n    return torch.exp(scale) * 2  #! pin half: scale",
         "scale may be a number there",
     ),
+    "a number or a tensor by a condition": (
+        "def f(self, x):\n    g = self.a(x) if self.training else 2.0\n    return self.b(x, g)  #! call self.b half: x, g",
+        "g may be a number there",
+    ),
     "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x: not a named parameter"),
 }
 
@@ -345,6 +349,13 @@ def test_a_parameter_of_a_whole_function_that_may_be_a_number_is_cast_only_where
     edited = edit_source(source, [FunctionPin("f", ("x", "scale", "gate"))]).source
     assert b"        if not isinstance(scale, (int, float)):\n            scale = scale.float()\n" in edited
     assert b"        if gate is not None:\n            gate = gate.float()\n" in edited
+
+
+def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_name() -> None:
+    source = b"import torch\ndef f(self, n, x):\n    rows = [self.a(x)]\n    return torch.cat(rows).sum()\n"
+    edited = edit_source(source, [StatementPin("f", (4,), full_names=("x",))])
+    assert edited.refused == ()
+    assert b"    with torch.autocast(device_type=x.device.type, enabled=False):\n" in edited.source
 
 
 def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:

@@ -135,7 +135,7 @@ class Bindings:
         found = {
             name for name, parameter in self.parameters.items() if parameter.default and _is_number(parameter.default)
         }
-        plain = (item for item in find(self._scope, cst.Assign) if _is_number(item.value))
+        plain = (item for item in find(self._scope, cst.Assign) if _may_be_number(item.value))
         return frozenset(found.union(*map(names_assigned, plain))) - self.numbers
 
     @cached_property
@@ -189,6 +189,12 @@ def _may_be_none(value: cst.BaseExpression | None) -> bool:
             return _may_be_none(body) or _may_be_none(orelse)
         case _:
             return False
+
+
+def _may_be_number(value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.IfExp):
+        return _may_be_number(value.body) or _may_be_number(value.orelse)
+    return _is_number(value)
 
 
 def _is_number_parameter(parameter: cst.Param) -> bool:

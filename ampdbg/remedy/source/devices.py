@@ -69,6 +69,7 @@ def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
     bindings = pinned[0].names.bindings
     yield from (name for item in pinned for name in _given(item))
     yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
+    seen = frozenset().union(*(item.names.half | item.names.full for item in pinned))
     made: set[str] = set()
     for item in pinned:
         for loop in find(item.statement, cst.CompFor):
@@ -78,6 +79,8 @@ def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
             elif (held := viewed(iterated)) in bindings.local - made:
                 yield f"next(iter({held}.values()))"
         made |= assigned_codes(item.statement)
+    # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
+    yield from (name for name in bindings.parameters if name in seen)
 
 
 def _given(pinned: PinnedStatement) -> Iterator[str]:
