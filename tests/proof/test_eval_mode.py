@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,18 @@ from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 COUNTING = NET.replace(
     "        x = self.before(x)\n",
-    "        self.calls = [*getattr(self, 'calls', []), (self.training, torch.is_grad_enabled())]\n"
     "        x = self.before(F.dropout(self.norm(x.flatten(0, -2)).view_as(x), training=True))\n"
-    "        self.dtype = x.dtype\n",
-).replace("nn.Linear(8, 8)\n", "nn.Linear(8, 8)\n        self.norm = nn.BatchNorm1d(8).eval()\n", 1)
+    "        SEEN.append((self.training, torch.is_grad_enabled(), x.dtype))\n",
+)
+COUNTING = f"SEEN = []\n{COUNTING}".replace(
+    "nn.Linear(8, 8)\n", "nn.Linear(8, 8)\n        self.norm = nn.BatchNorm1d(8).eval()\n", 1
+)
+
+
+def seen_by(model: torch.nn.Module) -> list[object]:
+    """What the user's module has noted."""
+    seen: list[object] = vars(sys.modules[type(model).__module__])["SEEN"]
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +46,7 @@ def test_it_is_one_pass_and_leaves_mode_buffers_and_random_state_as_they_were(
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         random = RandomState.now()
         assert raised_in_eval_mode(run, failing) == ""
-        assert (vars(model)["calls"], vars(model)["dtype"]) == ([(False, False)], torch.float16)
+        assert seen_by(model) == [(False, False, torch.float16)]
         assert [model.training, model.get_submodule("norm").training] == [True, False]
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert torch.equal(RandomState.now().cpu, random.cpu)
@@ -51,11 +61,14 @@ def test_what_it_raises_is_told_in_a_line_and_the_mode_put_back(failing: Failing
 
 
 def test_what_a_method_of_the_users_does_in_eval_is_undone(failing: FailingStep, tmp_path: Path) -> None:
-    merging = "    def train(self, mode=True):\n        self.merged = not mode\n        return super().train(mode)\n\n"
-    config = written(tmp_path, {"net.py": NET.replace("    def forward", merging + "    def forward")})
+    merging = "    def train(self, mode=True):\n        SEEN.append(mode)\n        return super().train(mode)\n\n"
+    config = written(
+        tmp_path,
+        {"net.py": "SEEN = []\n" + NET.replace("    def forward", merging + "    def forward") + "\n\nMODES = []\n"},
+    )
     with prepared(config) as run:
         assert raised_in_eval_mode(run, failing) == ""
-        assert vars(run.workload.model)["merged"] is False
+        assert seen_by(run.workload.model) == [False, True]
 
 
 def test_an_output_that_the_loss_does_not_take_in_eval_mode_is_no_fault(failing: FailingStep, tmp_path: Path) -> None:

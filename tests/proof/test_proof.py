@@ -259,19 +259,33 @@ def test_a_patch_that_raises_in_eval_mode_fails(tmp_path: Path) -> None:
     )
 
 
+LARGE = ("F.mse_loss(output.float(), target)", "F.mse_loss(output.float(), target) * 100")
+AT_TWO_TO_THE_24 = CONFIG.replace("init: 1024.0", "init: 16777216.0")
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_in_which_the_scale_settles_is_made_long_enough_for_steps_to_be_taken(tmp_path: Path) -> None:
-    config = written(tmp_path, config=CONFIG.replace("init: 1024.0", "init: 16777216.0"))
-    large = ("F.mse_loss(output.float(), target)", "F.mse_loss(output.float(), target) * 100")
-    path = tmp_path / "net.py"
-    path.write_text(NET.replace(*large))
-    proof = proven(config, {path: GOOD.replace(*large).encode()}, train_steps=2)
+    config, path = written(tmp_path, {"net.py": NET.replace(*LARGE)}, AT_TWO_TO_THE_24), tmp_path / "net.py"
+    proof = proven(config, {path: GOOD.replace(*LARGE).encode()}, train_steps=2)
     assert proof.passed, proof
     steps = int(proof.figures["steps"])
     assert proof.figures["skipped_patched"] < steps
-    assert step_of(proof, f"training {steps} steps").detail.endswith(
-        f"; {steps - 2} more than asked for, as the scale settles"
+    told = step_of(proof, f"training {steps} steps").detail
+    assert told.endswith(f"; {steps - 2} more than asked for, as the scale settles")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_where_the_data_ends_before_the_scale_has_settled_nothing_was_trained(tmp_path: Path) -> None:
+    # Four batches that cannot be started again.
+    net = f"{NET}\n\nstream = iter(batches())\n".replace(*LARGE)
+    config = written(tmp_path, {"net.py": net}, AT_TWO_TO_THE_24.replace("net.py:batches", "net.py:stream"))
+    proof = proven(config, {tmp_path / "net.py": net.replace(OVERFLOWS, IN_FP32).encode()}, train_steps=2)
+    assert failed(proof) == ["training 2 steps"]
+    assert proof.failure == (
+        "training 2 steps: every step was skipped, and nothing was trained: the loss scale of 8.38861e+06 "
+        "is still falling; give the run more steps: --set train.steps=18"
     )
+    assert step_of(proof, "its losses").detail == "not compared: no step was taken"
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -137,13 +137,14 @@ def test_a_run_that_was_made_longer_says_so() -> None:
 
 def test_a_run_of_skipped_steps_alone_fails() -> None:
     skipped = Trained(steps=2, losses=(1.5, 1.6), skipped=(0, 1), scale=32768)
-    why = why_nothing_was_trained(Precision(), skipped, [tried()])
+    why = why_nothing_was_trained(Precision(), skipped, [tried(scale=65536.0)])
     step = training_run(skipped, None, 2, why)
     assert not step.passed
     assert step.detail == (
         "every step was skipped, and nothing was trained: the loss scale of 32768 is still falling; "
         "give the run more steps: --set train.steps=4"
     )
+    assert why_nothing_was_trained(Precision(), skipped, [tried(scale=1024.0)]).endswith(" --set train.steps=10")
     static = why_nothing_was_trained(Precision(loss_scale=65536.0), skipped, [tried(scale=256.0)])
     assert static.endswith("the loss scale of 32768 is too large for the gradients: --set precision.loss_scale=256")
     one_taken = skipped.model_copy(update={"skipped": (0,)})

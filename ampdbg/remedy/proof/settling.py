@@ -45,6 +45,7 @@ def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Seque
         return ""
     at = f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g}"
     if isinstance(precision.loss_scale, LossScale):
-        return f"{at} is still falling; give the run more steps: --set train.steps={2 * len(trained.losses)}"
+        steps = len(trained.losses) + max(len(trained.losses), _skips(precision, tried) + SPARE)
+        return f"{at} is still falling; give the run more steps: --set train.steps={steps}"
     lower = min(*(one.scale for one in tried), trained.scale / 4)
     return f"{at} is too large for the gradients: --set precision.loss_scale={lower:g}"
