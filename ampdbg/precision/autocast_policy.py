@@ -1,14 +1,16 @@
 """CUDA's autocast policy on the CPU's autocast key: the op lists that a GPU would use.
 
-Where the CPU's own autocast kernel casts as CUDA's does, it stays. Every other op of CUDA's lists gets a
-kernel here, and the ops that only the CPU casts fall through. Each kernel casts its inputs and calls the
-op again with the autocast key excluded, as ``WrapFunction_`` in PyTorch's ``autocast_mode.h`` does, so
-that ops inside composite ones (the ``bmm`` and ``sum`` of an einsum) run in half without further casts.
+Every op of CUDA's lists gets a kernel here, and the ops that only the CPU casts fall through. Each kernel
+casts its inputs and calls the op again with the autocast key excluded, as ``WrapFunction_`` in PyTorch's
+``autocast_mode.h`` does, so that ops inside composite ones (the ``bmm`` and ``sum`` of an einsum) run in
+half without further casts. All casts of weights are in one cache, as on CUDA; that is why not even a
+``linear`` is left to the CPU's own kernel, which casts it alike, into a cache that cannot be reached from here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,15 +23,6 @@ from torch._C import DispatchKey, DispatchKeySet
 from .half_kernels import find_op
 from .op_lists import BANNED, FP32_APPEND_DTYPE, RECURRENT_LAYERS, OpLists, installed_lists
 
-SAME_ON_CPU = frozenset(
-    """
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
-    _convolution.deprecated bmm mm baddbmm addmm addbmm linear matmul linalg_vecdot
-    scaled_dot_product_attention
-    """.split()
-)
-"""Ops that the CPU's own autocast also runs in half. Its C++ kernels share CUDA's weight cache logic."""
-
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 _CAST_ON_CPU_ONLY = "AutocastCPU"
 
@@ -39,6 +32,7 @@ _weight_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 @contextlib.contextmanager
 def cuda_autocast_policy() -> Iterator[None]:
     """While this is entered, ``torch.autocast("cpu")`` casts by CUDA's op lists."""
+    casts_keep_gradients()
     library = torch.library.Library("aten", "IMPL")
     native = set(torch._C._dispatch_get_registrations_for_dispatch_key(_CAST_ON_CPU_ONLY))
     try:
@@ -66,7 +60,7 @@ _ALLOW_OVERRIDE = (
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (lists.lower_precision - SAME_ON_CPU, _lower_precision),
+        (lists.lower_precision, _lower_precision),
         (frozenset(RECURRENT_LAYERS.split()), _lower_precision),
         (lists.fp32, _fp32),
         (lists.fp32_set_opt_dtype, _fp32_set_opt_dtype),
@@ -74,7 +68,7 @@ def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
         (frozenset(FP32_APPEND_DTYPE), _fp32_append_dtype),
         (frozenset(BANNED), _banned),
     ]
-    handled = set(lists.lower_precision & SAME_ON_CPU)
+    handled = set()
     for names, policy in policies:
         for name in sorted(names):
             op = find_op(name)
@@ -200,8 +194,23 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # The tensor is kept beside its copy, so that its id cannot be given to another one.
     _, cast = _weight_cache.get(id(tensor), (None, None))
     if cast is None or cast.dtype is not dtype:
-        # A copy made under no_grad would cut off the gradients of the uses that follow it.
-        with torch.enable_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() or casts_keep_gradients()):
             cast = tensor.to(dtype)
         _weight_cache[id(tensor)] = (tensor, cast)
     return cast
+
+
+@functools.cache
+def casts_keep_gradients() -> bool:
+    """Whether torch's own weight cache makes its copies with a gradient even under ``no_grad``.
+
+    Older ones do not (PyTorch issue 112583, pull request 165068): there a first use under ``no_grad`` cuts
+    off the gradients of the uses that follow it, on CUDA too. The first call has to find torch's own kernels.
+    """
+    with torch.inference_mode(False):
+        weight = torch.ones(1, 1, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                torch.mm(weight, weight)
+            with torch.enable_grad():
+                return torch.mm(weight, weight).requires_grad

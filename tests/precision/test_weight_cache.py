@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampdbg.precision.autocast_policy import _weight_cache
+from ampdbg.precision.autocast_policy import _weight_cache, casts_keep_gradients
 from ampdbg.precision.emulation import cuda_on_cpu
 
 
@@ -38,7 +38,6 @@ USES = (
     Use("addmv", lambda x, w: torch.addmv(torch.zeros(1), x, w), (1,)),
     Use("multi_dot", lambda x, w: torch.linalg.multi_dot((x, w))),
 )
-"""The first three are cast by the CPU's own C++ kernels with torch's cache, the others by ours with our own."""
 
 
 def gradient(use: Use, values: Sequence[float], cached: bool = True) -> float:
@@ -82,6 +81,16 @@ def test_uses_in_separate_regions_add_up_in_float32(use: Use) -> None:
         product.backward()
     assert weight.grad is not None
     assert abs(weight.grad.item()) == 2049.0
+
+
+@pytest.mark.parametrize("other", [use for use in USES if use.shape == (1, 1)], ids=lambda use: use.name)
+def test_gradients_of_two_ops_that_use_one_weight_overflow_in_half(other: Use) -> None:
+    weight, x = torch.ones(1, 1, requires_grad=True), torch.full((1, 1), 40000.0)
+    with torch.autocast("cuda"):
+        total = F.linear(x, weight).float() + other.call(x, weight).float()
+    total.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.item() == torch.inf
 
 
 def test_two_ops_share_one_copy() -> None:
@@ -131,18 +140,24 @@ def test_only_leaves_that_require_a_gradient_are_cached() -> None:
 
 
 @by_use
-def test_a_first_use_without_gradients_does_not_cut_off_those_of_the_next(use: Use) -> None:
-    if not torch_keeps_gradients() and use.name in ("linear", "matmul", "conv1d"):
-        pytest.skip("this torch's own cache has that defect (PyTorch issue 112583)")
+def test_a_first_use_without_gradients_cuts_off_those_of_the_next_only_where_torchs_own_cache_does(use: Use) -> None:
     weight, x = torch.ones(use.shape, requires_grad=True), torch.ones(1, 1)
     with torch.autocast("cuda"):
         with torch.no_grad():
             use.call(x, weight)
-        assert use.call(x, weight).requires_grad
+        assert use.call(x, weight).requires_grad is casts_keep_gradients()
 
 
-def torch_keeps_gradients() -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+def test_torchs_own_cache_keeps_gradients_since_it_was_repaired() -> None:
+    """PyTorch issue 112583: in torch 2.13 it is."""
+    if torch_version() >= (2, 13):
+        assert casts_keep_gradients()
+    if torch_version() < (2, 10):
+        assert not casts_keep_gradients()
+
+
+def torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def test_in_inference_mode_nothing_is_cached() -> None:
