@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ampdbg.experiments import OWN
 from ampdbg.record import Record
 from ampdbg.record_json import to_json
+from ampdbg.remedy.by_name.name_sets import in_words
 from ampdbg.remedy.diffs import new_file_diff, unified_diff
 from ampdbg.remedy.writing import FileEdit
 
@@ -121,7 +121,7 @@ def _commented(lines: Sequence[str]) -> str:
 
 
 def _what(suggestion: Suggestion) -> Iterator[str]:
-    names = [_told(name) for name in _kept(suggestion)]
+    names = [in_words(name) for name in _kept(suggestion)]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
     yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
 
@@ -132,12 +132,6 @@ def _kept(suggestion: Suggestion) -> Sequence[str]:
         return suggestion.names
     covered = {name for unit in suggestion.patch.units for name in unit.pins}
     return [name for name in suggestion.names if name in covered]
-
-
-def _told(name: str) -> str:
-    """A pin in words."""
-    module = name.removesuffix(OWN) or "the model"
-    return f"{module} (its own lines)" if name.endswith(OWN) else module
 
 
 def _units(suggestion: Suggestion) -> Iterator[str]:

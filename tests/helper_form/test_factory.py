@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.remedy.by_name.helper_form import edit_factory
+from ampdbg.remedy.by_name.helper_form import applies_to, edit_factory
 from ampdbg.remedy.source.edits import Edited
 from tests.conftest import Golden
 
@@ -37,6 +37,7 @@ PATTERN = tuple(f"{side}.{n}.wo" for side in ("encoder", "decoder") for n in ran
 CASES = {
     "function": Case("build_model", ("0",)),
     "several_returns": Case("build_model", ("1.0",)),
+    "branches": Case("build_model", ("1", '2.a"[0]'), is_simple=False),
     "class_with_init": Case("Net", ("first", "layer0", "layer1")),
     "class_without_init": Case("Net", ("0",), make=lambda net: net(nn.Linear(2, 2))),
     "placeholder": Case("Net", ("",), make=lambda net: net(2, 2)),
@@ -122,6 +123,58 @@ def test_what_is_not_edited_is_kept_byte_for_byte(name: str) -> None:
     assert (b"\r\n" in after) == (name == "CRLF")
     assert after.count(b"\n") == after.count(end)
     assert after.endswith(b"\n") == before.endswith(b"\n")
+
+
+# A factory that makes more than the config's model
+
+
+def made_by(text: bytes, kind: str) -> object:
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    return scope["build_model"](kind)
+
+
+def test_what_the_other_returns_give_is_as_it_was() -> None:
+    before, after = source("branches"), source("branches", "out")
+    for kind in ("sizes", "kinds", "other"):
+        assert made_by(after, kind) == made_by(before, kind)
+    small = made_by(after, "small")
+    assert isinstance(small, nn.Sequential)
+    assert not any("forward" in vars(module) for module in small.modules())
+
+
+def test_more_pins_join_where_a_factory_makes_several_models() -> None:
+    both = edit_factory(source("branches", "out"), "build_model", ["0"])
+    model = made_by(both.source, "deep")
+    assert isinstance(model, nn.Module)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["0", "1", '2.a"[0]']
+    assert isinstance(made_by(both.source, "sizes"), dict)
+
+
+def test_the_only_model_that_a_factory_makes_must_have_the_names() -> None:
+    result = edit_factory(source("function"), "build_model", ["typo"])
+    with pytest.raises(AttributeError, match="typo"):
+        modules_of(CASES["function"], result.source)
+
+
+WHATEVER = "whatever the arguments; a model without these names raises AttributeError"
+NOTES = {
+    "def build():\n    return Net()\n": "",
+    "def build(depth):\n    return Net(depth)\n": f"applies to all that build returns, {WHATEVER}",
+    "def build():\n    if A:\n        return Net()\n    return Net(2) if B else None\n": (
+        "applies to what build returns in 2 places; names that a model lacks are passed over"
+    ),
+    "class build(Net):\n    def __init__(self):\n        super().__init__()\n": "",
+    "class build(Net):\n    def __init__(self, *, wide):\n        super().__init__()\n": f"applies to every build, {WHATEVER}",
+    "class build(Net):\n    pass\n": f"applies to every build, {WHATEVER}",
+    "build = Net()\n": "",
+    "make = 1\n": "",
+}
+
+
+@pytest.mark.parametrize("text", NOTES)
+def test_the_reader_is_told_what_else_is_pinned(text: str) -> None:
+    assert applies_to(text.encode(), "build") == NOTES[text]
 
 
 # More pins for a file that has some

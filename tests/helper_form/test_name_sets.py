@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.remedy.by_name.name_sets import FEW, NameSet, name_set
+from ampdbg.remedy.by_name.name_sets import FEW, NameSet, in_words, name_set
 
 T5 = tuple(
     f"{side}.block.{n}.layer.{at}.DenseReluDense.{part}"
@@ -36,7 +36,20 @@ def test_a_name_that_is_given_twice_is_written_once() -> None:
     assert name_set(["a", "b", "a"]).names == ("a", "b")
 
 
-parts = st.sampled_from(["a", "b", "attn", "0", "1"])
+def test_a_bare_number_is_told_as_a_module() -> None:
+    names = ("2", "1.0", "2:own", "blocks.2", "", ":own")
+    assert [in_words(name) for name in names] == [
+        "module 2",
+        "module 1.0",
+        "module 2 (its own lines)",
+        "blocks.2",
+        "the model",
+        "the model (its own lines)",
+    ]
+
+
+# Keys of an nn.ModuleDict may hold anything but dots.
+parts = st.sampled_from(["a", "attn", "0", "1", "a[0]", "a*", 'a"'])
 paths = st.lists(parts, min_size=1, max_size=4).map(".".join)
 
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import libcst as cst
 
 from ampdbg.remedy.source.bindings import dotted
-from ampdbg.remedy.source.expressions import SCOPES, find, walk
+from ampdbg.remedy.source.expressions import find
 from ampdbg.remedy.source.source_text import EditError
+
+from .returns import is_call, models_of, returns_early, with_returns_kept
 
 Statements = Sequence[cst.BaseStatement]
 
 BLANK = cst.EmptyLine(indent=False)
 
-MODEL = "model"
-LONG = 72
-"""An expression of more characters, or lines, is not put into a call as it stands."""
-
 
 def with_model_kept(module: cst.Module, name: str, helper: str) -> cst.Module:
     """The module with every model that ``name`` makes passed through the function ``helper``.
 
-    A function's returned values are, a class calls it at the end of ``__init__``, a variable's model behind its
+    A function's returned models are, a class calls it at the end of ``__init__``, a variable's model behind its
     assignment. A second run changes nothing.
 
     Raises:
@@ -45,6 +42,49 @@ def top_level(module: cst.Module, name: str) -> int:
     return top_level(module, value.value) if isinstance(value, cst.Name) else index
 
 
+def models_made(module: cst.Module, name: str) -> int:
+    """In how many places ``name`` makes a model: more than one for a function that returns one here and one there.
+
+    Raises:
+        EditError: there is no ``name``, or it returns no model.
+    """
+    maker = definition(module, name)
+    return len(models_of(maker)) if isinstance(maker, cst.FunctionDef) else 1
+
+
+def definition(module: cst.Module, name: str) -> cst.CSTNode:
+    """The statement that defines ``name``, which may be dotted; an alias is followed.
+
+    Raises:
+        EditError: there is none.
+    """
+    body: Statements = module.body
+    *outer, last = name.split(".")
+    for part in outer:
+        holder = body[_index(body, part)]
+        if not isinstance(holder, cst.ClassDef):
+            raise EditError(f"{name} is neither a function nor a class in this file")
+        body = _block(holder.body).body
+    node = body[_index(body, last)]
+    value = _value(node, last)
+    return definition(module, value.value) if isinstance(value, cst.Name) and not outer else node
+
+
+def takes_arguments(maker: cst.FunctionDef | cst.ClassDef) -> bool:
+    """Whether what is made may depend on arguments; those of an inherited ``__init__`` are not known."""
+    if isinstance(maker, cst.FunctionDef):
+        return _has_parameters(maker.params, 0)
+    methods = [item for item in _block(maker.body).body if isinstance(item, cst.FunctionDef)]
+    own = next((method for method in methods if method.name.value == "__init__"), None)
+    return own is None or _has_parameters(own.params, 1)
+
+
+def _has_parameters(params: cst.Parameters, bound: int) -> bool:
+    """Whether there are more parameters than those that are ``bound``, as ``self`` is."""
+    named = [*params.posonly_params, *params.params, *params.kwonly_params]
+    return len(named) > bound or isinstance(params.star_arg, cst.Param) or params.star_kwarg is not None
+
+
 def _in_body(body: Statements, path: Sequence[str], helper: str, *, is_class: bool) -> list[cst.BaseStatement]:
     index = _index(body, path[0])
     node = body[index]
@@ -55,7 +95,7 @@ def _in_body(body: Statements, path: Sequence[str], helper: str, *, is_class: bo
     if len(path) > 1 or (is_class and isinstance(node, cst.SimpleStatementLine)):
         raise EditError(f"{'.'.join(path)} is neither a function nor a class in this file")
     if isinstance(node, cst.FunctionDef):
-        return [*before, _function(node, helper), *after]
+        return [*before, with_returns_kept(node, helper), *after]
     if isinstance(node, cst.ClassDef):
         return [*before, _class(node, helper), *after]
     return _variable([*before, node, *after], index, path[0], helper)
@@ -79,92 +119,6 @@ def _bound(node: cst.CSTNode) -> set[str]:
         elif isinstance(small, cst.AnnAssign) and small.value is not None:
             names.add(dotted(small.target))
     return names
-
-
-# A function
-
-
-def _function(function: cst.FunctionDef, helper: str) -> cst.FunctionDef:
-    name = function.name.value
-    inside = list(_own_nodes(function.body))
-    if function.asynchronous is not None:
-        raise EditError(f"{name} is a coroutine; call the helper where its model is awaited")
-    if any(isinstance(node, cst.Yield) for node in inside):
-        raise EditError(f"{name} is a generator; call the helper where its model is used")
-    values = [node.value for node in inside if isinstance(node, cst.Return) and _is_model(node.value)]
-    if not values:
-        raise EditError(f"{name} returns no model")
-    if any(isinstance(value, cst.Tuple) for value in values):
-        raise EditError(f"{name} returns more than the model; call the helper on the model in it")
-    edited = function.visit(_Returns(function, helper))
-    assert isinstance(edited, cst.FunctionDef)
-    return edited
-
-
-def _own_nodes(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """Every node but those of nested functions and classes."""
-    inner = {id(below) for item in walk(node) if isinstance(item, SCOPES) for below in walk(item)}
-    return [item for item in walk(node) if id(item) not in inner]
-
-
-def _is_model(value: cst.BaseExpression | None) -> bool:
-    return value is not None and dotted(value) != "None"
-
-
-@dataclass
-class _Returns(cst.CSTTransformer):
-    """Passes what a function returns through the helper; nested functions are left alone."""
-
-    function: cst.FunctionDef
-    helper: str
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:  # noqa: N802 - LibCST's name
-        return node is self.function
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:  # noqa: N802 - LibCST's name
-        return False
-
-    def leave_SimpleStatementLine(  # noqa: N802 - LibCST's name
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        """A model whose making is long gets a name first."""
-        before, after = original_node.body[0], updated_node.body[0]
-        if before is after or not isinstance(before, cst.Return) or not isinstance(after, cst.Return):
-            return updated_node
-        if before.value is None or not self._is_long(before.value):
-            return updated_node
-        made = cst.Assign([cst.AssignTarget(cst.Name(MODEL))], before.value)
-        kept = after.with_changes(value=cst.Call(cst.Name(self.helper), [cst.Arg(cst.Name(MODEL))]))
-        return cst.FlattenSentinel([updated_node.with_changes(body=[made]), cst.SimpleStatementLine([kept])])
-
-    def _is_long(self, value: cst.BaseExpression) -> bool:
-        code = cst.Module([]).code_for_node(value)
-        shared = {item.name.value for item in find(self.function, cst.NameItem)}  # of global and nonlocal
-        return MODEL not in shared and ("\n" in code or len(code) > LONG)
-
-    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
-        value = updated_node.value
-        if value is None or not _is_model(value) or _is_call(value, self.helper):
-            return updated_node
-        kept = cst.Call(cst.Name(self.helper), [cst.Arg(_unwrapped(value))])
-        return updated_node.with_changes(value=kept, whitespace_after_return=cst.SimpleWhitespace(" "))
-
-
-def _is_call(node: cst.CSTNode, helper: str) -> bool:
-    return isinstance(node, cst.Call) and dotted(node.func) == helper
-
-
-def _unwrapped(value: cst.BaseExpression) -> cst.BaseExpression:
-    """Without its outermost parentheses, for which the call's own stand; comments keep them."""
-    outer: Sequence[cst.LeftParen] = getattr(value, "lpar", ())
-    closing: Sequence[cst.RightParen] = getattr(value, "rpar", ())
-    spaces = [*(paren.whitespace_after for paren in outer[:1]), *(paren.whitespace_before for paren in closing[-1:])]
-    if not outer or not all(isinstance(space, cst.SimpleWhitespace) for space in spaces):
-        return value
-    return value.with_changes(lpar=outer[1:], rpar=closing[:-1])
 
 
 # A class
@@ -197,10 +151,10 @@ def _initialiser(method: cst.FunctionDef, helper: str) -> cst.FunctionDef:
     first = [*method.params.posonly_params, *method.params.params][:1]
     if not first:
         raise EditError("its __init__ does not name self")
-    if any(isinstance(node, cst.Return) for node in _own_nodes(method.body)):
+    if returns_early(method):
         raise EditError("its __init__ returns early; call the helper where the model is made")
     block = _block(method.body)
-    if any(_is_call(node, helper) for node in find(block, cst.Call)):
+    if any(is_call(node, helper) for node in find(block, cst.Call)):
         return method
     call = _call_line(helper, first[0].name.value)
     return method.with_changes(body=block.with_changes(body=[*block.body, call]))
@@ -258,7 +212,7 @@ def _value(node: cst.CSTNode, name: str) -> cst.BaseExpression | None:
 
 def _calls_on(node: cst.CSTNode, name: str, helper: str) -> bool:
     return any(
-        _is_call(call, helper) and dotted(call.args[0].value) == name for call in find(node, cst.Call) if call.args
+        is_call(call, helper) and dotted(call.args[0].value) == name for call in find(node, cst.Call) if call.args
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import libcst as cst
 
@@ -12,7 +13,7 @@ from ampdbg.remedy.source.edits import Edited
 from ampdbg.remedy.source.source_pins import Refused
 from ampdbg.remedy.source.source_text import EditError, read_source
 
-from .factories import top_level, with_model_kept
+from .factories import definition, models_made, takes_arguments, top_level, with_model_kept
 from .helper_text import Pinned, Spelling, helper_functions
 from .name_sets import name_set
 from .written_helpers import pins_kept, spelling_in, with_functions
@@ -60,6 +61,8 @@ def edit_factory(
 ) -> Edited:
     """Adds a helper that pins modules to the user's file, and one call of it where the model is made.
 
+    Where a function returns one model here and another there, the helper passes over names that a model lacks.
+
     Args:
         source: the file's bytes.
         name: what makes the model there: a function, an ``nn.Module`` class, or a variable that holds the model.
@@ -71,7 +74,7 @@ def edit_factory(
     """
     try:
         text = read_source(source)
-        module = _with_helper(text.module, top_level(text.module, name), pins, all_names, one_tensor)
+        module = _with_helper(text.module, name, pins, all_names, one_tensor)
         edited = with_model_kept(module, name, Spelling().function)
         after = text.with_module(edited)
     except EditError as error:
@@ -79,20 +82,45 @@ def edit_factory(
     return Edited(after, (), after != source)
 
 
+def applies_to(source: bytes, name: str) -> str:
+    """What else than the config's model the helper's call runs for, for who reads the patch; "" where it is nothing.
+
+    Args:
+        source: the file's bytes.
+        name: what makes the model there, as for :func:`edit_factory`.
+    """
+    try:
+        return _sharing(read_source(source).module, name)
+    except EditError:
+        return ""
+
+
+def _sharing(module: cst.Module, name: str) -> str:
+    count, maker = models_made(module, name), definition(module, name)
+    if count > 1:
+        return f"applies to what {name} returns in {count} places; names that a model lacks are passed over"
+    if not isinstance(maker, (cst.FunctionDef, cst.ClassDef)) or not takes_arguments(maker):
+        return ""
+    what = f"all that {name} returns" if isinstance(maker, cst.FunctionDef) else f"every {name}"
+    return f"applies to {what}, whatever the arguments; a model without these names raises AttributeError"
+
+
 def _with_helper(
-    module: cst.Module, place: int, pins: Sequence[str], all_names: Collection[str], one_tensor: Collection[str]
+    module: cst.Module, name: str, pins: Sequence[str], all_names: Collection[str], one_tensor: Collection[str]
 ) -> cst.Module:
+    place, is_one_of_several = top_level(module, name), models_made(module, name) > 1
     spelling = spelling_in(module)
     kept = pins_kept(module, spelling, all_names)
     if set(pins) <= set(kept):
         return module
     # What the modules of an earlier run take is not known here.
     simple = one_tensor if not kept else ()
-    functions = helper_functions(_pinned((*kept, *pins), all_names, simple), spelling)
+    pinned = replace(_pinned((*kept, *pins), all_names, simple), may_lack_some=is_one_of_several)
+    functions = helper_functions(pinned, spelling)
     module = with_functions(module, functions, place, is_extended=bool(kept))
     used = (spelling.torch, spelling.partial.partition(".")[0])
-    for name in used:
-        module = with_imported(module, name) if name in ("torch", "functools") else module
+    for root in used:
+        module = with_imported(module, root) if root in ("torch", "functools") else module
     return module
 
 

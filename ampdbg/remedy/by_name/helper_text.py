@@ -107,9 +107,10 @@ _autocast_inner_modules(module, None)"""
 
 NAMED = "for name, module in model.named_modules():"
 
-OF_SEVERAL = """if not isinstance(model, {torch}.nn.Module):
-    return model
-modules = dict(model.named_modules())  # another return's model may lack some of these"""
+ONE_OF_SEVERAL = """if not isinstance(model, {torch}.nn.Module):
+    return model"""
+
+MODULES = "modules = dict(model.named_modules())  # another return's model may lack some of these"
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ def _keep(pinned: Pinned, spelling: Spelling) -> str:
     """The function that takes a model, pins its modules and returns it."""
     lines = [f"def {spelling.function}(model):", f'{INDENT}"""{DOCSTRING}"""']
     if pinned.may_lack_some:
-        lines += [INDENT + line for line in OF_SEVERAL.format(torch=spelling.torch).splitlines()]
+        lines += [INDENT + line for line in ONE_OF_SEVERAL.format(torch=spelling.torch).splitlines()]
+        are_listed = any(names.names and not names.is_pattern for names in (pinned.whole, pinned.own))
+        lines += [INDENT + MODULES] if are_listed else []
     for names, pin in ((pinned.whole, PIN), (_inner_first(pinned.own), PIN_OWN)):
         if names.names:
             body = pin.format(partial=spelling.partial).splitlines()

@@ -6,8 +6,17 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from ampdbg.experiments import OWN
+
 FEW = 4
 """So many names are listed even where they have an ending in common: a reader takes them in, and nothing else fits."""
+
+
+def in_words(name: str) -> str:
+    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``."""
+    module = name.removesuffix(OWN)
+    told = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or "the model"
+    return f"{told} (its own lines)" if name.endswith(OWN) else told
 
 
 @dataclass(frozen=True)
