@@ -16,6 +16,9 @@ WHOLE, OWN_LINES = "whole module", "own lines"
 Region = tuple[torch.dtype, bool]
 """The dtype of autocast for a type of device, and whether it is on."""
 
+Regions = tuple[Region, Region]
+"""For CUDA and for the CPU."""
+
 
 class PinnedForward:
     """The ``forward`` of a module while anything pins it; several pins may, and they may go in any order.
@@ -31,6 +34,7 @@ class PinnedForward:
         self._pins: list[str | LinesInFP32] = []
         self.lines = LinesInFP32()
         """The module's own lines, in force while ``OWN_LINES`` is among the pins."""
+        self._last_around: Regions | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -59,10 +63,23 @@ class PinnedForward:
             self._module.forward = self._replaced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for pin in self._pins:
-            if isinstance(pin, LinesInFP32) and pin.are_calling():
-                return pin.call_outside(self._pinned, args, kwargs)
-        return self._pinned(*args, **kwargs)
+        around = self._around_its_caller()
+        if around is None:
+            return self._pinned(*args, **kwargs)
+        cuda, cpu = around
+        with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
+            output = self._pinned(*args, **kwargs)
+        # It is an input of the lines that called.
+        return _cast_up(output)
+
+    def _around_its_caller(self) -> Regions | None:
+        """The regions around a pin, if it is the lines of that pin that call this module now."""
+        callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
+        if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
+            # A checkpoint in those lines computes its part of them again, without them.
+            return self._last_around
+        self._last_around = around = next((lines.around for lines in callers if lines.are_innermost()), None)
+        return around
 
     def _pinned(self, *args: Any, **kwargs: Any) -> Any:
         if WHOLE in self._pins:
@@ -106,31 +123,36 @@ class LinesInFP32(threading.local):
 
         return _in_fp32(lines, args, kwargs)
 
-    def are_calling(self) -> bool:
-        """Whether it is these lines that call now.
+    @property
+    def are_running(self) -> bool:
+        """Whether a call of the lines has not ended."""
+        return bool(self._calls)
 
-        Deeper than they are, the user's own autocast region or another module is in between.
-        """
-        return bool(self._calls) and self._calls[-1].depth == _autocast_depth()
+    @property
+    def around(self) -> Regions:
+        """The regions around the innermost call."""
+        return self._calls[-1].around
 
-    def call_outside(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a ``forward`` from these lines in the regions around the pin; its result is an input of the lines."""
-        cuda, cpu = self._calls[-1].around
-        with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
-            output = forward(*args, **kwargs)
-        return _cast_up(output)
+    def are_innermost(self) -> bool:
+        """Whether no region has been entered since: neither the user's own, nor that of another module."""
+        return self.are_running and self._calls[-1].depth == _autocast_depth()
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The regions of autocast around a call, for CUDA and for the CPU, and how deep in regions its own lines are."""
+    """The regions of autocast around a call, and how deep in regions its own lines are."""
 
-    around: tuple[Region, Region]
+    around: Regions
     depth: int
 
 
 def _region(device_type: str) -> Region:
     return torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+
+
+def _is_recomputing() -> bool:
+    """Whether this is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _autocast_depth() -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ampdbg.precision.pins import pin_fp32
 
@@ -183,6 +184,24 @@ def test_own_lines_that_call_their_own_module_again() -> None:
     run(pinned)
     outer: Any = pinned["outer"]
     assert (outer.seen, outer.inner.seen) == ([WIDE, WIDE], [HALF, HALF])
+
+
+@pytest.mark.parametrize("pin", PINNED)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_computes_again_what_the_forward_pass_computed(pin: str, use_reentrant: bool) -> None:
+    class Checkpointed(Outer):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            part: torch.Tensor = checkpoint(super().forward, x, scale, use_reentrant=use_reentrant)
+            return part * 2
+
+    pinned: Any = nn.ModuleDict({"outer": Checkpointed()})
+    pin_fp32(pinned, [pin])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = pinned["outer"](torch.ones(2, 4, requires_grad=True)).sum()
+    loss.backward()
+    own, inner = PINNED[pin]
+    # A checkpoint may stop before it has come to the end.
+    assert (set(pinned["outer"].seen), pinned["outer"].inner.seen) == ({own}, [inner] * 2)
 
 
 def test_each_thread_has_its_own_regions() -> None:
