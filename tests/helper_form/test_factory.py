@@ -165,7 +165,7 @@ NOTES = {
         "applies to what build returns in 2 places; names that a model lacks are passed over"
     ),
     "class build(Net):\n    def __init__(self):\n        super().__init__()\n": "",
-    "class build(Net):\n    def __init__(self, *, wide):\n        super().__init__()\n": f"applies to every build, {WHATEVER}",
+    "class build(Net):\n    def __init__(self, *, n):\n        pass\n": f"applies to every build, {WHATEVER}",
     "class build(Net):\n    pass\n": f"applies to every build, {WHATEVER}",
     "build = Net()\n": "",
     "make = 1\n": "",
