@@ -134,15 +134,30 @@ def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 def _promote(op: torch._ops.OpOverload) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        low = torch.get_autocast_dtype("cpu")
-        dtypes = {leaf.dtype for leaf in _leaves((args, tuple(kwargs.values()))) if _is_eligible(leaf)}
-        if dtypes - {low, torch.float32}:
-            raise RuntimeError(f"autocast: {op} mixes {sorted(map(str, dtypes))}; it promotes {low} and float32 only")
-        widest = torch.float32 if torch.float32 in dtypes else low
+        widest = torch.get_autocast_dtype("cpu")
+        for operand in _leaves((args, tuple(kwargs.values()))):
+            if _is_eligible(operand):
+                widest = _wider(op, widest, operand.dtype)
         with _without_autocast():
             return op(*_cast(args, widest), **_cast(kwargs, widest))
 
     return kernel
+
+
+def _wider(op: torch._ops.OpOverload, so_far: torch.dtype, following: torch.dtype) -> torch.dtype:
+    """The wider of the dtype of the operands so far and that of the next one.
+
+    As ``prioritize`` in PyTorch's ``autocast_mode.h``, which goes from operand to operand: once it has seen
+    a float32 it takes any, before that only what autocast lowers to.
+    """
+    if torch.float32 in (so_far, following):
+        return torch.float32
+    if following is not so_far:
+        raise RuntimeError(
+            f"Unexpected floating ScalarType in at::autocast::prioritize: {op} promotes {so_far} and float32, "
+            f"and was given {following} before any float32"
+        )
+    return so_far
 
 
 def _banned(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -162,6 +162,31 @@ def test_float64_is_never_cast() -> None:
         assert {(matrix @ matrix).dtype, matrix.exp().dtype, matrix.sum().dtype} == {torch.float64}
 
 
+HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("operands", "result"),
+    [
+        ((HALF, HALF, HALF), HALF),
+        ((HALF, FLOAT32, HALF), FLOAT32),
+        ((FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
+        ((HALF, FLOAT32, BFLOAT16), FLOAT32),
+    ],
+)
+def test_an_op_that_promotes_takes_any_dtype_once_it_has_seen_a_float32(
+    operands: tuple[torch.dtype, ...], result: torch.dtype
+) -> None:
+    with cuda_on_cpu(), cuda_autocast():
+        assert torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands]).dtype is result
+
+
+@pytest.mark.parametrize("operands", [(BFLOAT16, FLOAT32, FLOAT32), (HALF, BFLOAT16, FLOAT32)])
+def test_before_a_float32_it_takes_only_what_autocast_lowers_to(operands: tuple[torch.dtype, ...]) -> None:
+    with cuda_on_cpu(), cuda_autocast(), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+        torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands])
+
+
 def test_an_explicit_dtype_is_respected() -> None:
     half = torch.randn(4).half()
     with cuda_on_cpu(), cuda_autocast():
