@@ -25,7 +25,7 @@ from ampdbg.remedy.pins.tying import tied_together
 from ampdbg.remedy.proof.jobs import Patched
 from ampdbg.remedy.proof.proving import prove
 from ampdbg.remedy.source.source_pins import Refused
-from ampdbg.remedy.written_functions import call_of
+from ampdbg.remedy.ways import lines_that_may_be_edited
 from ampdbg.training.failing_step import weights_of
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.replay import Manner, replay_step
@@ -229,14 +229,12 @@ def _materials(ended: Bisected) -> Materials:
 
 
 def _names_on(lines: OwnLines, ended: Bisected) -> Seen:
-    """What holds half tensors on the lines to wrap and of the calls, and in the functions that they stand in."""
-    wanted = {(file, line) for pin in ended.record.pins for (file, _), some in lines.of(pin).items() for line in some}
-    modules = {pin.module for pin in ended.record.pins if pin.source is None}
-    calls = [call for name in modules if (call := call_of(name, ended.run.workload.model)) is not None]
-    wanted |= {(call.function.file, line) for call in calls for line in call.lines}
+    """What holds half tensors in the functions that may be edited, as the failing step runs."""
+    model = ended.run.workload.model
+    wanted = lines_that_may_be_edited(ended.record.pins, lines, model)
     first = ended.failing[0]
     half = first.made.replays[0].dtype
-    with weights_of(ended.run.workload.model, first), names_seen(wanted) as seen:
+    with weights_of(model, first), names_seen(wanted) as seen:
         replay_step(ended.run, first.snapshot, Manner(half, first.scale, is_lifted=False))
     return seen
 

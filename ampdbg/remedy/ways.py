@@ -43,6 +43,17 @@ class Materials:
     names: Seen
 
 
+def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
+    """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
+    pins = tuple(pins)
+    found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
+    names = {pin.module for pin in pins if pin.source is None}
+    calls = [call for name in names if (call := call_of(name, model)) is not None]
+    found |= {(call.function.file, line) for call in calls for line in call.lines}
+    forwards = (next(functions_run(type(model.get_submodule(name)), "forward"), None) for name in names)
+    return found | {(each.file, each.line) for each in forwards if each is not None and is_users_file(each.file)}
+
+
 @dataclass(frozen=True)
 class Edit:
     """One unit in the making.
@@ -84,15 +95,21 @@ def _around(edit: Edit, pin: Pin, materials: Materials, reasons: tuple[str, ...]
     function = edit.function
     if function is None:
         return None
-    seen = [materials.names[edit.file, line] for line in lines_of(function) if (edit.file, line) in materials.names]
-    parameters = parameters_of(function)
-    half = tuple(name for name in parameters if any(name in names.half for names in seen))
-    full = {name for name in parameters if any(name in names.full for names in seen)}
+    half, full = _parameters_seen(function, materials)
     module = None if pin.source else materials.model.get_submodule(pin.module)
     if not half or may_run_modules(function, module, frozenset({*half, *full})):
         return None
     whole = _whole(function, half, (pin.name,), reasons)
     return None if why_not(whole, materials) else whole
+
+
+def _parameters_seen(function: Written, materials: Materials) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parameters of a function that held half tensors, and those that held other ones."""
+    keys = [(function.file, line) for line in lines_of(function)]
+    seen = [materials.names[key] for key in keys if key in materials.names]
+    parameters = parameters_of(function)
+    half = tuple(name for name in parameters if any(name in names.half for names in seen))
+    return half, tuple(name for name in parameters if any(name in names.full for names in seen))
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Edit]:
@@ -104,7 +121,7 @@ def _forward(pin: Pin, materials: Materials) -> Iterator[Edit]:
         return
     pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
     if set(modules_running(function, materials.model)) <= pinned:
-        yield _whole(function, (), (pin.name,))
+        yield _whole(function, _parameters_seen(function, materials)[0], (pin.name,))
 
 
 def _whole(function: Written, half: tuple[str, ...], pins: tuple[str, ...], notes: tuple[str, ...] = ()) -> Edit:
@@ -206,4 +223,7 @@ def _file_that_makes_the_model(config: Config) -> str:
 def lines_title(file: str, lines: Sequence[int]) -> str:
     """Lines of a file in words."""
     name = Path(file).name
-    return f"line {lines[0]} of {name}" if len(lines) == 1 else f"lines {lines[0]} to {lines[-1]} of {name}"
+    if len(lines) == 1:
+        return f"line {lines[0]} of {name}"
+    between = "and" if len(lines) == 2 and lines[1] > lines[0] + 1 else "to"
+    return f"lines {lines[0]} {between} {lines[-1]} of {name}"

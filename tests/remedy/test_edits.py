@@ -221,7 +221,7 @@ LEFT_ALONE = {
         "scale may be a number there",
     ),
     "a number or a tensor by a condition": (
-        "def f(self, x):\n    g = self.a(x) if self.training else 2.0\n    return self.b(x, g)  #! call self.b half: x, g",
+        "def f(self, x):\n    g = self.a(x) if self.on else 2.0\n    return self.b(x, g)  #! call self.b half: x, g",
         "g may be a number there",
     ),
     "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x: not a named parameter"),

@@ -18,7 +18,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.remedy.half_names import names_seen
 from ampdbg.remedy.own_lines import OwnLines
 from ampdbg.remedy.patch import Materials, Patch, planned
-from ampdbg.remedy.written_functions import call_of
+from ampdbg.remedy.ways import lines_that_may_be_edited, lines_title
 
 HEAD = """\
 import functools
@@ -58,9 +58,7 @@ class Written:
     def planned(self, *pins: Pin) -> Patch:
         """The patch."""
         lines = OwnLines({}, frozenset())
-        wanted = {(file, n) for pin in pins for (file, _), some in lines.of(pin).items() for n in some}
-        calls = [call for pin in pins if (call := call_of(pin.module, self.model)) is not None]
-        wanted |= {(call.function.file, line) for call in calls for line in call.lines}
+        wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
         config = load_config(self.file.parent / "config.yaml")
@@ -332,3 +330,38 @@ def test_a_call_whose_result_is_taken_apart_is_wrapped_and_its_half_arguments_ca
     assert titles(patch) == ["self.cross() in Pooler.forward of net.py"]
     assert cast in net.changed(patch)
     assert "with torch.autocast(device_type=h.device.type, enabled=False):" in net.changed(patch)
+
+
+WITH_SIZES = """\
+class Energy(nn.Module):
+    def forward(self, h, dims):
+        return (h * h).mean(dims[0])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.energy = Energy()
+
+    def forward(self, x):
+        return self.energy(x.half(), [0])
+
+
+def build():
+    return Net()
+"""
+
+
+def test_of_a_whole_forward_the_parameters_are_cast_that_were_seen_in_half(write: Write) -> None:
+    net = write(WITH_SIZES)
+    patch = net.planned(net.pin("energy", "h * h"))
+    assert titles(patch) == ["Energy.forward in net.py"]
+    assert "    h = h.float()\n" in net.changed(patch)
+
+
+@pytest.mark.parametrize(
+    ("lines", "title"),
+    [((7,), "line 7 of a.py"), ((7, 9), "lines 7 and 9 of a.py"), ((7, 8), "lines 7 to 8 of a.py")],
+)
+def test_lines_are_told_as_they_stand(lines: tuple[int, ...], title: str) -> None:
+    assert lines_title("/x/a.py", lines) == title
