@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree
 
 from ampdbg.precision.lifting import Wider
+from ampdbg.training.held import tensors_in
 
 Alteration = Callable[[torch.Tensor], torch.Tensor]
 
@@ -31,21 +31,28 @@ def rounding_to(dtype: torch.dtype) -> Alteration:
     return rounded
 
 
-@contextlib.contextmanager
-def altered_model(model: torch.nn.Module, alter: Alteration) -> Iterator[None]:
-    """The model's parameters and buffers altered; afterwards they hold the very same memory again.
+def altered_model(model: torch.nn.Module, alter: Alteration) -> contextlib.AbstractContextManager[None]:
+    """The model's parameters, its buffers and the tensors among its modules' attributes altered: see ``altered``."""
+    return altered(tensors_in(model), alter)
 
-    Gradients made inside do not fit what the parameters are afterwards, and are cleared.
+
+@contextlib.contextmanager
+def altered(tensors: Iterable[torch.Tensor], alter: Alteration) -> Iterator[None]:
+    """The tensors altered in place; afterwards they hold the very same memory again.
+
+    Gradients made inside do not fit what the tensors are afterwards, and are cleared.
     """
-    tensors = list(chain(model.parameters(), model.buffers()))
-    kept = [tensor.data for tensor in tensors]
+    kept = [(tensor, tensor.data) for tensor in tensors]
     try:
-        for tensor in tensors:
-            tensor.data = alter(tensor.data)
+        for tensor, data in kept:
+            other = alter(data)
+            if other is not data:
+                tensor.data = other
         yield
     finally:
-        for tensor, data in zip(tensors, kept, strict=True):
-            tensor.grad = None
+        for tensor, data in kept:
+            if tensor.is_leaf:
+                tensor.grad = None
             tensor.data = data
 
 

@@ -26,7 +26,9 @@ class FailingStep:
 
 def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made: Investigation) -> FailingStep:
     """The step with the weights that the model has now: to be called while those are still the step's."""
-    return FailingStep(made, snapshot, scale, tuple(weight.detach().clone() for weight in model.parameters()))
+    weights = tuple(weight.detach().clone() for weight in model.parameters())
+    lasting = replace(snapshot, attributes=snapshot.attributes.settled(), weights=weights)
+    return FailingStep(made, lasting, scale, weights)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from ampdbg.precision.levels import low_dtype
 from ampdbg.precision.lifting import LIFTS
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.record import HalfUpdates
-from ampdbg.training.altered import altered_model, widening
+from ampdbg.training.altered import altered, widening
 from ampdbg.training.compared import MOST_OF_IT
 from ampdbg.training.kept_weights import KeptWeights
 from ampdbg.training.run import Run
@@ -101,7 +101,7 @@ def _widened(run: Run) -> Iterator[None]:
     """Half parameters, their gradients and the optimizers' states in float32; gradients and weights come back."""
     gradients = [(parameter, parameter.grad) for parameter in run.workload.model.parameters()]
     try:
-        with altered_model(run.workload.model, _wider):
+        with altered(run.workload.model.parameters(), _wider):
             for parameter, gradient in gradients:
                 parameter.grad = None if gradient is None else _wider(gradient)
             for state in (state for optimizer in run.workload.optimizers for state in optimizer.state.values()):

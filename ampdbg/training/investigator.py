@@ -14,6 +14,7 @@ from ampdbg.precision.levels import low_dtype
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record import Investigation, Producer, Step
+from ampdbg.training.attributes import Versions
 from ampdbg.training.investigation import OnReplay, Why, investigate
 from ampdbg.training.run import Run
 from ampdbg.training.snapshot import Snapshot, take_snapshot
@@ -35,13 +36,14 @@ class Investigator:
         self._on_replay = on_replay
         self._on_investigated = on_investigated
         self._is_low = low_dtype(run.config.precision) is not torch.float32
+        self._versions = Versions()
         self._first_buffers = self.snapshot(()).buffers
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
 
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with its batches."""
-        return take_snapshot(self._run.workload.model, len(self._watcher.steps), batches)
+        return take_snapshot(self._run.workload.model, len(self._watcher.steps), batches, self._versions)
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
         """To be called between the backward pass and the optimizer: the last moment with the step's weights."""

@@ -1,7 +1,7 @@
-"""What a step needs to be run again: its batches, the random state and the buffers from before it.
+"""What a step needs to be run again: its batches, the random state, buffers and attributes from before it.
 
-The weights are not copied: a replay is made while they are still those of the step, before the optimizer
-has written them or after the scaler has withheld it.
+The weights are not copied for it: a replay is made while they are still those of the step, before the optimizer
+has written them or after the scaler has withheld it. Only around the replay itself there is a copy of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ampdbg.training.attributes import Attributes, Versions
+from ampdbg.training.held import put_back
 
 
 @dataclass(frozen=True)
@@ -44,48 +47,50 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device."""
+    """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
+
+    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
+    """
 
     step: int
     batches: tuple[Any, ...]
     random_state: RandomState
     buffers: dict[str, torch.Tensor]
+    attributes: Attributes = field(default_factory=Attributes)
+    weights: tuple[torch.Tensor, ...] = ()
 
 
-def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -> Snapshot:
-    """The step that is about to run; its buffers are copied, its batches are not."""
+def take_snapshot(
+    model: torch.nn.Module, step: int, batches: tuple[Any, ...], versions: Versions | None = None
+) -> Snapshot:
+    """The step that is about to run; its buffers are copied, its batches are not.
+
+    ``versions`` are those of the tensors among the attributes at the step before, and become this one's.
+    """
     with torch.no_grad():
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return Snapshot(step, batches, RandomState.now(), buffers)
+        attributes = Attributes.now(model, Versions() if versions is None else versions)
+    return Snapshot(step, batches, RandomState.now(), buffers, attributes)
 
 
 @contextlib.contextmanager
 def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
-    """Random state and buffers as they were before the step, gradients cleared; afterwards all is as it is now."""
-    now = take_snapshot(model, snapshot.step, ())
-    # The step may register a buffer again as a new tensor: the tensors themselves are kept too.
-    # A scripted module keeps its own in C++, where none can be put back.
-    eager = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    registered = [(module, dict(module._buffers)) for module in eager]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        _write_buffers(model, snapshot)
-        snapshot.random_state.restore()
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, buffers in registered:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        _write_buffers(model, now)
-        now.random_state.restore()
+    """The model and the random state as they were before the step, but for the weights, which are those of now.
+
+    Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them.
+    """
+    random_state = RandomState.now()
+    with put_back(model, snapshot.weights) as held:
+        try:
+            snapshot.attributes.write(model, held)
+            _write_buffers(model, snapshot)
+            snapshot.random_state.restore()
+            yield
+        finally:
+            random_state.restore()
 
 
 def _write_buffers(model: torch.nn.Module, snapshot: Snapshot) -> None:
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in snapshot.buffers and buffer.shape == snapshot.buffers[name].shape:
-                buffer.copy_(snapshot.buffers[name])
+    for name, buffer in model.named_buffers():
+        if name in snapshot.buffers and buffer.shape == snapshot.buffers[name].shape:
+            buffer.data.copy_(snapshot.buffers[name])

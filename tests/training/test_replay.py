@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.lifting import lifted
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record import Record
+from ampdbg.training.attributes import Attributes, Versions
 from ampdbg.training.investigation import Why, investigate
 from ampdbg.training.loop import train
 from ampdbg.training.replay import Manner, continued_in_fp32, replay_step
@@ -117,6 +119,7 @@ def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None
         snapshot = after_a_step(run)
         before = state(run)
         run.workload.model.raises_in = raises_in  # type: ignore[assignment]
+        snapshot = replace(snapshot, attributes=Attributes.now(run.workload.model, Versions()))
         failed = set()
         for manner in MANNERS:
             for traced in (None, ProducerTrace, SampleTrace):

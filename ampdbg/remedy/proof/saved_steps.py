@@ -19,7 +19,7 @@ class Uncarried(Exception):  # noqa: N818 - not an error: the proof is then made
 
 
 def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
-    """Writes the steps with their batches, random states, buffers and weights.
+    """Writes the steps with their batches, random states, buffers, attributes and weights.
 
     Raises:
         Uncarried: a batch holds what cannot be pickled, or the disk is full.
@@ -51,7 +51,8 @@ def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
 
 def _compact(step: FailingStep) -> FailingStep:
     batches = tuple(altered_batch(batch, _alone) for batch in step.snapshot.batches)
-    return replace(step, snapshot=replace(step.snapshot, batches=batches))
+    attributes = step.snapshot.attributes.for_another_model()
+    return replace(step, snapshot=replace(step.snapshot, batches=batches, attributes=attributes))
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

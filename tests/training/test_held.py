@@ -1,0 +1,202 @@
+"""Whatever a forward pass writes into what a model holds is put back: the very same objects with the same contents."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ampdbg.training.held import put_back, tensors_in
+
+
+class State:
+    """A user's own object."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen = [torch.zeros(2)]
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("count",)
+
+
+class Net(torch.nn.Module):
+    """Holds one of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.hidden = [torch.nn.Linear(2, 2)]
+        self.count, self.name, self.nothing = 1000, "a", None
+        self.tensor, self.mask = torch.arange(3.0), torch.zeros(3).expand(4, 3)
+        self.sparse = torch.eye(3).to_sparse()
+        self.history = [1, [torch.ones(2)], {"a": torch.ones(2)}]
+        self.recent, self.ids = deque([1, 2, 3], maxlen=3), {1, 2}
+        self.cache: Any = OrderedDict(a=1, b=2)
+        self.tally, self.lists = Counter("aab"), defaultdict(list, a=[1])
+        self.array, self.fixed = np.arange(3.0), np.arange(3.0)
+        self.fixed.flags.writeable = False
+        self.generator, self.random = torch.Generator().manual_seed(1), random.Random(1)
+        self.numpy, self.old_numpy = np.random.default_rng(1), np.random.RandomState(1)
+        self.state, self.space, self.slotted = State(), SimpleNamespace(n=1), Slotted()
+        self.history.append(self.history)  # a cycle
+        self.model = [self]
+        self.shared = self.history[1]
+        self.transposed = self.linear.weight.t()
+
+
+def tensor_written(net: Any) -> None:
+    net.tensor.mul_(2)
+    net.sparse.mul_(2)
+    net.mask[0] += 1
+    net.transposed.data.add_(1)
+
+
+def parameter_moved(net: Any) -> None:
+    net.linear.weight.data = net.linear.weight.data * 0.9
+
+
+def tensor_grown(net: Any) -> None:
+    net.tensor.data = torch.ones(2, 7)
+
+
+def tensor_cast(net: Any) -> None:
+    net.tensor.data = net.tensor.data.double()
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "numbers": lambda net: vars(net).update(count=net.count + 1, name="b", nothing=0, training=False),
+    "a new attribute": lambda net: setattr(net, "made", torch.ones(1)),
+    "a deleted attribute": lambda net: delattr(net, "tensor"),
+    "a tensor bound anew": lambda net: setattr(net, "tensor", net.tensor + 1),
+    "tensors in place": tensor_written,
+    "a tensor that becomes part of a graph": lambda net: net.tensor.mul_(net.linear.weight.sum()),
+    "a tensor of another shape": tensor_grown,
+    "a tensor of another dtype": tensor_cast,
+    "a parameter in place": lambda net: net.linear.weight.data.mul_(0.9),
+    "a parameter by .data": parameter_moved,
+    "a parameter registered anew": lambda net: net.linear.register_parameter("weight", None),
+    "a frozen parameter": lambda net: net.linear.requires_grad_(False),
+    "a gradient": lambda net: net.linear(torch.ones(1, 2)).sum().backward(),
+    "a module that only a list holds": lambda net: net.hidden[0].weight.data.zero_(),
+    "a module registered": lambda net: setattr(net, "late", torch.nn.Linear(2, 2)),
+    "a buffer": lambda net: net.norm(torch.randn(4, 2)),
+    "a buffer bound anew": lambda net: setattr(net.norm, "running_mean", torch.ones(2)),
+    "a list": lambda net: net.history.append(2),
+    "a list in a list": lambda net: net.history[1].clear(),
+    "a tensor in a dict in a list": lambda net: net.history[2]["a"].zero_(),
+    "a deque": lambda net: net.recent.append(4),
+    "a set": lambda net: net.ids.add(3),
+    "the order of a dict": lambda net: net.cache.move_to_end("a"),
+    "dicts": lambda net: (net.cache.clear(), net.tally.update("c"), net.lists["b"].append(1)),
+    "an array": lambda net: net.array.fill(7),
+    "random numbers": lambda net: (torch.rand(1, generator=net.generator), net.random.random()),
+    "NumPy's random numbers": lambda net: (net.numpy.random(), net.old_numpy.rand()),
+    "an object": lambda net: vars(net.state).update(count=5),
+    "a tensor of an object": lambda net: net.state.seen[0].add_(1),
+    "a namespace": lambda net: setattr(net.space, "n", 2),
+}
+
+
+def of_tensor(tensor: torch.Tensor) -> Any:
+    place = None if tensor.is_sparse else (tensor.data_ptr(), tensor.stride())
+    facts = place, tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf
+    gradient = tensor.grad if tensor.is_leaf else None
+    contents = tensor.detach().to_dense().tolist()
+    return (*facts, contents, id(gradient), None if gradient is None else gradient.tolist())
+
+
+CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (torch.Tensor, of_tensor),
+    (np.ndarray, lambda value: value.tolist()),
+    (torch.Generator, lambda value: value.get_state().tolist()),
+    (random.Random, lambda value: value.getstate()),
+    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
+    (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
+    (str, str),
+    (int, int),
+)
+
+
+def described(value: Any, met: dict[int, Any]) -> Any:
+    """Identities and contents, all the way down; ``met`` are the values that were entered, kept alive."""
+    contents = next((contents for kind, contents in CONTENTS if isinstance(value, kind)), None)
+    if contents is not None:
+        return id(value), contents(value)
+    if id(value) in met:
+        return id(value)
+    met[id(value)] = value
+    if isinstance(value, dict):
+        return id(value), [(key, described(inner, met)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple, deque, set)):
+        return id(value), [described(inner, met) for inner in value]
+    inside = getattr(value, "__dict__", {})
+    return id(value), {key: described(inside[key], met) for key in inside if "hooks" not in key}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_what_a_forward_pass_writes_is_put_back(what: str) -> None:
+    net = Net()
+    net.linear(torch.ones(1, 2)).sum().backward()
+    before, other = described(net, {}), None
+    with put_back(net):
+        WRITES[what](net)
+        other = described(net, {})
+    assert other != before
+    assert described(net, {}) == before
+
+
+def fails(net: Any) -> None:
+    net.history.append(2)
+    raise ZeroDivisionError
+
+
+def test_it_is_put_back_when_the_code_raises() -> None:
+    net = Net()
+    before = described(net, {})
+    with pytest.raises(ZeroDivisionError), put_back(net):
+        fails(net)
+    assert described(net, {}) == before
+
+
+def test_a_copy_of_the_weights_is_used_only_where_it_is_one() -> None:
+    net = torch.nn.Linear(2, 2)
+    weight, bias = net.weight.detach().clone(), net.bias.detach().clone()
+    with put_back(net, (weight, torch.full((2,), 7.0))):
+        net.weight.data.zero_()
+        net.bias.data.zero_()
+    assert torch.equal(net.weight, weight)
+    assert torch.equal(net.bias, bias)
+
+
+def test_what_cannot_be_copied_is_left_alone_and_the_rest_put_back() -> None:
+    class Stubborn(torch.Tensor):
+        def clone(self) -> torch.Tensor:  # type: ignore[override]
+            raise RuntimeError("not me")
+
+    net: Any = Net()
+    net.stubborn = [iter([1, 2, 3]), torch.ones(2).as_subclass(Stubborn)]
+    with put_back(net):
+        assert next(net.stubborn[0]) == 1
+        net.count = 7
+    assert net.count == 1000
+    assert next(net.stubborn[0]) == 2
+
+
+def test_every_tensor_is_found_once() -> None:
+    net: Any = Net()
+    found = tensors_in(net)
+    assert len(found) == len({id(tensor) for tensor in found})
+    wanted = [*net.parameters(), *net.buffers(), *net.hidden[0].parameters(), net.tensor, net.mask, net.transposed]
+    wanted += [net.history[1][0], net.history[2]["a"], net.state.seen[0], net.sparse]
+    assert {id(tensor) for tensor in found} == {id(tensor) for tensor in wanted}

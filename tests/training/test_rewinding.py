@@ -1,0 +1,180 @@
+"""Replays change no run: models that move more in a forward pass than buffers train to the same bits without them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg.config import Config, load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.record import Record
+from ampdbg.training.loop import train
+from ampdbg.training.replay import Manner, replay_step
+from ampdbg.training.run import Run, prepared
+from ampdbg.training.snapshot import take_snapshot
+
+WORKLOAD = """
+import math
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+    def forward(self, x):
+        return self.head(self.moved(x, self.inner(x)))
+
+class Momentum(Net):
+    "The key encoder's parameters are moved inside forward, as MoCo and BYOL do."
+    def __init__(self, by_data=False):
+        super().__init__()
+        self.by_data, self.keys = by_data, nn.Linear(8, 16).requires_grad_(False)
+    def moved(self, x, h):
+        with torch.no_grad():
+            for query, key in zip(self.inner.parameters(), self.keys.parameters()):
+                if self.by_data:
+                    key.data = key.data * 0.9 + query.data * 0.1
+                else:
+                    key.mul_(0.9).add_(query, alpha=0.1)
+            return h * x[:, :1].sign() * self.keys(x)
+
+class Counter(Net):
+    calls = 0
+    def moved(self, x, h):
+        self.calls += 1
+        return h * (1 + 0.01 * self.calls)
+
+class OwnGenerator(Net):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+    def moved(self, x, h):
+        return h + torch.randn(16, generator=self.generator)
+
+class Bank(Net):
+    "A running mean in a plain attribute, in the dtype of the activations."
+    bank = None
+    def moved(self, x, h):
+        mean = h.detach().mean(0)
+        self.bank = mean if self.bank is None else 0.9 * self.bank + 0.1 * mean
+        return h - self.bank
+
+class Queue(Net):
+    "Keys in a tensor that is written in place, with a plain number for the place."
+    def __init__(self):
+        super().__init__()
+        self.queue, self.at = torch.zeros(4, 16), 0
+    def moved(self, x, h):
+        self.queue[self.at] = h.detach().mean(0)
+        self.at = (self.at + 1) % 4
+        return h - self.queue.mean(0)
+
+class Recurrent(Net):
+    "The step before leads on into the next; its hidden state is half where autocast made it."
+    def __init__(self, detached=True):
+        super().__init__()
+        self.again, self.previous, self.detached = nn.Linear(16, 16), None, detached
+    def moved(self, x, h):
+        if self.previous is not None:
+            h = h + torch.nn.functional.linear(self.previous.detach(), self.again.weight.to(self.previous.dtype))
+        self.previous = h.detach() if self.detached else h
+        return h
+
+def data(bad=6e4):
+    generator = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(16, 8, generator=generator), torch.randn(16, 1, generator=generator)) for _ in range(8)]
+    batches[5][0][:1] *= bad
+    return batches
+"""
+
+MODELS = [
+    "Momentum",
+    "Momentum, args: {by_data: true}",
+    "Counter",
+    "OwnGenerator",
+    "Bank",
+    "Queue",
+    "Recurrent",
+    "Recurrent, args: {detached: false}",
+]
+
+
+def config(folder: Path, model: str, bad: str = "6.0e4") -> Config:
+    (folder / "work.py").write_text(WORKLOAD)
+    (folder / "config.yaml").write_text(
+        f"model: {{target: work.py:{model}}}\ndata: {{target: work.py:data, args: {{bad: {bad}}}}}\n"
+        "loss: {target: torch.nn.functional:mse_loss}\ntrain: {steps: 8, device: cpu}\n"
+    )
+    return load_config(folder / "config.yaml")
+
+
+def trained(checked: Config, replays: int) -> tuple[Record, dict[str, Any]]:
+    """The record, and all that the model holds at the end."""
+    runs: list[Run] = []
+
+    @contextlib.contextmanager
+    def kept(checked: Config) -> Iterator[Run]:
+        with prepared(checked) as run:
+            runs.append(run)
+            yield run
+
+    record = train(checked, replays=replays, prepare=kept)
+    return record, state(runs[0].workload.model)
+
+
+def state(model: torch.nn.Module) -> dict[str, Any]:
+    plain = {name: value for name, value in vars(model).items() if not name.startswith("_")}
+    return {**{name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, **plain}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, torch.Tensor):
+        return one.dtype is other.dtype and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_path: Path) -> None:
+    checked = config(tmp_path, model)
+    (plain, without), (replayed, with_replays) = trained(checked, 0), trained(checked, 2)
+    assert not plain.investigations
+    assert replayed.investigations
+    assert not any(replay.error for made in replayed.investigations for replay in made.replays)
+    assert without.keys() == with_replays.keys()
+    assert all(map(same, without.values(), with_replays.values()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_replay_as_it_was_is_the_step_itself(model: str, tmp_path: Path) -> None:
+    with prepared(config(tmp_path, model, bad="1.0")) as run:
+        batches, [optimizer] = run.workload.batches(), run.workload.optimizers
+        for number in range(3):
+            batch = next(batches)
+            snapshot = take_snapshot(run.workload.model, number, (batch,))
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = run.workload.losses(batch)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+        ended = state(run.workload.model)
+        replays = [replay_step(run, snapshot, Manner("float16", is_lifted=False)).replay for _ in range(2)]
+        assert [replay.error for replay in replays] == ["", ""]
+        if "Momentum" not in model:  # its weights are those of now
+            assert [replay.loss for replay in replays] == [float(loss.detach())] * 2
+        assert replay_step(run, snapshot, Manner("float64")).replay.error == ""
+        assert all(map(same, ended.values(), state(run.workload.model).values()))
+
+
+@pytest.mark.parametrize(
+    ("model", "bad", "code"), [("Bank", ".nan", "data-nonfinite"), ("Recurrent", "6e4", "data-range")]
+)
+def test_the_finding_is_that_of_the_data(model: str, bad: str, code: str, tmp_path: Path) -> None:
+    record = diagnose(train(config(tmp_path, model, bad)))
+    assert (record.findings[0].code, record.findings[0].step) == (code, 5)
