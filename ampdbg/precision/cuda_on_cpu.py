@@ -21,7 +21,7 @@ from torch.utils import _device
 
 from ampdbg.replacing import replaced
 
-from . import autocast_policy
+from . import autocast_policy, cuda_runtime
 
 
 @contextlib.contextmanager
@@ -32,7 +32,9 @@ def cuda_names_on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_lowering_to_float16())
         for owner, name, replace in _replacements():
-            original = getattr(owner, name)
+            original = getattr(owner, name, None)
+            if original is None:  # another version of torch
+                continue
             replacement = replace(original)
             stack.enter_context(_scripted_as(original, replacement))
             stack.enter_context(replaced(owner, name, replacement))
@@ -84,13 +86,19 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield torch, "set_autocast_gpu_dtype", lambda original: lambda dtype: torch.set_autocast_dtype("cuda", dtype)
     yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
     yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
-    yield from ((owner, "to", _any_device) for owner in _MOVABLE)
+    yield from ((owner, "to", _moved_to_any_device) for owner in _MOVABLE)
+    yield torch.Tensor, "pin_memory", _stays
+    yield torch.Tensor, "record_stream", _stays
+    yield torch.Tensor, "type", _tensor_type_named
+    yield torch, "set_default_tensor_type", _tensor_type_named
+    yield torch, "Generator", lambda original: cuda_runtime.Generator
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
     yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
-    yield from ((torch.cuda, name, _does_nothing) for name in _HARMLESS_ON_CPU)
+    for module, values in ((torch.cuda, cuda_runtime.RUNTIME), (torch.cuda.nvtx, cuda_runtime.NVTX)):
+        yield from ((module, name, _value(value)) for name, value in values.items())
 
 
 def _factories_of_torch() -> list[str]:
@@ -111,7 +119,6 @@ _FACTORIES_BY_EXAMPLE = (
     "randn_like",
     "zeros_like",
 )
-_HARMLESS_ON_CPU = ("synchronize", "set_device", "reset_peak_memory_stats")
 
 
 def _is_cuda(value: Any) -> bool:
@@ -124,6 +131,11 @@ def _on_cpu(value: Any) -> Any:
     if not _is_cuda(value):
         return value
     return "cpu" if isinstance(value, str) else torch.device("cpu")
+
+
+def _device_on_cpu(device: Any) -> Any:
+    """As :func:`_on_cpu`, where nothing but a device can stand: there a bare number is the index of a GPU."""
+    return "cpu" if type(device) is int else _on_cpu(device)
 
 
 def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
@@ -204,8 +216,9 @@ def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
-        # tensor.to("cuda") and module.to("cuda"): the device is the first argument behind self.
+            kwargs["device"] = _device_on_cpu(kwargs["device"])
+        # Pinned memory is for copies to a GPU, and torch has none without one.
+        kwargs.pop("pin_memory", None)
         if len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _on_cpu(args[1]), *args[2:])
         return original(*args, **kwargs)
@@ -213,9 +226,25 @@ def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _does_nothing(original: Callable[..., Any]) -> Callable[..., None]:
+def _moved_to_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``tensor.to("cuda")`` and ``module.to(0)``: the device is the first argument behind self."""
+    to = _any_device(original)
+
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> None:
-        return None
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return to(*args[:1], *map(_device_on_cpu, args[1:2]), *args[2:], **kwargs)
 
     return call
+
+
+def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value for value in args)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _value(value: Any) -> Replacement:
+    return lambda original: value

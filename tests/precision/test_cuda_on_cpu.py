@@ -134,6 +134,17 @@ DEVICES: dict[str, Callable[[], Tensor | nn.Module]] = {
     "nn.LayerNorm(device=)": lambda: nn.LayerNorm(2, device="cuda"),
     "nn.BatchNorm1d(device=)": lambda: nn.BatchNorm1d(2, device="cuda"),
     "nn.LSTM(device=)": lambda: nn.LSTM(2, 2, device="cuda"),
+    "Tensor.to(0)": lambda: torch.ones(2).to(0),
+    "Tensor.to(device=0)": lambda: torch.ones(2).to(device=0),
+    "Module.to(0)": lambda: nn.Linear(2, 2).to(0),
+    "torch.ones(device=0)": lambda: torch.ones(2, device=0),
+    "nn.Linear(device=0)": lambda: nn.Linear(2, 2, device=0),
+    "torch.empty(pin_memory=)": lambda: torch.empty(2, pin_memory=True),
+    "Tensor.pin_memory()": lambda: torch.ones(2).pin_memory(),
+    "Tensor.type()": lambda: torch.ones(2).long().type("torch.cuda.FloatTensor"),
+    "torch.cuda.FloatTensor()": lambda: torch.cuda.FloatTensor([1.0]),  # type: ignore[attr-defined]
+    "torch.cuda.LongTensor()": lambda: torch.cuda.LongTensor([1]),  # type: ignore[attr-defined]
+    "torch.randn(generator=)": lambda: torch.randn(2, generator=torch.Generator("cuda"), device="cuda"),
     "Module.to_empty(device=)": lambda: nn.Linear(2, 2, device="meta").to_empty(device="cuda"),
 }
 
@@ -463,6 +474,51 @@ def test_a_checkpoint_is_loaded_onto_cuda(tmp_path: Path) -> None:
 
 
 def test_what_manages_the_device_does_nothing() -> None:
-    torch.cuda.set_device(0)
-    torch.cuda.synchronize()
+    torch.cuda.set_device(torch.cuda.current_device())
+    with torch.cuda.device(0), torch.cuda.nvtx.range("step"):
+        torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    torch.cuda.nvtx.range_push("backward")
+    torch.cuda.nvtx.range_pop()
+    assert torch.cuda.memory_reserved() == 0
+
+
+def test_streams_are_always_done_and_events_take_the_time() -> None:
+    stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.stream(stream):
+        x = torch.ones(2, device="cuda")
+        x.record_stream(stream)
+    torch.cuda.current_stream().wait_stream(stream)
+    end.record(stream)
+    end.synchronize()
+    assert stream.query()
+    assert end.query()
+    assert stream.record_event().elapsed_time(start) < 0 < start.elapsed_time(end) < 60_000
+
+
+def test_a_generator_of_cuda_is_one_of_the_cpu_with_a_seed_of_its_own() -> None:
+    made = [torch.Generator("cuda"), torch.Generator(device=torch.device("cuda", 0)), torch.Generator()]
+    drawn = [torch.randn(2, generator=generator.manual_seed(3), device="cuda") for generator in made]
+    assert all(torch.equal(one, drawn[0]) for one in drawn)
+    assert all(isinstance(generator, torch.Generator) for generator in (*made, torch.default_generator))
+    assert not isinstance(3, torch.Generator)
+
+
+def test_the_random_state_of_cuda_is_that_of_the_cpu() -> None:
+    state = torch.cuda.get_rng_state()
+    first = torch.randn(2, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randn(2, device="cuda"), first)
+    with torch.random.fork_rng(devices=[0], device_type="cuda"):
+        torch.randn(2)
+    assert torch.cuda.initial_seed() == torch.initial_seed()
+
+
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
+def test_the_default_tensor_type_may_be_cudas() -> None:
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    try:
+        assert torch.ones(2).dtype is torch.float64
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")

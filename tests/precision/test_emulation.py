@@ -21,6 +21,7 @@ OWNERS = (
     torch.Tensor,
     torch.nn.Module,
     torch.cuda,
+    torch.cuda.nvtx,
     torch.amp.autocast_mode,
     torch.amp.autocast,
     torch.amp.grad_scaler,
