@@ -122,8 +122,9 @@ class Producer:
     call of the module it was.
 
     ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
-    divisor, or the argument of a logarithm or root, holds exact zeros. ``distance`` is set where the op is
-    not infinite but far from FP32: the norm of the difference over that of the FP32 result.
+    divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
+    where the op casts values of that leaf and nothing else. ``distance`` is set where the op is not infinite but
+    far from FP32: the norm of the difference over that of the FP32 result.
     """
 
     phase: Phase
@@ -142,6 +143,7 @@ class Producer:
     finite_in_fp32: bool | None = None
     is_constant: bool = False
     divides_by_zero: bool = False
+    leaf: str | None = None
     distance: float | None = None
 
 
@@ -185,7 +187,7 @@ class Investigation:
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
     losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
     far from FP32's, where the step's is. ``batch_largest`` is the largest finite magnitude in the batch's
-    floating-point leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
     step: int

@@ -92,7 +92,8 @@ def _verdict(record: Record, told: list[Finding]) -> Verdict:
     # Only a buffer that FP32 keeps finite has an op.
     if root.code in PRECISION or (root.code == "buffer-poisoned" and root.op):
         return "precision"
-    if root.code.startswith(NO_PIN_HELPS) or _ran_in_fp32(record):
+    fails_in_fp32 = _ran_in_fp32(record) or root.evidence.get("finite_in_fp32") is False
+    if root.code.startswith(NO_PIN_HELPS) or fails_in_fp32:
         return "other"
     return "inconclusive"
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ampdbg.agreement import climbs_on, is_finite, rose
 from ampdbg.diagnosis.remedies import finding_at, named
 from ampdbg.findings import Finding
 from ampdbg.record import Investigation, Producer, Record
+
+LARGE = 1e15
+"""Some such values, multiplied or squared and summed, are beyond FP32."""
+
+TOO_LARGE = "bring these values down: look for weights, divisors or inputs of that size; no pin helps, FP32 fails too"
+TOO_COARSE = "change the formula where it divides or cancels; no pin helps, FP32 fails too"
 
 
 def wrong_in_fp32_too(made: Investigation) -> Finding:
@@ -16,8 +23,7 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     where = f", first in {named(producer)}" if producer else ""
     fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
     if fp64 is None or fp64.error or is_finite(fp64):
-        why = f"FP64 could not be run: {fp64.error}" if fp64 and fp64.error else "FP64 is"
-        return finding_at("unknown", made, producer, f"not finite in FP32 either{where}, and {why}")
+        return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
     if fp64.loss == math.inf and made.replays[1].loss == math.inf:
         share = f": {producer.inf} of {producer.size} values" if producer else ""
         message = f"the loss is infinite in FP32 and in FP64 too{where}{share}"
@@ -25,6 +31,22 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     return finding_at(
         "true-nan", made, producer, f"not finite in FP32 and in FP64 too{where}: mathematics, not precision"
     )
+
+
+def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, error: str) -> Finding:
+    """The finding of a step that FP32 does not come through either, though its mathematics may: not FP16's fault."""
+    largest = producer.input_largest if producer and producer.input_largest > LARGE else None
+    of = f" on values of up to {largest:.4g}" if largest else ""
+    limit = "it is beyond FP32's range, not only FP16's" if largest else "FP32 rounds too coarsely, not only FP16"
+    why = f"FP64 could not be run: {error}" if error else f"FP64 is: {limit}"
+    found = finding_at(
+        "unknown",
+        made,
+        producer,
+        f"not finite in FP32 either{where}{of}, and {why}",
+        {"finite_in_fp32": False, "largest": largest},
+    )
+    return replace(found, remedy=TOO_LARGE if largest else TOO_COARSE)
 
 
 def first_divergence(made: Investigation, record: Record) -> Investigation | None:

@@ -53,19 +53,21 @@ class Suspect:
 
         Gradients are no such thing: that of a loss is the loss scale itself.
         """
-        is_written = self.producer.is_constant or self.producer.input_largest == FLOAT16.largest
-        return is_written and self.producer.phase == "forward"
+        return self.producer.is_constant and self.producer.phase == "forward"
 
     @property
-    def is_the_datas(self) -> bool:
-        """Whether it is the cast of the batch itself."""
-        return self.is_cast and self.producer.input_largest in self.made.batch_largest.values()
+    def leaf(self) -> str | None:
+        """The batch's leaf that it casts, where it is the cast of the batch itself and FP16 cannot hold that."""
+        largest = self.made.batch_largest
+        may_be = self.is_cast and self.producer.phase == "forward"
+        found = [name for name in largest if may_be and largest[name] == self.producer.input_largest]
+        names = found if self.producer.leaf is None else [self.producer.leaf]
+        return next((name for name in names if largest.get(name, 0.0) >= FLOAT16.overflow_threshold), None)
 
     @property
     def divides_by_flushed(self) -> bool:
-        """Whether it divides by a zero that is none in FP32 and in bfloat16."""
-        wide = [replay for replay in self.made.replays if replay.dtype == "bfloat16"]
-        return self.producer.divides_by_zero and self.producer.finite_in_fp32 is True and all(map(is_finite, wide))
+        """Whether it divides by a zero that is none in FP32, where it is finite."""
+        return self.producer.divides_by_zero and self.producer.finite_in_fp32 is True
 
 
 def suspects(made: Investigation) -> list[Suspect]:
@@ -87,7 +89,7 @@ def survived_scale(made: Investigation) -> float | None:
 
 
 CODES: tuple[tuple[str, Callable[[Suspect], bool]], ...] = (
-    ("data-range", lambda suspect: suspect.is_the_datas and suspect.overflows),
+    ("data-range", lambda suspect: suspect.leaf is not None),
     ("mask-constant", lambda suspect: suspect.is_constant),
     ("eps-underflow", lambda suspect: suspect.divides_by_flushed),
     ("forward-overflow", lambda suspect: suspect.overflows and suspect.producer.phase == "forward"),
@@ -103,7 +105,7 @@ MESSAGES: dict[str, Callable[[Suspect], str]] = {
         f"into a half tensor: it is infinite there, and rows that are masked throughout turn NaN"
     ),
     "eps-underflow": lambda suspect: (
-        f"{named(suspect.producer)} divides by what FP16 has flushed to zero; nothing here is large"
+        f"{named(suspect.producer)} {_takes(suspect)} what FP16 has rounded to zero; nothing here is large"
     ),
     "unknown": lambda suspect: (
         f"{named(suspect.producer)} is not finite in FP16 and {_in_fp32(suspect)}: no overflow explains it"
@@ -139,18 +141,17 @@ def _in_fp32(suspect: Suspect) -> str:
     return f"reaches {suspect.value:.4g} in FP32" if suspect.value is not None else "finite in FP32"
 
 
-def _leaf(suspect: Suspect) -> str:
-    largest = suspect.made.batch_largest
-    return next(name for name in largest if largest[name] == suspect.producer.input_largest)
+def _takes(suspect: Suspect) -> str:
+    return "takes the logarithm of" if suspect.producer.op.startswith("aten.log") else "divides by"
 
 
 def _sample(suspect: Suspect) -> str:
-    leaf = _leaf(suspect)
+    leaf = suspect.leaf or ""
     index = suspect.made.batch_index.get(leaf, ())
     where = f" in sample {index[0]}" if index else ""
-    return f"the batch holds {suspect.producer.input_largest:.4g}{where} of {leaf or 'its tensor'}"
+    return f"the batch holds {suspect.made.batch_largest[leaf]:.4g}{where} of {leaf or 'its tensor'}"
 
 
 def _place_in_batch(suspect: Suspect) -> dict[str, object]:
-    leaf = _leaf(suspect)
+    leaf = suspect.leaf or ""
     return {"name": leaf, "first_index": list(suspect.made.batch_index.get(leaf, ()))}

@@ -14,11 +14,17 @@ from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.op_traits import OpTraits
 from ampdbg.probes.ops import OpSeen, OpTrace, Place
+from ampdbg.probes.origins import Origins
 
 POLES_AT_ZERO = frozenset("div reciprocal rsqrt log log2 log10 pow true_divide".split())
 """Ops that are infinite where their last operand is zero."""
 
 PRODUCTS = frozenset({"mul", "multiply", "div"})
+
+CASTS = frozenset({"_to_copy", "copy"})
+
+BEYOND_COMPUTING = 1e30
+"""Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
 
 SAMPLE = 64
 """So many elements of an op's output stand for all of them when two replays are compared."""
@@ -30,20 +36,26 @@ class Circumstances:
 
     is_constant: bool
     divides_by_zero: bool
+    leaf: str | None = None
 
 
 class ProducerTrace(OpTrace):
-    """Notes every op, and the circumstances of the producers by their place in ``ops``."""
+    """Notes every op, and the circumstances of the producers by their place in ``ops``.
 
-    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf.
+    """
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths, batches: Sequence[Any] = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
+        self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
         self._given, self._numbers = given, numbers
+        self._origins.before(_base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
         return super().before(traits, given, numbers)
 
     def after(
@@ -53,24 +65,47 @@ class ProducerTrace(OpTrace):
         count = len(self.ops)
         super().after(traits, place, parameter, before, made)
         if len(self.ops) > count and self.ops[-1].produces:
-            self.circumstances[count] = self._circumstances(self.ops[-1])
+            self.circumstances[count] = self._circumstances(self.ops[-1], made)
+        self._origins.after(_base_name(traits.name), self._given, made)
         self._given = ()
 
-    def _circumstances(self, seen: OpSeen) -> Circumstances:
-        base_name = seen.op.split(".")[1].rstrip("_")
+    def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
+        base_name = _base_name(seen.op)
         return Circumstances(
-            is_constant=self._is_constant(base_name),
+            is_constant=self._is_constant(base_name, seen, made),
             divides_by_zero=base_name in POLES_AT_ZERO and bool(self._given) and bool((self._given[-1] == 0).any()),
+            leaf=self._origins.leaf(self._given[0]) if base_name in CASTS and self._given else None,
         )
 
-    def _is_constant(self, base_name: str) -> bool:
-        if base_name in ("_to_copy", "copy"):
-            return _overflows_on_a_constant(self._given)
+    def _is_constant(self, base_name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+        if base_name in CASTS:
+            return self._casts_a_constant()
         beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
-        if base_name in PRODUCTS:
+        if base_name in PRODUCTS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
-        return bool(beyond)
+        return bool(beyond) or self._goes_below_the_lowest(seen, made)
+
+    def _casts_a_constant(self) -> bool:
+        """Whether what is beyond FP16 is one negative constant several times, or beyond anything that is computed.
+
+        What a model computes can repeat as well: the activations of a token that begins every sample. It is a
+        constant only where the code has written it.
+        """
+        values = float_values(self._given[0]) if self._given else None
+        if values is None:
+            return False
+        beyond = values[values.abs() >= FLOAT16.overflow_threshold]
+        low, high = (float(end) for end in torch.aminmax(beyond)) if beyond.numel() else (0.0, 0.0)
+        is_repeated = low == high < 0 and beyond.numel() > 1
+        is_computed = self._origins.is_of_weights(self._given[0]) and not self._origins.is_written(low)
+        return max(abs(low), abs(high)) > BEYOND_COMPUTING or (is_repeated and not is_computed)
+
+    def _goes_below_the_lowest(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+        """Whether a mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
+        if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
+            return False
+        return not any(bool((values == torch.inf).any() | values.isnan().any()) for values in _float_values(made))
 
 
 class SampleTrace(OpTrace):
@@ -105,11 +140,9 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
     return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
 
 
-def _overflows_on_a_constant(given: Sequence[torch.Tensor]) -> bool:
-    """Whether what is beyond FP16 is one negative value several times, or beyond anything that is computed."""
-    values = float_values(given[0]) if given else None
-    if values is None:
-        return False
-    beyond = values[values.abs() >= FLOAT16.overflow_threshold]
-    low, high = (float(end) for end in torch.aminmax(beyond)) if beyond.numel() else (0.0, 0.0)
-    return max(abs(low), abs(high)) > 1e30 or (low == high < 0 and beyond.numel() > 1)
+def _base_name(op: str) -> str:
+    return op.split(".")[1].rstrip("_")
+
+
+def _float_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [values for values in map(float_values, tensors) if values is not None]

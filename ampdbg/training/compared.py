@@ -166,4 +166,5 @@ def _producer(seen: OpSeen, fp32: tuple[float, bool] | None, circumstances: Circ
         finite_in_fp32=finite,
         is_constant=circumstances.is_constant,
         divides_by_zero=circumstances.divides_by_zero,
+        leaf=circumstances.leaf,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -64,6 +65,7 @@ class _Replays:
         self._on_replay = on_replay
         low = str(low_dtype(run.config.precision)).rpartition(".")[2]
         self._as_it_was = Manner(low, scale, is_lifted=False)
+        self._producers = functools.partial(ProducerTrace, batches=snapshot.batches)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """The replays of a step whose loss or gradients are not finite."""
@@ -71,7 +73,7 @@ class _Replays:
         low, failed, tries = self._again_until_it_fails(why)
         if not failed:
             return replace(made, replays=(low.replay,), reproduced=0, tries=tries)
-        fp32 = self._fp32(traced=ProducerTrace, keep_gradients=why == "gradients")
+        fp32 = self._fp32(traced=self._producers, keep_gradients=why == "gradients")
         replays = [producers_of(low, fp32), producers_of(fp32, fp32)]
         if why == "gradients" and is_finite(fp32.replay):
             replays += self._at_lower_scales(fp32)
@@ -83,9 +85,9 @@ class _Replays:
     def of_hidden_fault(self) -> Investigation:
         """The replays of a step that looks healthy: two, and more only where those differ."""
         made = Investigation(self._snapshot.step, "end", ())
-        low = self._low(traced=ProducerTrace, keep_gradients=True)
+        low = self._low(traced=self._producers, keep_gradients=True)
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
-        fp32 = self._fp32(traced=ProducerTrace if overflows else None, keep_gradients=True)
+        fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         against = compared_gradients(low, fp32)
         replays = [replace(producers_of(low, fp32), **against), producers_of(fp32, fp32)]
         if not (is_finite(low.replay) and is_finite(fp32.replay)):
@@ -102,7 +104,7 @@ class _Replays:
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
-            low = self._low(traced=ProducerTrace)
+            low = self._low(traced=self._producers)
             if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
                 return low, True, number
         return low, False, TRIES
@@ -157,11 +159,23 @@ def _spelt(dtype: str) -> str:
 
 
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
-    """For each floating-point leaf of the batches, its largest finite magnitude and where that stands."""
+    """For each numeric leaf of the batches, its largest finite magnitude and where that stands.
+
+    As float32 has it: what a model casts is that, whatever the batch holds.
+    """
     for batch in snapshot.batches:
         for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-            values = float_values(leaf) if isinstance(leaf, torch.Tensor) else None
+            values = _numbers_of(leaf) if isinstance(leaf, torch.Tensor) else None
             if values is not None and values.numel():
                 finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
                 at = torch.unravel_index(finite.argmax(), finite.shape)
                 yield _pytree.keystr(path), (float(finite.max()), tuple(int(index) for index in at))
+
+
+def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
+    """The leaf's values in float32; None where it has none, or none on this device."""
+    is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+    if is_integer and leaf.layout is torch.strided and leaf.device.type != "meta":
+        return leaf.float()
+    values = float_values(leaf)
+    return values if values is None else values.float()

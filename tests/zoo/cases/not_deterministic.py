@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -21,12 +23,12 @@ class Model(nn.Module):
     def __init__(self, fails_at: int = 2) -> None:
         super().__init__()
         self.fails_at = fails_at
-        self.calls = 0
+        calls = itertools.count()
+        self.draw = lambda: next(calls)  # out of reach, as a generator of another library is
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        factor = 1e6 if self.calls == self.fails_at else 1.0
-        self.calls += 1
+        factor = 1e6 if self.draw() == self.fails_at else 1.0
         return self.head(x) * factor
 
 

@@ -1,0 +1,124 @@
+"""Where values come from: followed through views, casts and copies, and lost where something is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.ops import placed
+from ampdbg.probes.producer_trace import Circumstances, ProducerTrace
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), -1e5))
+
+
+def of_the_last_producer(run: Callable[[Model, torch.Tensor], object], batch: torch.Tensor) -> Circumstances:
+    """What is known of the last op that makes inf or NaN in ``run``."""
+    model = Model()
+
+    def traced(model: nn.Module, paths: ModulePaths) -> ProducerTrace:
+        return ProducerTrace(model, paths, batches=({"prices": batch},))
+
+    with placed(model, traced) as trace:
+        run(model, batch)
+    return trace.circumstances[max(trace.circumstances)]
+
+
+PRICES = torch.tensor([[1e5, 2e5, 1.0], [3.0, 7e4, 9e5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x,
+        lambda x: x[:, 1:].float(),
+        lambda x: x[torch.tensor([1, 0])],
+        lambda x: torch.cat([x[:, :2].T, x[:, 1:].T]).contiguous(),
+        lambda x: torch.stack([x, x]).repeat(1, 2, 1).flatten().clone(),
+        lambda x: x.double().flip(0),
+    ],
+)
+def test_what_is_only_moved_or_cast_is_the_batch_still(
+    moved: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    seen = of_the_last_producer(lambda model, x: moved(x).float().half(), PRICES.to(dtype))
+    assert seen.leaf == "['prices']"
+
+
+def beside_something_else(model: Model, batch: torch.Tensor) -> torch.Tensor:
+    both = torch.empty(2, 6)
+    both[:, 3:] = model.weight[0]
+    both[:, :3] = batch
+    return both
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda model, x: x * 2,
+        lambda model, x: x.clone().mul_(2),
+        lambda model, x: torch.cat([x[0], -model.weight]),
+        lambda model, x: x.sum(dim=0),
+        beside_something_else,
+        lambda model, x: torch.cat([x, torch.full((1, 3), 1e6)]),
+        lambda model, x: -model.weight,
+    ],
+)
+def test_what_is_computed_is_not_the_batch(computed: Callable[[Model, torch.Tensor], torch.Tensor]) -> None:
+    assert of_the_last_producer(lambda model, x: computed(model, x).half(), PRICES.clone()).leaf is None
+
+
+def fill_a_part(model: Model) -> torch.Tensor:
+    scores = model.weight * 1e-5
+    scores[:2] = -1e9
+    return scores
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda model: torch.full((4,), -1e9),
+        lambda model: (1.0 - torch.tensor([1.0, 0.0, 0.0])) * -1e9,
+        lambda model: torch.zeros_like(model.weight).detach() - 1e9,
+        lambda model: (model.weight * 1e-5).masked_fill(torch.tensor([True, True, False, False]), -1e9),
+        lambda model: torch.where(torch.tensor([True, True, False, False]), -1e9, model.weight * 1e-5),
+        lambda model: model.weight * 1e-5 + torch.tensor([0.0, 0.0, -1e9, -1e9]),
+        lambda model: model.weight * 1e-5 + torch.finfo(torch.float32).min,
+        fill_a_part,
+    ],
+)
+def test_a_negative_constant_that_the_code_writes_is_one(mask: Callable[[Model], torch.Tensor]) -> None:
+    assert of_the_last_producer(lambda model, x: mask(model).half(), PRICES).is_constant
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda model: model.weight,
+        lambda model: model.weight.detach().clone(),
+        lambda model: (model.weight * 1.0)[None].expand(3, 4),
+    ],
+)
+def test_what_a_model_computes_is_none_though_it_repeats(computed: Callable[[Model], torch.Tensor]) -> None:
+    assert not of_the_last_producer(lambda model, x: computed(model).half(), PRICES).is_constant
+
+
+def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a_sum() -> None:
+    limit = torch.finfo(torch.float16).max
+    mask = torch.full((4,), -limit, dtype=torch.float16)
+    assert of_the_last_producer(lambda model, x: mask + mask, PRICES).is_constant
+    assert not of_the_last_producer(lambda model, x: -mask - mask, PRICES).is_constant
+
+    def clamped(model: Model, x: torch.Tensor) -> torch.Tensor:
+        lowest = (model.weight * 0.5).half().mul(1.9).clamp(-limit, limit)
+        return lowest + lowest
+
+    assert not of_the_last_producer(clamped, PRICES).is_constant
