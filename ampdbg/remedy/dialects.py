@@ -77,7 +77,8 @@ def comments_by_name(suggestion: Suggestion) -> str:
 def as_json(suggestion: Suggestion, base: Path) -> bytes:
     """The patch as one JSON object: pins, files with their diffs, proof and notes.
 
-    ``pins`` and ``proof`` are as in the record. ``base`` is what the files' paths are relative to.
+    ``pins`` and ``proof`` are as in the record; ``refused`` says why a pin is in no edit. ``base`` is what
+    the files' paths are relative to.
     """
     patch = suggestion.patch
     record = json.loads(to_json(suggestion.record))
@@ -94,6 +95,7 @@ def as_json(suggestion: Suggestion, base: Path) -> bytes:
         ],
         "proof": record["verification"],
         "notes": list(suggestion.notes),
+        "refused": list(suggestion.refused),
     }
     return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 

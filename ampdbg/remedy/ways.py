@@ -13,7 +13,8 @@ import torch
 from ampdbg.config import Config
 from ampdbg.config.target_names import parse_target
 from ampdbg.experiments import Pin
-from ampdbg.remedy.by_name.helper_form import edit_factory
+from ampdbg.remedy.by_name.helper_form import applies_to, edit_factory
+from ampdbg.remedy.by_name.name_sets import in_words
 from ampdbg.remedy.by_name.plain_layers import takes_one_tensor
 from ampdbg.remedy.half_names import Seen
 from ampdbg.remedy.own_lines import OwnLines
@@ -152,8 +153,8 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Edit]:
     """The helper, by the module's name, where the config's own file makes the model."""
     file = _file_that_makes_the_model(materials.config)
     if is_users_file(file) and not pin.source:
-        what = (pin.module or "the model") + (" (its own lines)" if pin.own else "")
-        yield Edit(f"{what}, by name", file, None, (pin.name,))
+        note = applies_to(Path(file).read_bytes(), parse_target(materials.config.model.target).name)
+        yield Edit(f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=(note,) if note else ())
 
 
 WAYS: tuple[tuple[Way, ...], ...] = ((_own_code, _forward, _call, _helper), (_forward, _call, _helper), (_helper,))
