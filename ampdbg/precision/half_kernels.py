@@ -35,8 +35,15 @@ WITHOUT_CPU_KERNEL = """
     avg_pool3d avg_pool3d_backward rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_backward
     multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_forward
     multilabel_margin_loss_backward
+    _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward
+    _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward
 """
-"""Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'."""
+"""Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'.
+
+The antialiasing ones are rounded once here; ``cuda/UpSampleBilinear2d.cu`` rounds its weights and rows as well,
+and adds gradients in half. Not ``fft``: that a CPU tensor is half is refused before any kernel is asked
+(``promote_type_fft`` in ``SpectralOps.cpp``).
+"""
 
 CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"
 """CUDA compares with the limits in float32 (``opmath_t`` in ``cuda/TensorCompare.cu``); the CPU makes them half

@@ -234,6 +234,10 @@ def lstm(x: Tensor) -> Tensor:
     return layer(x.view(8, 1, 8))[0]
 
 
+def antialiased(x: Tensor, mode: str) -> Tensor:
+    return F.interpolate(x.view(1, 1, 8, 8), size=(3, 5), mode=mode, antialias=True)
+
+
 ONLY_ON_CUDA: dict[str, Callable[[Tensor], Tensor]] = {
     "avg_pool3d": lambda x: F.avg_pool3d(x.view(1, 1, 4, 4, 4), 2),
     "rrelu": rrelu,
@@ -241,6 +245,8 @@ ONLY_ON_CUDA: dict[str, Callable[[Tensor], Tensor]] = {
     "multi_margin_loss": lambda x: F.multi_margin_loss(x.view(8, 8), torch.arange(8)),
     "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x.view(8, 8), torch.arange(64).view(8, 8) % 8),
     "lstm": lstm,
+    "interpolate, antialiased": lambda x: antialiased(x, "bilinear"),
+    "interpolate, bicubic and antialiased": lambda x: antialiased(x, "bicubic"),
     "clamp": lambda x: x.clamp(0.1, 1e5),
     "clamp to what half cannot hold": lambda x: x.clamp(max=-1e5),
     "clamp_min": lambda x: x.clamp_min(-1e9),
