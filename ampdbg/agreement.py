@@ -92,8 +92,9 @@ def may_have_risen(before: Sequence[float], now: float) -> bool:
 def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
     """Whether steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
 
-    They have to climb steadily, and further than the losses have ever ranged; much further, where those had not
-    risen yet. A continuation that ends in inf or NaN diverges if it does not fall and stands clear of them.
+    They have to climb steadily, or at once to quite another level, and further than the losses have ever ranged; much
+    further, where those had not risen yet. A continuation that ends in inf or NaN diverges if it does not fall and
+    stands clear of them.
     """
     earlier = [loss for loss in before if math.isfinite(loss)]
     finite = [loss for loss in continuation if math.isfinite(loss)]
@@ -106,7 +107,8 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
     if len(earlier) < FEW_LOSSES:
         ranged = max(ranged, *map(abs, earlier))
     times = 1.0 if rose(earlier, times=1.0) else DIVERGED
-    return rose(finite, times=1.0) and climb > times * ranged
+    climbs = rose(finite, times=1.0) or rose([min(earlier), *finite])
+    return climbs and climb > times * ranged
 
 
 def _gradients_agree(low: Replay, floor: Replay | None) -> bool:

@@ -69,6 +69,12 @@ def test_what_fp32_ends_in_counts_where_it_stands_clear_of_the_losses_before() -
     assert not climbs_on(before, [math.inf])
 
 
+def test_fp32_may_leap_to_another_level_and_stay_there() -> None:
+    before = [0.01, -0.51, -1.37, -1.4, 655.0]
+    assert climbs_on(before, [1.3e7, 1.3e19, 1.7e17, 6e17, 1.2e18])
+    assert not climbs_on(before, [655.0, 900.0, 500.0, 620.0, 700.0])
+
+
 def test_few_losses_are_no_measure_of_how_far_losses_range() -> None:
     before, continuation = [1.38, 1.39], [1.39, 1.4, 1.45, 1.6, 2.1]
     assert not climbs_on(before, continuation)
