@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ampdbg.probes.nonfinite import is_finite
 from ampdbg.training.held import CONSTANTS, distinct, own_attributes
 
 LARGEST = 2**24
@@ -119,12 +120,38 @@ class Attributes:
         made = self._with_tensors(lambda one: replace(one.settled(), tensor=None) if one.is_leaf else Left.AS_IT_IS)
         return replace(made, model=None)
 
+    def unpoisoned(self, first: Attributes) -> Attributes:
+        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none."""
+
+        def kept(name: str) -> dict[str, Any]:
+            saved, before = self.by_module[name], first.by_module.get(name, {})
+            chosen = {key: value if _is_sound(value) else before.get(key, _ABSENT) for key, value in saved.items()}
+            return {key: value for key, value in chosen.items() if value is not _ABSENT}
+
+        return replace(self, by_module={name: kept(name) for name in self.by_module})
+
     def _with_tensors(self, change: Callable[[SavedTensor], Any]) -> Attributes:
         def changed(saved: Any) -> Any:
             return change(saved) if isinstance(saved, SavedTensor) else saved
 
         met = _Met()
         return replace(self, by_module={name: _each(saved, changed, met) for name, saved in self.by_module.items()})
+
+
+_ABSENT = object()
+
+
+def _is_sound(saved: Any) -> bool:
+    """Whether all tensors of a saved value are finite."""
+    unsound: list[SavedTensor] = []
+
+    def look(one: Any) -> Any:
+        if isinstance(one, SavedTensor) and not is_finite(one.contents):
+            unsound.append(one)
+        return one
+
+    _mapped(saved, look, {})
+    return not unsound
 
 
 class _Saving:

@@ -37,7 +37,8 @@ class Investigator:
         self._on_investigated = on_investigated
         self._is_low = low_dtype(run.config.precision) is not torch.float32
         self._versions = Versions()
-        self._first_buffers = self.snapshot(()).buffers
+        first = self.snapshot(())
+        self._first = replace(first, attributes=first.attributes.settled())
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
 
@@ -85,12 +86,13 @@ class Investigator:
         self.found.append(made)
 
     def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
-        """The step with the buffers that an earlier one has spoilt as the run began: replays show how it comes."""
-        first = self._first_buffers
+        """The step with what an earlier one has spoilt as the run began: replays show how it comes."""
+        first = self._first.buffers
         buffers = {
             name: buffer if is_finite(buffer) else first.get(name, buffer) for name, buffer in snapshot.buffers.items()
         }
-        return replace(snapshot, buffers=buffers)
+        attributes = snapshot.attributes.unpoisoned(self._first.attributes)
+        return replace(snapshot, buffers=buffers, attributes=attributes)
 
     def _weights_are_finite(self) -> bool:
         """Where weights are not finite, they are what is wrong, and no replay says more."""

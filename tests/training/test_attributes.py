@@ -147,3 +147,18 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
         saved.write(net, held)
         net.prompt.sum().backward()
     assert net.prompt.grad is None
+
+
+def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
+    net: Any = torch.nn.Module()
+    net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
+    first = Attributes.now(net, Versions()).settled()
+    net.bank.fill_(torch.nan)
+    net.sound.fill_(1)
+    net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
+    saved = Attributes.now(net, Versions())
+    with put_back(net) as held:
+        saved.unpoisoned(first).write(net, held)
+        assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
+        assert "late" not in vars(net)
+    assert "late" in vars(net)
