@@ -70,7 +70,7 @@ def skips(record: Record) -> Iterator[Finding]:
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
     if _keeps_overflowing(sorted_skips, record.steps) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
-        if any(math.isfinite(step.loss) for step in every):
+        if faults or _overflows_behind_a_finite_loss(record.steps):
             made = next(iter(faults or investigated), None)
             yield _cause(made, record) if made else _overflowing_gradients(sorted_skips, record)
         if record.steps[-1].scale < every[0].scale and not _works_below_one(record.steps):
@@ -177,6 +177,13 @@ def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
         or steps[-1].scale < 1.0
         or _relapses(steps) > max(SKIPS_IN_A_ROW, len(steps) // 2)
     )
+
+
+def _overflows_behind_a_finite_loss(steps: Sequence[Step]) -> bool:
+    """Whether the scale would keep falling without the steps whose loss is not finite, and not merely settle."""
+    finite = [step for step in steps if math.isfinite(step.loss)]
+    found = sort_skips(finite)
+    return bool(found.all) and _keeps_overflowing(found, finite)
 
 
 def _relapses(steps: Sequence[Step]) -> int:

@@ -129,6 +129,12 @@ def test_a_nonfinite_loss_is_the_root_of_the_falling_scale() -> None:
     assert record.verdict == "inconclusive"
 
 
+def test_a_skip_while_the_scale_settles_is_not_blamed_for_the_nan_that_comes_later() -> None:
+    record = diagnose(record_of(steps_of("..x..." + "N" * 12)))
+    assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
+    assert record.findings[0].step == 6
+
+
 def test_an_infinite_loss_without_a_skipped_step_is_found() -> None:
     record = diagnose(record_of(steps_of("I" * 10)))
     assert codes(record) == [("unknown", "forward", None)]
