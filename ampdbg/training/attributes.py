@@ -57,6 +57,11 @@ class SavedTensor:
             return own
         return _duplicate(self.contents).requires_grad_(self.is_leaf and self.requires_grad)
 
+    def is_still(self, before: SavedTensor) -> bool:
+        """Whether it is the tensor that it was before, and nothing was seen to be written there."""
+        own = self.tensor() if self.tensor else None
+        return not self.is_copy and own is not None and before.tensor is not None and own is before.tensor()
+
     def settled(self) -> SavedTensor:
         """The same, whatever is written into the model's tensor from now on."""
         return self if self.is_copy else replace(self, contents=_duplicate(self.contents), is_copy=True)
@@ -121,14 +126,23 @@ class Attributes:
         return replace(made, model=None)
 
     def unpoisoned(self, first: Attributes) -> Attributes:
-        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none."""
+        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
 
-        def kept(name: str) -> dict[str, Any]:
-            saved, before = self.by_module[name], first.by_module.get(name, {})
-            chosen = {key: value if _is_sound(value) else before.get(key, _ABSENT) for key, value in saved.items()}
-            return {key: value for key, value in chosen.items() if value is not _ABSENT}
-
-        return replace(self, by_module={name: kept(name) for name in self.by_module})
+        It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
+        """
+        spoilt = {
+            name: [key for key, value in saved.items() if not _is_sound(value, first.by_module.get(name, {}).get(key))]
+            for name, saved in self.by_module.items()
+        }
+        if not any(spoilt.values()):
+            return self
+        by_module = {name: dict(saved) for name, saved in self.by_module.items()}
+        for name, keys in spoilt.items():
+            for key in keys:
+                del by_module[name][key]
+            before = first.by_module.get(name, {})
+            by_module[name].update((key, before[key]) for key in keys if key in before)
+        return replace(self, by_module=by_module)
 
     def _with_tensors(self, change: Callable[[SavedTensor], Any]) -> Attributes:
         def changed(saved: Any) -> Any:
@@ -138,11 +152,10 @@ class Attributes:
         return replace(self, by_module={name: _each(saved, changed, met) for name, saved in self.by_module.items()})
 
 
-_ABSENT = object()
-
-
-def _is_sound(saved: Any) -> bool:
-    """Whether all tensors of a saved value are finite."""
+def _is_sound(saved: Any, first: Any) -> bool:
+    """Whether all tensors of a saved value are finite, or it is one that nothing was written into."""
+    if isinstance(saved, SavedTensor) and isinstance(first, SavedTensor) and saved.is_still(first):
+        return True
     unsound: list[SavedTensor] = []
 
     def look(one: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ class Investigator:
         self._versions = Versions()
         first = self.snapshot(())
         self._first = replace(first, attributes=first.attributes.settled())
+        self._tried: Counter[Why] = Counter()
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
 
@@ -76,22 +78,26 @@ class Investigator:
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
         before = [made for made in self.found if made.why == why]
         same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
-        if len(before) >= self._limit or same_root or not self._weights_are_finite():
+        if self._tried[why] >= self._limit or same_root or not self._weights_are_finite():
             return
+        self._tried[why] += 1
         steps = self._watcher.steps[: snapshot.step]
         unpoisoned = self._unpoisoned(snapshot)
         with self._watcher.paused():
             made = investigate(self._run, unpoisoned, why, scale, before=steps, on_replay=self._on_replay)
+            if made.reproduced == 0 and unpoisoned is not snapshot and self.found:
+                return  # it went wrong by what the step that was found first has left behind
             self._on_investigated(unpoisoned, scale, made)
         self.found.append(made)
 
     def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
         """The step with what an earlier one has spoilt as the run began: replays show how it comes."""
-        first = self._first.buffers
-        buffers = {
-            name: buffer if is_finite(buffer) else first.get(name, buffer) for name, buffer in snapshot.buffers.items()
-        }
-        attributes = snapshot.attributes.unpoisoned(self._first.attributes)
+        first = self._first
+        attributes = snapshot.attributes.unpoisoned(first.attributes)
+        spoilt = {name for name, buffer in snapshot.buffers.items() if name in first.buffers and not is_finite(buffer)}
+        if attributes is snapshot.attributes and not spoilt:
+            return snapshot
+        buffers = {name: (first if name in spoilt else snapshot).buffers[name] for name in snapshot.buffers}
         return replace(snapshot, buffers=buffers, attributes=attributes)
 
     def _weights_are_finite(self) -> bool:

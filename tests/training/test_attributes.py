@@ -152,11 +152,15 @@ def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
 def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net: Any = torch.nn.Module()
     net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
-    first = Attributes.now(net, Versions()).settled()
+    net.mask = torch.full((2,), -torch.inf)
+    versions = Versions()
+    first = Attributes.now(net, versions).settled()
+    sound = Attributes.now(net, versions)
+    assert sound.unpoisoned(first) is sound
     net.bank.fill_(torch.nan)
     net.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
-    saved = Attributes.now(net, Versions())
+    saved = Attributes.now(net, versions)
     with put_back(net) as held:
         saved.unpoisoned(first).write(net, held)
         assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]

@@ -178,3 +178,10 @@ def test_a_replay_as_it_was_is_the_step_itself(model: str, tmp_path: Path) -> No
 def test_the_finding_is_that_of_the_data(model: str, bad: str, code: str, tmp_path: Path) -> None:
     record = diagnose(train(config(tmp_path, model, bad)))
     assert (record.findings[0].code, record.findings[0].step) == (code, 5)
+
+
+def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path: Path) -> None:
+    record = diagnose(train(config(tmp_path, "Bank", ".nan")))
+    assert [made.step for made in record.investigations] == [5]
+    assert [step.step for step in record.steps if step.skipped] == [5, 6, 7]
+    assert record.findings[1].message.startswith("the loss is NaN from step 6 on")
