@@ -65,6 +65,16 @@ def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
     return [value for value, _ in held_in(model) if isinstance(value, torch.Tensor)]
 
 
+def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
+    """What there is to say of what a replay moves on for good: one note for each iterator that a module holds."""
+    return tuple(
+        f"{f'module {name!r}' if name else 'the model'} holds an iterator, {key!r}, which every replay moves on"
+        for name, module in model.named_modules()
+        for key, value in own_attributes(module).items()
+        if isinstance(value, Iterator)
+    )
+
+
 @contextlib.contextmanager
 def put_back(model: torch.nn.Module, weights: Sequence[torch.Tensor] = ()) -> Iterator[dict[int, Any]]:
     """Afterwards every module holds the very same objects with the same contents, whatever was done to them.

@@ -22,6 +22,7 @@ from ampdbg.record import Record, Step, Unseen
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.environment import describe_environment, folder_from_here
 from ampdbg.training.half_updates import ComparedUpdates
+from ampdbg.training.held import notes_on
 from ampdbg.training.investigation import OnReplay
 from ampdbg.training.investigator import Investigator, OnInvestigated
 from ampdbg.training.run import Run, prepared
@@ -105,7 +106,8 @@ def _watched(
         except AmpdbgError as raised:
             error = autocast_error(raised, step=len(watcher.steps))
             failure = None if error or watcher.explains(raised.__cause__) else raised
-    notes = compiled_notes(run.workload.model) if investigator.found else ()
+    model = run.workload.model
+    notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     record = replace(
         record,
         environment=describe_environment(run.config, run.device),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ampdbg.remedy.proof.saved_steps import Uncarried, load_steps, save_steps
-from ampdbg.training.failing_step import FailingStep
+from ampdbg.training.failing_step import FailingStep, weights_of
+from ampdbg.training.replay import Manner, replay_step
 from ampdbg.training.run import Run, prepared
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
@@ -36,6 +37,24 @@ def test_a_step_arrives_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
     assert all(torch.equal(one, other) for one, other in zip(loaded.weights, step.weights, strict=True))
     assert torch.equal(loaded.snapshot.random_state.cpu, step.snapshot.random_state.cpu)
+
+
+def test_a_model_that_is_built_anew_replays_it_with_the_state_that_the_step_found(tmp_path: Path) -> None:
+    counting = NET.replace(
+        "        x = self.before(x)\n",
+        "        self.calls = getattr(self, 'calls', 0) + 1\n"
+        "        self.bank = x.detach() + getattr(self, 'bank', 0.0)\n"
+        "        x = self.before(x) if self.calls > 1 else self.before(x) * 1e-3 + self.bank * 1e-3\n",
+    )
+    config = written(tmp_path, {"net.py": counting})
+    (step,) = failing_steps(config)
+    assert step.snapshot.step == 1
+    with prepared(config) as run:
+        for one in (step, carried(run, step, tmp_path / "steps")):
+            with weights_of(run.workload.model, one):
+                replay = replay_step(run, one.snapshot, Manner("float32")).replay
+            assert replay.loss == step.made.replays[1].loss
+            assert "calls" not in vars(run.workload.model)
 
 
 def test_a_slice_does_not_carry_the_data_set_it_is_of(tmp_path: Path) -> None:

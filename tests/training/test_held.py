@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.training.held import put_back, tensors_in
+from ampdbg.training.held import notes_on, put_back, tensors_in
 
 
 class State:
@@ -191,6 +191,15 @@ def test_what_cannot_be_copied_is_left_alone_and_the_rest_put_back() -> None:
         net.count = 7
     assert net.count == 1000
     assert next(net.stubborn[0]) == 2
+
+
+def test_an_iterator_is_told_of() -> None:
+    net: Any = Net()
+    net.linear.ticks, net.draws = iter([1]), (number for number in [1])
+    assert notes_on(net) == (
+        "the model holds an iterator, 'draws', which every replay moves on",
+        "module 'linear' holds an iterator, 'ticks', which every replay moves on",
+    )
 
 
 def test_every_tensor_is_found_once() -> None:

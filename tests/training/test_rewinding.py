@@ -19,7 +19,7 @@ from ampdbg.training.run import Run, prepared
 from ampdbg.training.snapshot import take_snapshot
 
 WORKLOAD = """
-import math
+import itertools
 import torch
 from torch import nn
 
@@ -49,6 +49,13 @@ class Counter(Net):
     def moved(self, x, h):
         self.calls += 1
         return h * (1 + 0.01 * self.calls)
+
+class Ticking(Net):
+    def __init__(self):
+        super().__init__()
+        self.ticks = itertools.count()
+    def moved(self, x, h):
+        return h * (1 + 0.01 * next(self.ticks))
 
 class OwnGenerator(Net):
     def __init__(self):
@@ -185,3 +192,10 @@ def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path
     assert [made.step for made in record.investigations] == [5]
     assert [step.step for step in record.steps if step.skipped] == [5, 6, 7]
     assert record.findings[1].message.startswith("the loss is NaN from step 6 on")
+
+
+def test_what_replays_move_on_for_good_is_said_where_there_are_any(tmp_path: Path) -> None:
+    checked = config(tmp_path, "Ticking")
+    note = "the model holds an iterator, 'ticks', which every replay moves on"
+    assert note in train(checked).unseen.notes
+    assert note not in train(checked, replays=0).unseen.notes
