@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,11 +50,15 @@ class Manner:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name."""
+    """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name.
+
+    ``seconds`` is the time of its forward and backward pass, without that of putting everything back.
+    """
 
     replay: Replay
     trace: OpTrace | None = None
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 def replay_step(
@@ -75,9 +80,14 @@ def replay_step(
     model = run.workload.model
     with rewound(model, snapshot), _altered(model, manner):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
+            _wait(run.device)
+            started = time.perf_counter()
             loss, error = _try(run, snapshot, manner)
+            _wait(run.device)
+            seconds = time.perf_counter() - started
         if error:
-            return Replayed(Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error), trace)
+            failed = Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error)
+            return Replayed(failed, trace, seconds=seconds)
         replay = Replay(
             dtype=manner.dtype,
             scale=manner.scale,
@@ -87,7 +97,8 @@ def replay_step(
             buffers=tuple(_newly_nonfinite_buffers(model, snapshot)),
             rounded=bool(manner.rounds_to),
         )
-        return Replayed(replay, trace, dict(_copied_gradients(model, manner.scale)) if keep_gradients else {})
+        gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
+        return Replayed(replay, trace, gradients, seconds)
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
@@ -148,6 +159,11 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner) -> float
             for position, loss in enumerate(losses.values(), start=1):
                 (loss.float() * (manner.scale * share)).backward(retain_graph=position < len(losses))
     return total
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[Any]:

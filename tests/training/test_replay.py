@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ampdbg.training.investigation import Why, investigate
 from ampdbg.training.loop import train
 from ampdbg.training.replay import Manner, continued_in_fp32, replay_step
 from ampdbg.training.run import Run, prepared
-from ampdbg.training.snapshot import Snapshot, take_snapshot
+from ampdbg.training.snapshot import Snapshot, rewound, take_snapshot
 
 WORKLOAD = """
 import random
@@ -193,6 +194,25 @@ def test_a_replay_in_fp32_is_wider_than_the_code_asks_for(tmp_path: Path) -> Non
         assert not math.isfinite(low.loss)
         for dtype in ("bfloat16", "float32", "float64"):
             assert math.isfinite(replay_step(run, snapshot, Manner(dtype)).replay.loss), dtype
+
+
+def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slow(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            clock[0] += seconds
+            return call(*args)
+
+        return called
+
+    with prepared(config(tmp_path)) as run:
+        snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
+        monkeypatch.setattr("ampdbg.training.replay.time.perf_counter", lambda: clock[0])
+        monkeypatch.setattr("ampdbg.training.replay.rewound", slow(100.0, rewound))
+        monkeypatch.setattr("ampdbg.training.replay._unscaled_norm", slow(100.0, lambda *args: 1.0))
+        monkeypatch.setattr(type(run.workload), "losses", slow(3.0, type(run.workload).losses))
+        assert replay_step(run, snapshot, Manner("float32")).seconds == 3.0
 
 
 def test_lifting_reaches_casts_new_tensors_and_autocast() -> None:

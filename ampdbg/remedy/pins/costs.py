@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.errors import AmpdbgError
@@ -71,14 +69,8 @@ def as_it_was(run: Run, failing: FailingStep) -> Manner:
 
 def seconds_of(run: Run, failing: FailingStep, pins: Sequence[str], manner: Manner) -> float:
     """The median time of one forward and backward pass, in seconds."""
-    seconds = []
     with pin_fp32(run.workload.model, pins):
-        for _ in range(1 + TIMED_STEPS):
-            _wait(run.device)
-            started = time.perf_counter()
-            replay_step(run, failing.snapshot, manner)
-            _wait(run.device)
-            seconds.append(time.perf_counter() - started)
+        seconds = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
     return round(statistics.median(seconds[1:]), 4)
 
 
@@ -114,11 +106,6 @@ def _nearest(name: str, names: Mapping[str, int]) -> str | None:
         if name in names:
             return name
     return None
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _sum(by_module: Mapping[str, int], chosen: set[str]) -> int:
