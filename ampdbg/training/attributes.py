@@ -16,13 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.nonfinite import is_finite
-from ampdbg.training.held import CONSTANTS, distinct, own_attributes
-
-LARGEST = 2**24
-"""A tensor or array of more bytes is data, or an activation that is kept to be looked at: no state of a step."""
-
-MOST = 1000
-"""A container of more values is a vocabulary or the like."""
+from ampdbg.training.held import CONSTANTS, LARGEST, MOST, distinct, own_attributes
 
 WRITTEN = -1
 

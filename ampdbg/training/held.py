@@ -16,6 +16,12 @@ import torch
 
 PutBack = Callable[[], None]
 
+LARGEST = 2**24
+"""A tensor or array of more bytes is data, or an activation that is kept to be looked at: no state of a step."""
+
+MOST = 1000
+"""A container of more values is a vocabulary or the like."""
+
 CONSTANTS = frozenset(
     {int, float, complex, bool, str, bytes, NoneType, slice, range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -39,7 +45,7 @@ def held_in(model: torch.nn.Module) -> Iterator[tuple[Any, Kind]]:
     """Every value, once, that the model's modules hold and that can be changed.
 
     Modules that only a list holds are modules too. Of a user's own objects the attributes are looked at, but of what
-    those hold no other objects: an object may lead to the whole program.
+    those hold no other objects and nothing large: an object may lead to the whole data set and the whole program.
     """
     kinds: dict[type, Kind | None] = {}
     met: dict[int, Any] = {}
@@ -52,12 +58,18 @@ def held_in(model: torch.nn.Module) -> Iterator[tuple[Any, Kind]]:
         if cls not in kinds:
             kinds[cls] = _kind_of(cls)
         kind = kinds[cls]
-        if kind is None or (kind is _OBJECT and (in_object or not hasattr(value, "__dict__"))):
+        if kind is None or (in_object and (kind is _OBJECT or _is_large(value))):
             continue
         met[id(value)] = value
         yield value, kind
         in_object = kind is _OBJECT or (in_object and not isinstance(value, torch.nn.Module))
         waiting += [(one, in_object) for one in kind.inner(value) if type(one) not in CONSTANTS]
+
+
+def _is_large(value: Any) -> bool:
+    if isinstance(value, (list, dict, set, tuple, deque)):
+        return len(value) > MOST
+    return isinstance(getattr(value, "nbytes", None), int) and value.nbytes > LARGEST
 
 
 def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -278,7 +290,7 @@ _KINDS = (
     Kind(random.Random, _nothing, _keep_random),
 )
 
-_OBJECT = Kind(object, lambda value: vars(value).values(), _keep_object)
+_OBJECT = Kind(object, lambda value: getattr(value, "__dict__", {}).values(), _keep_object)
 
 
 def _kind_of(cls: type) -> Kind | None:

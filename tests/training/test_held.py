@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.training.held import notes_on, put_back, tensors_in
+from ampdbg.training.held import LARGEST, MOST, notes_on, put_back, tensors_in
 
 
 class State:
@@ -200,6 +200,15 @@ def test_an_iterator_is_told_of() -> None:
         "the model holds an iterator, 'draws', which every replay moves on",
         "module 'linear' holds an iterator, 'ticks', which every replay moves on",
     )
+
+
+def test_of_an_object_nothing_large_is_copied_and_no_other_object_looked_at() -> None:
+    net: Any = Net()
+    before = len(tensors_in(net))
+    net.state.large = torch.empty(LARGEST + 1, dtype=torch.uint8)
+    net.state.rows = [torch.zeros(1)] * (MOST + 1)
+    net.state.other = State()
+    assert len(tensors_in(net)) == before
 
 
 def test_every_tensor_is_found_once() -> None:
