@@ -176,7 +176,9 @@ class _Saving:
         return copy.deepcopy(value) if _is_copied(value) else Left.AS_IT_IS
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_inference():
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_nested or tensor.is_inference():
             return False
         return id(tensor) not in self._buffers and tensor.nbytes <= LARGEST
 

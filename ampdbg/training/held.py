@@ -69,7 +69,9 @@ def held_in(model: torch.nn.Module) -> Iterator[tuple[Any, Kind]]:
 def _is_large(value: Any) -> bool:
     if isinstance(value, (list, dict, set, tuple, deque)):
         return len(value) > MOST
-    return isinstance(getattr(value, "nbytes", None), int) and value.nbytes > LARGEST
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size() > LARGEST  # a sparse one has no ``nbytes``
+    return int(getattr(value, "nbytes", 0)) > LARGEST
 
 
 def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -120,7 +122,7 @@ def put_back(model: torch.nn.Module, weights: Sequence[torch.Tensor] = ()) -> It
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor without the repetitions that ``expand`` makes: it can be copied, and written."""
-    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+    if tensor.layout is not torch.strided or tensor.is_nested or 0 not in tensor.stride():
         return tensor
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
@@ -176,8 +178,8 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     def place(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
 
-    is_plain = one.layout is other.layout is torch.strided and type(one) in (torch.Tensor, torch.nn.Parameter)
-    return is_plain and place(one) == place(other)
+    is_plain = one.layout is other.layout is torch.strided and not one.is_nested
+    return is_plain and type(one) in (torch.Tensor, torch.nn.Parameter) and place(one) == place(other)
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampdbg.training.attributes import Attributes, Versions
 from ampdbg.training.held import LARGEST, MOST, notes_on, put_back, tensors_in
 
 
@@ -21,6 +22,7 @@ class State:
     def __init__(self) -> None:
         self.count = 0
         self.seen = [torch.zeros(2)]
+        self.pairs = torch.eye(2).to_sparse()
 
 
 class Slotted:
@@ -193,6 +195,18 @@ def test_what_cannot_be_copied_is_left_alone_and_the_rest_put_back() -> None:
     assert next(net.stubborn[0]) == 2
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
+    net: Any = Net()
+    net.nested = nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    saved = Attributes.now(net, Versions())
+    with put_back(net) as held:
+        saved.write(net, held)
+        net.nested, net.count = None, 7
+    assert net.nested is nested
+    assert net.count == 1000
+
+
 def test_an_iterator_is_told_of() -> None:
     net: Any = Net()
     net.linear.ticks, net.draws = iter([1]), (number for number in [1])
@@ -216,5 +230,5 @@ def test_every_tensor_is_found_once() -> None:
     found = tensors_in(net)
     assert len(found) == len({id(tensor) for tensor in found})
     wanted = [*net.parameters(), *net.buffers(), *net.hidden[0].parameters(), net.tensor, net.mask, net.transposed]
-    wanted += [net.history[1][0], net.history[2]["a"], net.state.seen[0], net.sparse]
+    wanted += [net.history[1][0], net.history[2]["a"], net.state.seen[0], net.state.pairs, net.sparse]
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in wanted}
