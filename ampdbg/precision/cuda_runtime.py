@@ -69,8 +69,7 @@ class Generator(metaclass=_OnAnyDevice):
 
 
 TENSOR_TYPES = tuple(
-    f"{kind}Tensor"
-    for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 )
 
 RUNTIME: Mapping[str, Any] = {
