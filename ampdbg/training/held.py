@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import sys
 from collections import deque
@@ -103,9 +104,9 @@ def put_back(model: torch.nn.Module, weights: Sequence[torch.Tensor] = ()) -> It
     Yields:
         By their ids the objects that come back as they are.
     """
-    held = list(held_in(model))
-    copies = {id(parameter): weight for parameter, weight in zip(model.parameters(), weights, strict=False)}
-    with torch.no_grad():
+    with torch.no_grad(), _uncollected():
+        held = list(held_in(model))
+        copies = {id(parameter): weight for parameter, weight in zip(model.parameters(), weights, strict=False)}
         kept = [_kept(value, kind, copies.get(id(value))) for value, kind in held]
     try:
         for value, _ in held:
@@ -113,11 +114,23 @@ def put_back(model: torch.nn.Module, weights: Sequence[torch.Tensor] = ()) -> It
                 value.grad = None
         yield {id(value): value for value, _ in held}
     finally:
-        with torch.no_grad():
+        with torch.no_grad(), _uncollected():
             for restore in kept:
                 # A tensor of the user's own class may refuse to be written; the rest is to come back all the same.
                 with contextlib.suppress(Exception):
                     restore()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pauses the garbage collector, which would look again and again at thousands of new objects that all stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,6 +203,8 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _keep_dict(value: dict[Any, Any]) -> PutBack:
+    if not value:
+        return value.clear
     before = dict(value)
 
     def restore() -> None:
