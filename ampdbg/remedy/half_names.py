@@ -15,7 +15,7 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 
-CONTAINERS = (list, tuple, Mapping, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
+CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 
 @dataclass
@@ -137,5 +137,7 @@ def _value_of(node: ast.expr, frame: FrameType) -> Any:
         case ast.Subscript(value=base, slice=index):
             held: Any = _value_of(base, frame)
             key: Any = index.value if isinstance(index, ast.Constant) else _value_of(index, frame)
+            if isinstance(held, Mapping):
+                return held.get(key)  # a defaultdict would get an entry of its own by being asked
             return held[key] if isinstance(held, CONTAINERS) else None
     return None

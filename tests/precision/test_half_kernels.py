@@ -35,11 +35,12 @@ def emulated(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
 
 
 def native(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
+    """The CPU's own results; where a build of torch has no half kernel for them, what they are held against."""
     try:
         return all_results(case.call, case.operands(scale))
     except RuntimeError as error:
         if "not implemented for 'Half'" in str(error):
-            pytest.skip(f"this CPU build of torch has no half kernel for {case.name}")
+            return exact_results(case, scale)
         raise
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from ampdbg.remedy.source.bindings import dotted
-from ampdbg.remedy.source.expressions import find
+from ampdbg.remedy.source.expressions import find, plain_parameters
 from ampdbg.remedy.source.source_text import EditError
 
 from .returns import is_call, models_of, returns_early, with_returns_kept
@@ -81,8 +81,8 @@ def takes_arguments(maker: cst.FunctionDef | cst.ClassDef) -> bool:
 
 def _has_parameters(params: cst.Parameters, bound: int) -> bool:
     """Whether there are more parameters than those that are ``bound``, as ``self`` is."""
-    named = [*params.posonly_params, *params.params, *params.kwonly_params]
-    return len(named) > bound or isinstance(params.star_arg, cst.Param) or params.star_kwarg is not None
+    takes_any = isinstance(params.star_arg, cst.Param) or params.star_kwarg is not None
+    return takes_any or len(plain_parameters(params)) > bound
 
 
 def _in_body(body: Statements, path: Sequence[str], helper: str, *, is_class: bool) -> list[cst.BaseStatement]:

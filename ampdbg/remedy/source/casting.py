@@ -20,11 +20,15 @@ _TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 
 @dataclass(frozen=True)
 class CastStatements:
-    """The statements with their casts; ``cast`` are the expressions that were, ``rebound`` names at the start first."""
+    """The statements with their casts; ``cast`` are the expressions that were, ``rebound`` names at the start first.
+
+    ``sure`` are those of them that are cast whenever the statements run, and not in a branch alone.
+    """
 
     statements: tuple[cst.BaseSmallStatement, ...]
     rebound: tuple[str, ...]
     cast: tuple[str, ...]
+    sure: frozenset[str]
 
 
 def cast_statements(
@@ -46,23 +50,26 @@ def cast_statements(
     once = _cast_in_order(pinned, made)
     uses = Counter(once.cast)
     often = [
-        code for code, count in uses.items() if count >= REBIND_FROM and _can_rebind(code, pinned, made, may_rebind)
+        code
+        for code, count in uses.items()
+        if count >= REBIND_FROM and code in once.sure and _can_rebind(code, pinned, may_rebind)
     ]
     if not often:
         return once
     again = _cast_in_order(pinned, made | set(often))
-    return CastStatements(again.statements, tuple(often), tuple(dict.fromkeys(once.cast)))
+    return CastStatements(again.statements, tuple(often), tuple(dict.fromkeys(once.cast)), once.sure)
 
 
 def _cast_in_order(pinned: Sequence[PinnedStatement], made: frozenset[str]) -> CastStatements:
-    statements, cast, known = [], [], set(made)
+    statements, cast, sure, known = [], [], set(), set(made)
     for item in pinned:
         casts = HalfCasts(item, frozenset(known))
         statements.append(_visited(item.statement, casts))
         cast += casts.cast
+        sure |= casts.sure
         assigned = assigned_codes(item.statement)
         known = known - assigned if _asks_for_a_dtype(item.statement) else known | assigned
-    return CastStatements(tuple(statements), (), tuple(cast))
+    return CastStatements(tuple(statements), (), tuple(cast), frozenset(sure))
 
 
 def _visited(statement: cst.BaseSmallStatement, casts: HalfCasts) -> cst.BaseSmallStatement:
@@ -70,13 +77,11 @@ def _visited(statement: cst.BaseSmallStatement, casts: HalfCasts) -> cst.BaseSma
     return result if isinstance(result, cst.BaseSmallStatement) else statement
 
 
-def _can_rebind(
-    code: str, pinned: Sequence[PinnedStatement], made: frozenset[str], may_rebind: Callable[[str], bool]
-) -> bool:
+def _can_rebind(code: str, pinned: Sequence[PinnedStatement], may_rebind: Callable[[str], bool]) -> bool:
     """Plain names of the function alone; not those of a comprehension, nor those that another function sees.
 
-    The name must be cast whatever the values are, for what may be None or is asked for its dtype keeps its meaning,
-    and nobody must read it afterwards: in place, as a dtype, or stored, it would no longer be what it was.
+    What is asked for its dtype keeps its meaning, and nobody must read the name afterwards: written in place, asked
+    for its dtype, or stored, it would no longer be what it was.
     """
     statements = [item.statement for item in pinned]
     inner = {name for statement in statements for name in names_bound_inside(statement)}
@@ -84,7 +89,7 @@ def _can_rebind(
     if code not in bindings.local or code in inner or code in bindings.shared or _asks_its_dtype(code, statements):
         return False
     is_replaced = any(code in names_assigned(item) for item in statements if isinstance(item, cst.Assign))
-    return _is_surely_cast(code, pinned, made) and (is_replaced or may_rebind(code))
+    return is_replaced or may_rebind(code)
 
 
 def _asks_its_dtype(code: str, statements: Sequence[cst.CSTNode]) -> bool:
@@ -93,16 +98,6 @@ def _asks_its_dtype(code: str, statements: Sequence[cst.CSTNode]) -> bool:
         for statement in statements
         for attribute in find(statement, cst.Attribute)
     )
-
-
-def _is_surely_cast(code: str, pinned: Sequence[PinnedStatement], made: frozenset[str]) -> bool:
-    """Whether one of its casts stands outside of all conditional expressions, so that it is there in any case."""
-    for item in pinned:
-        casts = HalfCasts(item, made)
-        item.statement.visit(casts)
-        if code in casts.sure:
-            return True
-    return False
 
 
 def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:

@@ -49,9 +49,14 @@ def find(node: cst.CSTNode, kind: type[_Node]) -> Iterator[_Node]:
 
 def names_read(node: cst.CSTNode) -> set[str]:
     """Every name in an expression or statement, those of attributes and keywords left out."""
+    return {name.value for name in names_in(node)}
+
+
+def names_in(node: cst.CSTNode) -> list[cst.Name]:
+    """Each place where a name stands in an expression or statement, those of attributes and keywords left out."""
     hidden = {id(item.attr) for item in find(node, cst.Attribute)}
     hidden |= {id(item.keyword) for item in find(node, cst.Arg) if item.keyword is not None}
-    return {name.value for name in find(node, cst.Name) if id(name) not in hidden}
+    return [name for name in find(node, cst.Name) if id(name) not in hidden]
 
 
 def names_assigned(node: cst.CSTNode) -> set[str]:
@@ -59,7 +64,7 @@ def names_assigned(node: cst.CSTNode) -> set[str]:
     found: set[str] = set()
     for item in walk(node):
         for target in _targets(item):
-            found |= {name.value for name in _target_names(target)}
+            found |= {name.value for name in target_names(target)}
     return found
 
 
@@ -90,12 +95,13 @@ def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
         yield node.name
 
 
-def _target_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
+def target_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
+    """The plain names that an assignment to ``target`` binds."""
     if isinstance(target, cst.Name):
         yield target
     elif isinstance(target, (cst.Tuple, cst.List)):
         for element in target.elements:
-            yield from _target_names(element.value)
+            yield from target_names(element.value)
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -15,8 +15,6 @@ from .source_text import EditError
 from .tensor_names import TensorNames
 from .vocabulary import CASTS, JOINS, TRANSPOSED
 
-_EMPTY = cst.Module([])
-
 
 @dataclass(frozen=True)
 class PinnedStatement:
@@ -151,7 +149,7 @@ class HalfCasts(cst.CSTTransformer):
 def _is_there(side: cst.BaseExpression, choice: cst.IfExp, bindings: Bindings) -> bool:
     """Whether that side of a choice holds a tensor where it is chosen, as far as the source tells."""
     code = code_of(side)
-    asks = _EMPTY.code_for_node(choice.test).strip()
+    asks = code_of(choice.test)
     if asks in (f"{code} is None", f"{code} is not None"):
         return (side is choice.orelse) == asks.endswith("is None")
     return code not in bindings.maybe_none | bindings.maybe_numbers | bindings.numbers | {"None", "True", "False"}

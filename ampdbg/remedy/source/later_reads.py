@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from .expressions import find, names_assigned, names_read, walk
+from .expressions import find, names_assigned, names_in, names_read, target_names, walk
 
 _Loop = cst.For | cst.While
 
@@ -31,21 +31,9 @@ def is_read_later(name: str, block: Sequence[cst.CSTNode], scope: cst.CSTNode) -
 
 
 def _reads(name: str, scope: cst.CSTNode) -> list[cst.Name]:
-    hidden = {id(item.attr) for item in find(scope, cst.Attribute)}
-    hidden |= {id(item.keyword) for item in find(scope, cst.Arg) if item.keyword is not None}
-    for target in (target for item in find(scope, cst.Assign) for target in item.targets):
-        hidden |= {id(bound) for bound in _bound(target.target)}
-    return [item for item in find(scope, cst.Name) if item.value == name and id(item) not in hidden]
-
-
-def _bound(target: cst.BaseExpression) -> list[cst.Name]:
-    match target:
-        case cst.Name():
-            return [target]
-        case cst.Tuple() | cst.List():
-            return [name for element in target.elements for name in _bound(element.value)]
-        case _:
-            return []
+    targets = (target.target for item in find(scope, cst.Assign) for target in item.targets)
+    bound = {id(item) for target in targets for item in target_names(target)}
+    return [item for item in names_in(scope) if item.value == name and id(item) not in bound]
 
 
 def _binds_first(name: str, loop: _Loop) -> bool:
