@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ampdbg.record.file import write_record as write_record
+
     from .commands.bisect import bisect as bisect
     from .commands.ranges import ranges as ranges
     from .commands.scan import scan as scan
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
-    from .record_json import write_record as write_record
 
 __version__ = "0.1.0"
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import yaml
 
 from ampdbg.config import load_config
-from ampdbg.experiments import Search, Strategy
-from ampdbg.record import Record
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.record.pins import Search, Strategy
+from ampdbg.record.run import Record
 from benchmarks.steps import machine, threads
 from tests.bisection.planted import name_of
 

@@ -23,8 +23,8 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.ops import placed, trace_ops
 from ampdbg.probes.shadow_trace import ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.sites import sites_of
-from ampdbg.record import Environment, Record
-from ampdbg.record_json import to_json
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Environment, Record
 from benchmarks.steps import Gpt, Task, gpt, machine, threads
 
 Watching = Callable[[torch.nn.Module], AbstractContextManager[Any]]

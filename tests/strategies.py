@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ampdbg.experiments import Pin, PinCost, PinSite, Proof, ProofStep, Search, Trial
-from ampdbg.findings import Finding, Source
-from ampdbg.record import (
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, Search, Trial
+from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,

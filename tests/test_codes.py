@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import ampdbg
-from ampdbg.codes import CODES, FAMILIES, SECTIONS, Explanation, explanation, explanations
 from ampdbg.errors import AmpdbgError
+from ampdbg.record.codes import CODES, FAMILIES, SECTIONS, Explanation, explanation, explanations
 
 PACKAGE = Path(ampdbg.__file__).parent
-FILES = {path.stem: path for path in (PACKAGE / "explanations").glob("*.md")}
+FILES = {path.stem: path for path in (PACKAGE / "record" / "explanations").glob("*.md")}
 
 # The public codes. They stand in records and in scripts: one may be added, none renamed or removed.
 PUBLIC = """

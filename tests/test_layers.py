@@ -18,20 +18,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("replacing",),
     ("staged_files",),
     ("formats",),
-    ("findings",),
-    ("codes",),
-    ("experiments",),
     ("record",),
-    ("record_json",),
     ("calibration", "agreement"),
     ("config",),
     ("workload",),
     ("precision",),
     ("probes",),
+    ("replay",),
     ("training",),
     ("diagnosis",),
     ("search",),
-    ("remedy",),
+    ("source",),
+    ("pinning",),
+    ("patch",),
+    ("proof",),
     ("report",),
     ("commands",),
     ("__init__", "__main__"),
@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
 # Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
-TORCH_LAYERS = frozenset({"workload", "precision", "probes", "training", "remedy"})
+TORCH_LAYERS = frozenset({"workload", "precision", "probes", "replay", "training", "pinning", "patch", "proof"})
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ PLANTED = {
     "from the layer above": ("record.py", "from .config import Config", "record imports from config"),
     "from far above": ("precision/lists.py", "from ..commands.app import main", "precision imports from commands"),
     "by absolute name": ("formats.py", "import ampdbg.record", "formats imports from record"),
-    "by the name of a sibling": ("errors.py", "from . import findings", "errors imports from findings"),
+    "by the name of a sibling": ("errors.py", "from . import formats", "errors imports from formats"),
     "by absolute sibling": ("errors.py", "from ampdbg import record", "errors imports from record"),
     "from the package itself": ("config.py", "from . import scan", "scan has no place"),
-    "inside a function": ("findings.py", "def f():\n    from .report import text", "findings imports from report"),
+    "inside a function": ("formats.py", "def f():\n    from .report import text", "formats imports from report"),
     "for types only": ("config.py", "if TYPE_CHECKING:\n    from .workload import W", "config imports from workload"),
     "torch in the report": ("report/text.py", "import torch.nn as nn", "report imports torch"),
     "torch deferred in a command": ("commands/scan.py", "def f():\n    import torch", "commands imports torch"),

@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 import ampdbg
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
 from ampdbg.report.text import render_text
 
 ROOT = Path(__file__).parent.parent

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.errors import RecordError
-from ampdbg.findings import Finding
-from ampdbg.record import Record
-from ampdbg.record_json import from_json, read_record, to_json, write_atomically, write_record
+from ampdbg.record.file import from_json, read_record, to_json, write_atomically, write_record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
 from tests.report.records import forward_nan, healthy
 from tests.strategies import records
 

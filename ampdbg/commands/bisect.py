@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_FOUND
-from ampdbg.experiments import Strategy, Trial
-from ampdbg.record import Record, Step
-from ampdbg.record_json import to_json
+from ampdbg.record.file import to_json
+from ampdbg.record.pins import Strategy, Trial
+from ampdbg.record.run import Record, Step
 
 from . import live_tree, options
 from .config_sources import config_given, told_of_watched_loop
@@ -89,7 +89,7 @@ def bisect(
     )
     on_start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
-    from ampdbg.remedy.pins.bisection import bisect_run
+    from ampdbg.pinning.bisection import bisect_run
 
     with diagnosed("bisect"):
         return bisect_run(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdbg.errors import ConfigError
-from ampdbg.experiments import Search, Strategy
-from ampdbg.record import Record
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
+from ampdbg.record.pins import Search, Strategy
+from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
     from ampdbg.config import Config

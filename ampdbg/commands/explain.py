@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from ampdbg.codes import explanation, explanations
 from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.record.codes import explanation, explanations
 
 from . import options
 from .terminal import look_of, write_result

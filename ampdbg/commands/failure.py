@@ -17,7 +17,7 @@ from typing import Any
 import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 
 from .record_files import try_to_save
 from .terminal import say

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.report import quantities
 from ampdbg.report.search_tree import (
     SearchTree,

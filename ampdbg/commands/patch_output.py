@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ampdbg.report.verdict import NextStep
 
 if TYPE_CHECKING:
-    from ampdbg.remedy.suggestion import Form, Suggestion
+    from ampdbg.proof.suggestion import Form, Suggestion
 
 
 class PatchFormat(str, Enum):
@@ -87,7 +87,7 @@ def _shorter(folder: Path, here: Path) -> str:
 
 def output_of(found: Suggestion, format_: PatchFormat, config_folder: Path) -> Output:
     """The suggestion in one format. A patch that failed its proof is handed over in none."""
-    from ampdbg.remedy.dialects import base_folder
+    from ampdbg.proof.dialects import base_folder
 
     edits = found.patch.edits if found.patch is not None else ()
     base, is_git = base_folder(edits, config_folder)
@@ -98,25 +98,25 @@ def output_of(found: Suggestion, format_: PatchFormat, config_folder: Path) -> O
 
 
 def _diff(found: Suggestion, base: Path) -> bytes | None:
-    from ampdbg.remedy.dialects import diff
+    from ampdbg.proof.dialects import diff
 
     return diff(found, base) if found.patch is not None else None
 
 
 def _json(found: Suggestion, base: Path) -> bytes | None:
-    from ampdbg.remedy.dialects import as_json
+    from ampdbg.proof.dialects import as_json
 
     return as_json(found, base) if found.patch is not None or found.is_by_name else None
 
 
 def _module(found: Suggestion, base: Path) -> bytes | None:
-    from ampdbg.remedy.dialects import module
+    from ampdbg.proof.dialects import module
 
     return module(found) if found.is_by_name else None
 
 
 def _yaml(found: Suggestion, base: Path) -> bytes | None:
-    from ampdbg.remedy.dialects import comments_by_name
+    from ampdbg.proof.dialects import comments_by_name
     from ampdbg.report.pin_text import pins_yaml
 
     if not found.is_by_name:

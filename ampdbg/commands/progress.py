@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ampdbg.record import Step
+from ampdbg.record.run import Step
 from ampdbg.report import quantities
 
 from .terminal import is_rich_terminal, say

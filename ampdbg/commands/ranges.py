@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ampdbg.record import Record, Step
-from ampdbg.record_json import to_json
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Record, Step
 
 from . import options, progress
 from .config_sources import config_of_yaml

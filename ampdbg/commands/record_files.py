@@ -8,8 +8,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ampdbg.errors import RecordError
-from ampdbg.record import Record
-from ampdbg.record_json import read_record, write_atomically, write_record
+from ampdbg.record.file import read_record, write_atomically, write_record
+from ampdbg.record.run import Record
 
 from .terminal import say
 

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record import Record
-from ampdbg.record_json import to_json, write_atomically
+from ampdbg.record.file import to_json, write_atomically
+from ampdbg.record.run import Record
 
 from . import options
 from .record_files import LATEST, load_record

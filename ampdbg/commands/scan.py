@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgError
-from ampdbg.record import Record, Step
-from ampdbg.record_json import to_json
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Record, Step
 
 from . import options, progress
 from .config_sources import config_of_yaml

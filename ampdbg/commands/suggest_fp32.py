@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
-from ampdbg.experiments import Strategy
-from ampdbg.record import Record
-from ampdbg.record_json import read_record, to_json
+from ampdbg.record.file import read_record, to_json
+from ampdbg.record.pins import Strategy
+from ampdbg.record.run import Record
 
 from . import bisect, options
 from .config_sources import config_given, is_python, is_record, told_of_watched_loop
@@ -27,7 +27,7 @@ from .terminal import look_of, results_only, say, shown_as, write_result
 
 if TYPE_CHECKING:
     from ampdbg.config import Config
-    from ampdbg.remedy.suggestion import Suggestion
+    from ampdbg.proof.suggestion import Suggestion
     from ampdbg.report.verdict import NextStep
 
 MODULE_FILE = "bisect takes --module; suggest-fp32 takes the record that it writes"
@@ -77,7 +77,7 @@ def suggest_fp32(
     if watched is not None:
         return watched
     checked, known = _given(path, as_overrides(steps, device, policy, seed, overrides))
-    from ampdbg.remedy.suggestion import suggest
+    from ampdbg.proof.suggestion import suggest
 
     with diagnosed("suggest-fp32"):
         found = suggest(checked, verify=verify, known=known, strategy=strategy, max_trials=max_trials)
@@ -146,7 +146,7 @@ def command(
     if module is not None:
         raise _module_refused(module, f"got --module {module}")
     if output is not None:
-        from ampdbg.remedy.writing import check_writable
+        from ampdbg.patch.writing import check_writable
 
         check_writable(output)
     path = _path(config)

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 
 from . import live_tree
 from .bisect import JOURNALS
@@ -18,7 +18,7 @@ from .terminal import say
 
 if TYPE_CHECKING:
     from ampdbg.config import Config
-    from ampdbg.remedy.suggestion import Form, Suggestion
+    from ampdbg.proof.suggestion import Form, Suggestion
 
 
 def told(path: Path, strategy: Searching) -> tuple[Suggestion, Path] | None:
@@ -26,7 +26,7 @@ def told(path: Path, strategy: Searching) -> tuple[Suggestion, Path] | None:
     record = told_of_watched_loop(path, "suggest-fp32", strategy.value)
     if record is None:
         return None
-    from ampdbg.remedy.suggestion import Suggestion
+    from ampdbg.proof.suggestion import Suggestion
 
     return Suggestion(record, patch=None, names=(), all_names=()), Path()
 
@@ -66,7 +66,7 @@ def searched(
                 say(doing)
 
         view.training.on_start(config.train.steps)
-        from ampdbg.remedy.suggestion import suggest
+        from ampdbg.proof.suggestion import suggest
 
         with diagnosed("suggest-fp32"):
             found = suggest(

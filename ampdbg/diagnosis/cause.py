@@ -10,8 +10,8 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.mathematics import divergence, first_divergence, wrong_in_fp32_too
 from ampdbg.diagnosis.producers import culprit, precision_cause
 from ampdbg.diagnosis.remedies import finding_at
-from ampdbg.findings import Finding
-from ampdbg.record import Investigation, Record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Investigation, Record
 
 
 def cause_of(made: Investigation, record: Record) -> Finding:

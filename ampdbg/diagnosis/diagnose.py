@@ -11,8 +11,8 @@ from ampdbg.diagnosis.hidden import hidden_faults
 from ampdbg.diagnosis.misuse import doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
-from ampdbg.findings import Finding
-from ampdbg.record import Record, Verdict
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record, Verdict
 
 Family = Callable[[Record], Iterator[Finding]]
 

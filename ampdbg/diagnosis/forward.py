@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.half_weights import spoilt_weights
 from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
-from ampdbg.findings import Finding
-from ampdbg.record import Record, Step
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record, Step
 
 AUTOCAST_REMEDIES = {
     "mask-constant": "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdbg.findings import Finding
-from ampdbg.record import Record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the updates' sum of squares moves no weight, training stands still."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import finding_at, named
-from ampdbg.findings import Finding
-from ampdbg.record import Investigation, Record, Replay
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Investigation, Record, Replay
 
 
 def hidden_faults(record: Record) -> Iterator[Finding]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ampdbg.findings import Finding, Phase, Severity
-from ampdbg.record import Misuse, Record
+from ampdbg.record.findings import Finding, Phase, Severity
+from ampdbg.record.run import Misuse, Record
 
 FEW_SKIPS = 0.05
 """A learning-rate schedule that is ahead by a smaller share of the steps is no more than information."""

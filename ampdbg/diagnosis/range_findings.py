@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ampdbg.diagnosis.forward import autocast_errors
 from ampdbg.diagnosis.windows import window
-from ampdbg.findings import Finding
 from ampdbg.formats import FLOAT16
-from ampdbg.record import Record, Site
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record, Site
 
 REMEDIES = {
     "forward-overflow": "run it in FP32 with its inputs cast up, or scale them down before it",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
-from ampdbg.findings import Finding, Severity
-from ampdbg.record import Investigation, Producer
+from ampdbg.record.findings import Finding, Severity
+from ampdbg.record.run import Investigation, Producer
 
 REMEDIES = {
     "forward-overflow": "run this op in FP32 with its inputs cast up",

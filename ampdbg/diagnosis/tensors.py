@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
-from ampdbg.findings import Finding
-from ampdbg.record import Producer, Record, Step, TensorCounts
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Producer, Record, Step, TensorCounts
 
 
 def data_nonfinite(record: Record) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ampdbg.record import Site
+from ampdbg.record.run import Site
 
 
 @dataclass(frozen=True)

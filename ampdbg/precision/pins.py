@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from ampdbg.errors import WorkloadError
-from ampdbg.experiments import OWN
+from ampdbg.record.pins import OWN
 
 from .pinned_forward import OWN_LINES, WHOLE, LinesInFP32, PinnedForward, pinned_forward
 

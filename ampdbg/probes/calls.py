@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.record import Misuse
+from ampdbg.record.run import Misuse
 
 from .call_order import Call, CallOrder, Hit, Kind
 from .gradient_marks import GradientMarks

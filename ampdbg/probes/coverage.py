@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from ampdbg.record import Unseen
+from ampdbg.record.run import Unseen
 
 
 class Coverage:

@@ -7,7 +7,7 @@ import platform
 import torch
 
 from ampdbg import __version__
-from ampdbg.record import Environment
+from ampdbg.record.run import Environment
 
 
 def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: tuple[str, ...] = ()) -> Environment:

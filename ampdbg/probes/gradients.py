@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ampdbg.record import GroupOverflow, ParameterCounts
+from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 from .nonfinite import count_nonfinite, float_values, is_finite
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree
 
-from ampdbg.record import TensorCounts
+from ampdbg.record.run import TensorCounts
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

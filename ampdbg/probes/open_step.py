@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.record import GroupOverflow, Step, TensorCounts
+from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 
 @dataclass

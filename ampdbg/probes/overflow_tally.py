@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampdbg.calibration import is_everywhere
-from ampdbg.record import GroupOverflow, GroupTotal, ParameterCounts
+from ampdbg.record.run import GroupOverflow, GroupTotal, ParameterCounts
 
 DETAILED_STEPS = 50
 """So many unhealthy steps list their groups and parameters."""

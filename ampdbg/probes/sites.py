@@ -9,7 +9,7 @@ from ampdbg.formats import Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.magnitudes import Magnitude, together
 from ampdbg.probes.shadow_trace import Overflow, RangeSeen
 from ampdbg.probes.source_lines import source_of
-from ampdbg.record import Site
+from ampdbg.record.run import Site
 
 
 def sites_of(ranges: Iterable[RangeSeen], dtype: str = "float16") -> tuple[Site, ...]:

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from ampdbg.findings import Source
+from ampdbg.record.findings import Source
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _AMPDBG = str(Path(__file__).parent.parent) + os.sep

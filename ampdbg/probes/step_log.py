@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ampdbg.record import Step, TensorCounts
+from ampdbg.record.run import Step, TensorCounts
 
 from .nonfinite import nonfinite_in_model
 from .open_step import OpenStep, to_host

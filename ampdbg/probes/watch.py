@@ -20,7 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.record import GroupTotal, Misuse, Record, Step, TensorCounts, Unseen
+from ampdbg.record.run import GroupTotal, Misuse, Record, Step, TensorCounts, Unseen
 from ampdbg.replacing import replaced
 
 from .calls import Calls

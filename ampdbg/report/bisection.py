@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import Trial
-from ampdbg.record import Record
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Record
 
 from . import quantities
 from .bisection_verdict import Ended, headline, next_step

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ampdbg.experiments import Outcome, Search, Trial
-from ampdbg.record import Record
+from ampdbg.record.pins import Outcome, Search, Trial
+from ampdbg.record.run import Record
 
 from . import quantities
 from .next_command import with_option

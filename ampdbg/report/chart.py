@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ampdbg.record import Step
+from ampdbg.record.run import Step
 
 from . import quantities
 

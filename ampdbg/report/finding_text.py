@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.codes import CODES
-from ampdbg.findings import Finding
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding
 
 from .layout import INDENT, indented, verbatim
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from ampdbg.record import Record, Step
+from ampdbg.record.run import Record, Step
 
 from . import quantities
 from .groups import GroupHits, Overflows, group_name, spared_groups

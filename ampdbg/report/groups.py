@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.calibration import is_everywhere
-from ampdbg.record import GroupOverflow, GroupTotal, ParameterCounts, Record, Step
+from ampdbg.record.run import GroupOverflow, GroupTotal, ParameterCounts, Record, Step
 
 
 @dataclass(frozen=True)

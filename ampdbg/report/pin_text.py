@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import EVERYTHING, Pin, PinCost, PinSite
-from ampdbg.findings import Finding
 from ampdbg.formats import FLOAT16
+from ampdbg.record.findings import Finding
+from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite
 
 from . import quantities
 from .layout import INDENT, indented, title, verbatim

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.experiments import Proof
+from ampdbg.record.pins import Proof
 
 from .layout import indented, title
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ampdbg.diagnosis.windows import Window, module_windows, window
-from ampdbg.record import Record, Site
+from ampdbg.record.run import Record, Site
 
 from . import quantities
 from .drawing import draw

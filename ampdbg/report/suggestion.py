@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 
 from .bisection import render_bisection
 from .drawing import draw

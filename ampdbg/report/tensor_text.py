@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.record import Step, TensorCounts
+from ampdbg.record.run import Step, TensorCounts
 
 from .layout import indented, table, title
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ampdbg.experiments import Pin
-from ampdbg.findings import Source
-from ampdbg.record import Record
+from ampdbg.record.findings import Source
+from ampdbg.record.pins import Pin
+from ampdbg.record.run import Record
 
 from . import quantities
 from .chart import Kind, scale_chart

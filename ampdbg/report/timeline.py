@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ampdbg.record import Record, Step
+from ampdbg.record.run import Record, Step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 
 from . import quantities
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampdbg.experiments import OWN
+from ampdbg.record.pins import OWN
 
 Atoms = frozenset[str]
 """A set of atoms: of a leaf module's name, or of ``NAME:own``, a parent's own lines."""

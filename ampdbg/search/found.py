@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.trial import OutOfTrials, Trials
 
 

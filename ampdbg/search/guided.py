@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms
 from ampdbg.search.found import Found, never_losing_the_best
 from ampdbg.search.shrinking import certified, drop_superfluous, smallest

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ampdbg.experiments import PinSite
-from ampdbg.findings import Source
+from ampdbg.record.findings import Source
+from ampdbg.record.pins import PinSite
 from ampdbg.search.trial import Seen
 
 Pins = tuple[str, ...]

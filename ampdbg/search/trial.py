@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ampdbg.experiments import PinSite, Trial
+from ampdbg.record.pins import PinSite, Trial
 from ampdbg.search.atoms import Atoms, AtomTree
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.findings import Source
-from ampdbg.record import AutocastError
+from ampdbg.record.findings import Source
+from ampdbg.record.run import AutocastError
 
 CAUSED_BY_AUTOCAST = (
     (re.compile(r"cannot be converted to type (c10|at)::Half"), "mask-constant"),

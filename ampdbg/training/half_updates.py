@@ -11,12 +11,12 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.precision.levels import low_dtype
 from ampdbg.precision.lifting import LIFTS
 from ampdbg.probes.nonfinite import is_finite
-from ampdbg.record import HalfUpdates
-from ampdbg.training.altered import altered, widening
-from ampdbg.training.compared import MOST_OF_IT
-from ampdbg.training.kept_weights import KeptWeights
-from ampdbg.training.run import Run
-from ampdbg.training.snapshot import RandomState
+from ampdbg.record.run import HalfUpdates
+from ampdbg.replay.comparison import MOST_OF_IT
+from ampdbg.replay.kept_weights import KeptWeights
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import RandomState
+from ampdbg.replay.widening import altered, widening
 
 _wider = widening(LIFTS["float32"])
 

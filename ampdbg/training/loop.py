@@ -18,14 +18,14 @@ from ampdbg.probes.compiled import compiled_notes
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record import Record, Step, Unseen
+from ampdbg.record.run import Record, Step, Unseen
+from ampdbg.replay.environment import describe_environment, folder_from_here
+from ampdbg.replay.held import notes_on
+from ampdbg.replay.investigation import OnReplay
+from ampdbg.replay.investigator import Investigator, OnInvestigated
+from ampdbg.replay.run import Run, prepared
 from ampdbg.training.autocast_error import autocast_error
-from ampdbg.training.environment import describe_environment, folder_from_here
 from ampdbg.training.half_updates import ComparedUpdates
-from ampdbg.training.held import notes_on
-from ampdbg.training.investigation import OnReplay
-from ampdbg.training.investigator import Investigator, OnInvestigated
-from ampdbg.training.run import Run, prepared
 
 
 def train(

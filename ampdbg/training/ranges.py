@@ -13,13 +13,13 @@ from ampdbg.errors import UserCodeError
 from ampdbg.precision.levels import loss_scaler
 from ampdbg.probes.sites import sites_of
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record import Record, Step
+from ampdbg.record.run import Record, Step
+from ampdbg.replay.environment import describe_environment, folder_from_here
+from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.shadow import shadow_and_unseen
+from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.autocast_error import autocast_error
-from ampdbg.training.environment import describe_environment, folder_from_here
 from ampdbg.training.loop import accumulate_gradients, update_weights
-from ampdbg.training.run import Run, prepared
-from ampdbg.training.shadow import shadow_and_unseen
-from ampdbg.training.snapshot import take_snapshot
 
 
 def profile_ranges(config: Config, *, on_step: Callable[[Step], None] = lambda step: None) -> Record:

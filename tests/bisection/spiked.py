@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.config import Config, load_config
-from ampdbg.experiments import Trial
-from ampdbg.record import Record
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Record
 
 NET = """\
 from pathlib import Path

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampdbg.remedy.pins.costs import step_costs
-from ampdbg.training.run import prepared
+from ampdbg.pinning.costs import step_costs
+from ampdbg.replay.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
 
 QUERY = NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8), Out()").replace(

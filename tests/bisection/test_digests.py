@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.remedy.pins.digests import content_digest
-from ampdbg.remedy.pins.journals import loaded_sources
+from ampdbg.pinning.digests import content_digest
+from ampdbg.pinning.journals import loaded_sources
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import ampdbg
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
 from tests.commands.program import ROOT, start
 
 SETS = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.remedy.pins import set_found
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning import set_found
+from ampdbg.pinning.bisection import bisect_run
 from tests.bisection.spiked import CULPRITS, interrupted_at, names, spiked
 
 

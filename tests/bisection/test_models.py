@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from ampdbg.config import load_config
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning.bisection import bisect_run
 from tests.models.test_outliers import OVERFLOWS, planted
 
 # Behind the residual the stream itself stays beyond half, and so are the inputs of the next convolutions.

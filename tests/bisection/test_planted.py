@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from ampdbg.config import load_config
-from ampdbg.experiments import Trial
-from ampdbg.record import Record
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Record
 from tests.bisection.planted import name_of
 
 PROOF = ("the whole set once more", "further batch")

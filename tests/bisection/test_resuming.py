@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from ampdbg.config import Config
-from ampdbg.experiments import PinSite
-from ampdbg.record import Record
-from ampdbg.remedy.pins import pin_search
-from ampdbg.remedy.pins.bisection import bisect_run
-from ampdbg.remedy.pins.experiment import Case, Experiment
+from ampdbg.pinning import pin_search
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.pinning.experiment import Case, Experiment
+from ampdbg.record.pins import PinSite
+from ampdbg.record.run import Record
 from ampdbg.search import Seen, atom_tree
 from tests.bisection.spiked import CULPRITS, interrupted_at, names, spiked, told, write_culprits
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import load_config
-from ampdbg.record import Record
-from ampdbg.remedy.pins.bisection import bisect_run
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.record.run import Record
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
 # What must run in FP32; where the case's finding names a line of a module with children, only its own lines.

@@ -11,7 +11,7 @@ import pytest
 
 import ampdbg
 from ampdbg.commands.app import main
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
 from tests.broken.cases import BROKEN, Broken
 from tests.commands.program import stdout_given_back
 

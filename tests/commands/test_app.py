@@ -10,7 +10,7 @@ import pytest
 from ampdbg import __version__
 from ampdbg.commands.app import COMMANDS
 from ampdbg.commands.usage import in_our_words
-from ampdbg.record_json import write_record
+from ampdbg.record.file import write_record
 from tests.commands.program import Here, imported_by, start
 from tests.report.records import healthy
 

@@ -14,10 +14,10 @@ import pytest
 import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, RecordError
-from ampdbg.findings import Finding
-from ampdbg.record import Record, Verdict
-from ampdbg.record_json import read_record, write_record
-from ampdbg.remedy.pins import bisection
+from ampdbg.pinning import bisection
+from ampdbg.record.file import read_record, write_record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record, Verdict
 from tests.commands.program import Here, imported_by, start
 from tests.report.bisections import BISECTIONS, OVERFLOW, TRIALS, found, nothing_to_pin, search_interrupted
 

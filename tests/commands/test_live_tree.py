@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ampdbg.commands import live_tree
 from ampdbg.commands.live_tree import Searched, SearchView, drawing, is_told
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.report.search_tree import search_tree
 from tests.commands.test_progress import shown_on
 from tests.commands.test_terminal import Terminal

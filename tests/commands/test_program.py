@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import ampdbg
-from ampdbg.record import Step
-from ampdbg.record_json import from_json, read_record
+from ampdbg.record.file import from_json, read_record
+from ampdbg.record.run import Step
 from tests.commands.program import command, environment, start
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ampdbg
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
 from tests.commands.program import Here
 from tests.training.test_shadow import FIVE, OVERFLOWING_LINE, config
 

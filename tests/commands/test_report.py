@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record_json import from_json, to_json, write_record
+from ampdbg.record.file import from_json, to_json, write_record
 from tests.commands.program import Here
 from tests.remedy.suggestions import proven
 from tests.report.records import collapse, healthy

@@ -18,9 +18,9 @@ from ampdbg.commands import record_files
 from ampdbg.commands import scan as scan_file
 from ampdbg.commands.record_files import save_record
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
-from ampdbg.findings import Finding
-from ampdbg.record import Record
-from ampdbg.record_json import from_json, read_record
+from ampdbg.record.file import from_json, read_record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
 from tests.commands.program import Here
 from tests.report.records import calibration, collapse, healthy, interrupted, overflow, skipped_step
 

@@ -15,11 +15,11 @@ import pytest
 import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
-from ampdbg.record import Record
-from ampdbg.record_json import read_record, write_record
-from ampdbg.remedy import suggestion as suggestions
-from ampdbg.remedy import writing
-from ampdbg.remedy.suggestion import Suggestion
+from ampdbg.patch import writing
+from ampdbg.proof import suggestion as suggestions
+from ampdbg.proof.suggestion import Suggestion
+from ampdbg.record.file import read_record, write_record
+from ampdbg.record.run import Record
 from tests.commands.program import Here, imported_by, start
 from tests.remedy.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
 from tests.report.bisections import found, fp32_fails, no_pin_helps, not_in_a_module, nothing_to_pin, search_interrupted

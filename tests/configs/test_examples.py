@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record import Record, Step
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record, Step
 from tests.commands.program import ROOT, Result, start
 
 FORWARD = ["linear_attention", "camera"]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import sort_skips
-from ampdbg.findings import Finding, Source
-from ampdbg.record import (
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,

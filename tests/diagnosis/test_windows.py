@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ampdbg.diagnosis.range_findings import diagnose_ranges
 from ampdbg.diagnosis.windows import module_windows, window
-from ampdbg.findings import Source
-from ampdbg.record import AutocastError, Record, Site
+from ampdbg.record.findings import Source
+from ampdbg.record.run import AutocastError, Record, Site
 from tests.report.records import ENVIRONMENT
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
+from ampdbg.patch.by_name.helper_form import module_text
+from ampdbg.patch.by_name.plain_layers import takes_one_tensor
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.by_name.helper_form import module_text
-from ampdbg.remedy.by_name.plain_layers import takes_one_tensor
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.remedy.by_name.helper_form import applies_to, edit_factory
-from ampdbg.remedy.source.edits import Edited
+from ampdbg.patch.by_name.helper_form import applies_to, edit_factory
+from ampdbg.patch.edits import Edited
 from tests.conftest import Golden
 
 FIXTURES = Path(__file__).parents[1] / "remedy" / "fixtures" / "by_name"

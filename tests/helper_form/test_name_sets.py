@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.remedy.by_name.name_sets import FEW, NameSet, in_words, name_set
+from ampdbg.patch.by_name.name_sets import FEW, NameSet, in_words, name_set
 
 T5 = tuple(
     f"{side}.block.{n}.layer.{at}.DenseReluDense.{part}"

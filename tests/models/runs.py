@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 import ampdbg
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 
 LANGUAGE = "tests.models.language"
 SIGHT_AND_SOUND = "tests.models.sight_and_sound"

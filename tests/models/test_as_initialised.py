@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.commands.options import FailOn
 from ampdbg.commands.scan import exit_code
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 from tests.models.runs import LANGUAGE, SIGHT_AND_SOUND, Workload, scanned
 
 FIRST_T5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True}

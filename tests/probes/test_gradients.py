@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdbg.probes.gradients import SMALL, gradient_norm, nonfinite_groups
-from ampdbg.record import GroupOverflow, ParameterCounts
+from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 
 def optimizer_with(*gradients: torch.Tensor) -> torch.optim.SGD:

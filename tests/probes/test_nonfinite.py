@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdbg.probes.nonfinite import count_nonfinite, is_finite, nonfinite_in_batch, nonfinite_in_model
-from ampdbg.record import TensorCounts
+from ampdbg.record.run import TensorCounts
 
 ANY_FLOAT = st.floats(width=16, allow_nan=True, allow_infinity=True)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

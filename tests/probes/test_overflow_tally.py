@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes.overflow_tally import DETAILED_PARAMETERS, DETAILED_STEPS, OverflowTally
 from ampdbg.probes.watch import watch
-from ampdbg.record import GroupOverflow, GroupTotal, ParameterCounts, Record, Step, Unseen
-from ampdbg.record_json import from_json, to_json
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import GroupOverflow, GroupTotal, ParameterCounts, Record, Step, Unseen
 from ampdbg.report.group_text import groups_text
 from ampdbg.report.groups import overflows
 from tests.report.records import healthy

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record import Step, TensorCounts
-from ampdbg.record_json import from_json, to_json
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import Step, TensorCounts
 from ampdbg.report.text import render_text
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ampdbg.config import Config, load_config
-from ampdbg.experiments import Proof, ProofStep
-from ampdbg.record import Investigation
-from ampdbg.remedy.proof.jobs import Patched
-from ampdbg.remedy.proof.proving import prove
-from ampdbg.remedy.proof.runs import OnStage
-from ampdbg.training.failing_step import FailingStep, failing_step
+from ampdbg.proof.jobs import Patched
+from ampdbg.proof.proving import prove
+from ampdbg.proof.runs import OnStage
+from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.record.run import Investigation
+from ampdbg.replay.failing_step import FailingStep, failing_step
+from ampdbg.replay.run import prepared
+from ampdbg.replay.snapshot import Snapshot
 from ampdbg.training.loop import train_prepared
-from ampdbg.training.run import prepared
-from ampdbg.training.snapshot import Snapshot
 
 NET = """\
 import torch

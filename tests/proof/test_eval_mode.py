@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.remedy.proof.eval_mode import raised_in_eval_mode
-from ampdbg.training.failing_step import FailingStep
-from ampdbg.training.run import prepared
-from ampdbg.training.snapshot import RandomState
+from ampdbg.proof.eval_mode import raised_in_eval_mode
+from ampdbg.replay.failing_step import FailingStep
+from ampdbg.replay.run import prepared
+from ampdbg.replay.snapshot import RandomState
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 COUNTING = NET.replace(

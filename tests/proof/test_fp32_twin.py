@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import load_config
-from ampdbg.remedy.proof.fp32_twin import distance, fp32_losses, last_quarter
+from ampdbg.proof.fp32_twin import distance, fp32_losses, last_quarter
 from ampdbg.training.loop import train
 from tests.proof.overflowing import CONFIG, written
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from ampdbg.config import Config, load_config
-from ampdbg.experiments import Proof
-from ampdbg.remedy.by_name.helper_form import module_text
-from ampdbg.remedy.proof import proving as proof_module
-from ampdbg.remedy.proof.jobs import Patched
-from ampdbg.remedy.proof.saved_steps import Uncarried
-from ampdbg.training.run import prepared
+from ampdbg.patch.by_name.helper_form import module_text
+from ampdbg.proof import proving as proof_module
+from ampdbg.proof.jobs import Patched
+from ampdbg.proof.saved_steps import Uncarried
+from ampdbg.record.pins import Proof
+from ampdbg.replay.run import prepared
 from tests.commands.program import ROOT
 from tests.proof.overflowing import CONFIG, GOOD, IN_FP32, NET, OVERFLOWS, failing_steps, proven, step_of, written
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import Config
-from ampdbg.remedy.proof import process as proof_process
-from ampdbg.remedy.proof.jobs import Job, Patched, Seen
-from ampdbg.remedy.proof.process import in_fresh_process
-from ampdbg.remedy.proof.runs import OnStage
-from ampdbg.remedy.proof.saved_steps import Uncarried
+from ampdbg.proof import process as proof_process
+from ampdbg.proof.jobs import Job, Patched, Seen
+from ampdbg.proof.process import in_fresh_process
+from ampdbg.proof.runs import OnStage
+from ampdbg.proof.saved_steps import Uncarried
 from tests.proof.overflowing import written
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ampdbg.config import Config, LossScale, Precision, TargetSpec
-from ampdbg.remedy.proof.jobs import Job, Patched, Seen, Trained, Tried
-from ampdbg.remedy.proof.settling import steps_to_train, why_nothing_was_trained
-from ampdbg.remedy.proof.step_use import StepUse
-from ampdbg.remedy.proof.verdict import (
+from ampdbg.proof.jobs import Job, Patched, Seen, Trained, Tried
+from ampdbg.proof.settling import steps_to_train, why_nothing_was_trained
+from ampdbg.proof.step_use import StepUse
+from ampdbg.proof.verdict import (
     figures,
     further_batches,
     in_eval_mode,

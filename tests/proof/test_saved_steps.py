@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.remedy.proof.saved_steps import Uncarried, load_steps, save_steps
-from ampdbg.training.failing_step import FailingStep, weights_of
-from ampdbg.training.replay import Manner, replay_step
-from ampdbg.training.run import Run, prepared
+from ampdbg.proof.saved_steps import Uncarried, load_steps, save_steps
+from ampdbg.replay.failing_step import FailingStep, weights_of
+from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.run import Run, prepared
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.remedy.proof.step_use import StepUse, step_use
-from ampdbg.training.run import prepared
+from ampdbg.proof.step_use import StepUse, step_use
+from ampdbg.replay.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
 
 LINEAR = (

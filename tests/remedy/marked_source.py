@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ampdbg.remedy.source.edits import CallPin, FunctionPin, SourcePin, StatementPin
+from ampdbg.patch.edits import CallPin, FunctionPin, SourcePin, StatementPin
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))

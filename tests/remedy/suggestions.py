@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampdbg.experiments import Proof, ProofStep
-from ampdbg.record import Record
-from ampdbg.remedy.patch import FileEdit, Patch, PatchUnit
-from ampdbg.remedy.suggestion import Suggestion
+from ampdbg.patch.patch import FileEdit, Patch, PatchUnit
+from ampdbg.proof.suggestion import Suggestion
+from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.record.run import Record
 from tests.report.bisections import NAMES, found
 
 BEFORE = b"def forward(self, x):\n    y = x @ x\n    return y\n"

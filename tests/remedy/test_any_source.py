@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.remedy.diffs import unified_diff
-from ampdbg.remedy.source.edits import StatementPin, edit_source
-from ampdbg.remedy.source.source_text import EditError, SourceText, read_source
+from ampdbg.patch.diffs import unified_diff
+from ampdbg.patch.edits import StatementPin, edit_source
+from ampdbg.source.source_text import EditError, SourceText, read_source
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 EVERY = 16

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.remedy.dialects import as_json, base_folder, diff, module
-from ampdbg.remedy.patch import FileEdit, PatchUnit
-from ampdbg.remedy.suggestion import Suggestion
+from ampdbg.patch.patch import FileEdit, PatchUnit
+from ampdbg.proof.dialects import as_json, base_folder, diff, module
+from ampdbg.proof.suggestion import Suggestion
 from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.remedy.diffs import new_file_diff, unified_diff
+from ampdbg.patch.diffs import new_file_diff, unified_diff
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ampdbg.patch.edits import CallPin, FunctionPin, SourcePin, StatementPin, edit_source
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.source.edits import CallPin, FunctionPin, SourcePin, StatementPin, edit_source
 from tests.conftest import Golden
 from tests.remedy.marked_source import FIXTURES, NAMES, marked, without_marks
 

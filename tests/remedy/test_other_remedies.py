@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from ampdbg.codes import FAMILIES
 from ampdbg.diagnosis.misuse import MEANINGS
-from ampdbg.findings import Finding, Source
-from ampdbg.record import Record, Step
-from ampdbg.remedy.other_remedies import CHANGED, REMEDIES, SAME, other_remedies
+from ampdbg.patch.other_remedies import CHANGED, REMEDIES, SAME, other_remedies
+from ampdbg.record.codes import FAMILIES
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import Record, Step
 from tests.report.records import healthy_step, overflow, run, skipped_step
 
 LINE = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2) / math.sqrt(d)")

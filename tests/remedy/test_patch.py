@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from ampdbg.config import load_config
-from ampdbg.experiments import Pin, PinSite
-from ampdbg.findings import Source
+from ampdbg.patch.half_names import names_seen
+from ampdbg.patch.own_lines import OwnLines
+from ampdbg.patch.patch import Materials, Patch, planned
+from ampdbg.patch.ways import lines_that_may_be_edited, lines_title
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.remedy.half_names import names_seen
-from ampdbg.remedy.own_lines import OwnLines
-from ampdbg.remedy.patch import Materials, Patch, planned
-from ampdbg.remedy.ways import lines_that_may_be_edited, lines_title
+from ampdbg.record.findings import Source
+from ampdbg.record.pins import Pin, PinSite
 
 HEAD = """\
 import functools

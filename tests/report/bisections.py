@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ampdbg.experiments import Pin, PinCost, PinSite, Search, Trial
-from ampdbg.findings import Finding, Source
-from ampdbg.record import Record
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.pins import Pin, PinCost, PinSite, Search, Trial
+from ampdbg.record.run import Record
 from tests.report.records import healthy_step, overflow, run, skipped_step
 
 SCORES = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2)")

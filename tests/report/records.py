@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ampdbg.findings import Finding, Source
-from ampdbg.record import Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
 
 ENVIRONMENT = Environment(
     ampdbg="0.1.0",

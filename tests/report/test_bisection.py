@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.yaml_lines import read_yaml
-from ampdbg.experiments import Outcome, Pin, PinSite, Search, Trial
-from ampdbg.record import Record
+from ampdbg.record.pins import Outcome, Pin, PinSite, Search, Trial
+from ampdbg.record.run import Record
 from ampdbg.report.bisection import render_bisection, step_time
 from ampdbg.report.bisection_verdict import OUTCOMES
 from ampdbg.report.pin_text import percent, pins_yaml, size_text

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.record import Step
+from ampdbg.record.run import Step
 from ampdbg.report.chart import MAX_ROWS, scale_chart
 from tests.report.records import healthy_step
 

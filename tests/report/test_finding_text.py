@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.findings import Finding
+from ampdbg.record.findings import Finding
 from ampdbg.report.finding_text import root_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ampdbg.record import GroupOverflow, ParameterCounts, Unseen
+from ampdbg.record.run import GroupOverflow, ParameterCounts, Unseen
 from ampdbg.report.groups import GroupHits, group_hits, overflows, spared_groups
 from tests.report.records import NAMES, healthy_step, overflow, run, skipped_step
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.diagnosis.range_findings import diagnose_ranges
-from ampdbg.findings import Source
 from ampdbg.formats import headroom_bits
-from ampdbg.record import AutocastError, Record, Site, Unseen
+from ampdbg.record.findings import Source
+from ampdbg.record.run import AutocastError, Record, Site, Unseen
 from ampdbg.report.exponent_bar import WIDTH, exponent_bar
 from ampdbg.report.ranges import Order, render_ranges
 from tests.report.records import ENVIRONMENT

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.report.search_tree import QUIET, SearchTree, rows, search_tree, states, trying
 
 SMALL = ("", "embed", "block", "block.attn", "block.attn.qkv", "block.mlp", "head")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.experiments import Proof, ProofStep
-from ampdbg.record import Record
+from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.record.run import Record
 from ampdbg.report.suggestion import EditMade, Suggested, headline, render_suggestion
 from ampdbg.report.verdict import NextStep
 from tests.conftest import Golden

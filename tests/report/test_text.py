@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ampdbg.findings import Finding, Source
-from ampdbg.record import Record
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import Record
 from ampdbg.report.text import render_text
 from tests.report.records import (
     NAMES,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
-from ampdbg.record import GroupOverflow, Record, Step
+from ampdbg.record.run import GroupOverflow, Record, Step
 from ampdbg.report.text import render_text
 from tests.strategies import records
 

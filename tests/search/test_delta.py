@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
 from ampdbg.search.delta import delta_debug
 from ampdbg.search.found import best_so_far

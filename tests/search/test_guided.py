@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
 from ampdbg.search.found import best_so_far
 from ampdbg.search.guided import guided

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampdbg.experiments import PinSite
-from ampdbg.findings import Source
+from ampdbg.record.findings import Source
+from ampdbg.record.pins import PinSite
 from ampdbg.search.atoms import atom_tree
 from ampdbg.search.delta import delta_debug
 from ampdbg.search.guided import guided

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ampdbg.experiments import Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import atom_tree
 from ampdbg.search.trial import OutOfTrials, Seen, Trials
 from tests.search.planted import SMALL, Step, planted

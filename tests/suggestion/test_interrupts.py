@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.remedy import suggestion
-from ampdbg.remedy.suggestion import Form, suggest
+from ampdbg.proof import suggestion
+from ampdbg.proof.suggestion import Form, suggest
 from tests.bisection.spiked import CULPRITS, names, spiked
 
 

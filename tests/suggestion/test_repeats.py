@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ampdbg.experiments import Proof
-from ampdbg.remedy import suggestion
-from ampdbg.remedy.pins import pin_search
+from ampdbg.pinning import pin_search
+from ampdbg.proof import suggestion
+from ampdbg.record.pins import Proof
 from tests.proof.overflowing import written
 
 

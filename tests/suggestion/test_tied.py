@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import load_config
-from ampdbg.remedy.dialects import diff
-from ampdbg.remedy.proof import proving
-from ampdbg.remedy.proof.saved_steps import Uncarried
-from ampdbg.remedy.suggestion import suggest
+from ampdbg.proof import proving
+from ampdbg.proof.dialects import diff
+from ampdbg.proof.saved_steps import Uncarried
+from ampdbg.proof.suggestion import suggest
 
 NET = """\
 import torch

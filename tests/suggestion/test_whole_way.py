@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record import Record
-from ampdbg.record_json import read_record
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
 from tests.commands.program import ROOT, Result, environment, start
 from tests.zoo.test_zoo import CASES, FILES, config_of
 

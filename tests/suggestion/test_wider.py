@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ampdbg.experiments import Proof, ProofStep
-from ampdbg.remedy import suggestion
-from ampdbg.remedy.dialects import diff
+from ampdbg.proof import suggestion
+from ampdbg.proof.dialects import diff
+from ampdbg.record.pins import Proof, ProofStep
 from tests.proof.overflowing import NET, written
 
 FAILED = Proof(

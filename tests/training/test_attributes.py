@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampdbg.training.attributes import Attributes, Left, Versions
-from ampdbg.training.held import LARGEST, MOST, put_back
+from ampdbg.replay.attributes import Attributes, Left, Versions
+from ampdbg.replay.held import LARGEST, MOST, put_back
 
 
 class Net(torch.nn.Module):

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 from ampdbg.config import Config, load_config
-from ampdbg.record import HalfUpdates
+from ampdbg.record.run import HalfUpdates
+from ampdbg.replay.run import Run, prepared
 from ampdbg.training.half_updates import ComparedUpdates
 from ampdbg.training.loop import train
-from ampdbg.training.run import Run, prepared
 
 WORKLOAD = """
 import torch

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.training.attributes import Attributes, Versions
-from ampdbg.training.held import LARGEST, MOST, notes_on, put_back, tensors_in
+from ampdbg.replay.attributes import Attributes, Versions
+from ampdbg.replay.held import LARGEST, MOST, notes_on, put_back, tensors_in
 
 
 class State:

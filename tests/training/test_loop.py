@@ -15,7 +15,7 @@ import yaml
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError, WorkloadError
-from ampdbg.record import Record, Step
+from ampdbg.record.run import Record, Step
 from ampdbg.training.loop import train
 
 WORKLOAD = """

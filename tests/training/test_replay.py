@@ -18,13 +18,13 @@ from ampdbg.config import Config, load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.lifting import lifted
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record import Record
-from ampdbg.training.attributes import Attributes, Versions
-from ampdbg.training.investigation import Why, investigate
+from ampdbg.record.run import Record
+from ampdbg.replay.attributes import Attributes, Versions
+from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.replay import Manner, continued_in_fp32, replay_step
+from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import Snapshot, rewound, take_snapshot
 from ampdbg.training.loop import train
-from ampdbg.training.replay import Manner, continued_in_fp32, replay_step
-from ampdbg.training.run import Run, prepared
-from ampdbg.training.snapshot import Snapshot, rewound, take_snapshot
 
 WORKLOAD = """
 import random
@@ -208,9 +208,9 @@ def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path, monkeypatch:
 
     with prepared(config(tmp_path)) as run:
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
-        monkeypatch.setattr("ampdbg.training.replay.time.perf_counter", lambda: clock[0])
-        monkeypatch.setattr("ampdbg.training.replay.rewound", slow(100.0, rewound))
-        monkeypatch.setattr("ampdbg.training.replay._unscaled_norm", slow(100.0, lambda *args: 1.0))
+        monkeypatch.setattr("ampdbg.replay.replay.time.perf_counter", lambda: clock[0])
+        monkeypatch.setattr("ampdbg.replay.replay.rewound", slow(100.0, rewound))
+        monkeypatch.setattr("ampdbg.replay.replay._unscaled_norm", slow(100.0, lambda *args: 1.0))
         monkeypatch.setattr(type(run.workload), "losses", slow(3.0, type(run.workload).losses))
         assert replay_step(run, snapshot, Manner("float32")).seconds == 3.0
 

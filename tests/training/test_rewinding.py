@@ -12,11 +12,11 @@ import torch
 
 from ampdbg.config import Config, load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.record import Record
+from ampdbg.record.run import Record
+from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import train
-from ampdbg.training.replay import Manner, replay_step
-from ampdbg.training.run import Run, prepared
-from ampdbg.training.snapshot import take_snapshot
 
 WORKLOAD = """
 import itertools

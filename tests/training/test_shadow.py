@@ -15,12 +15,12 @@ from ampdbg.config import load_config
 from ampdbg.errors import UserCodeError
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.probes.sites import sites_of
-from ampdbg.record import Record, Site
-from ampdbg.record_json import to_json
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Record, Site
+from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.shadow import shadow_and_unseen, shadow_step
+from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.training.ranges import profile_ranges
-from ampdbg.training.run import Run, prepared
-from ampdbg.training.shadow import shadow_and_unseen, shadow_step
-from ampdbg.training.snapshot import Snapshot, take_snapshot
 
 FIVE = """
 import torch

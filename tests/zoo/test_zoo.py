@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from ampdbg.codes import CODES
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.findings import Finding
-from ampdbg.record import Record
-from ampdbg.record_json import from_json, to_json
+from ampdbg.record.codes import CODES
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 from tests.zoo.case import HERE, Case
 

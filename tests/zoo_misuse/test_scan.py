@@ -10,7 +10,7 @@ import yaml
 
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.record import Record
+from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 
 WORKLOAD = """

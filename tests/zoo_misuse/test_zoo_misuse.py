@@ -10,13 +10,13 @@ from types import ModuleType
 
 import pytest
 
-from ampdbg import codes
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.misuse import MEANINGS
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import watch
-from ampdbg.record import Record
-from ampdbg.record_json import from_json, to_json
+from ampdbg.record import codes
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.run import Record
 from tests.zoo_misuse import healthy, planted
 from tests.zoo_misuse.parts import Parts, make_parts
 

@@ -1,0 +1,1 @@
+"""Edits of the user's code that keep pinned modules and lines in FP32."""

@@ -1,0 +1,232 @@
+"""Which parts of an expression must run in FP32, which under autocast as before, and which may run in either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import libcst as cst
+
+from ampdbg.patch.tensor_names import TensorNames
+from ampdbg.source.bindings import dotted
+from ampdbg.source.expressions import COMPREHENSIONS, bare, code_of, walk
+from ampdbg.source.source_text import EditError
+from ampdbg.source.vocabulary import (
+    BUILTIN_OPERATIONS,
+    CONSUMERS,
+    CREATES,
+    METADATA,
+    MOVES,
+    PLAIN_BUILTINS,
+    PRODUCTS,
+    RANDOM,
+    TORCH_FUNCTIONS,
+    TRANSPOSED,
+    VIEWS,
+)
+
+
+class Mode(Enum):
+    """Where a piece of code runs."""
+
+    FP32 = "in the block, autocast off"
+    AUTOCAST = "outside of it, as before"
+    EITHER = "wherever its neighbours run"
+
+
+class Kind(Enum):
+    """What an expression does by itself, its operands left out."""
+
+    OPERATION = "computes with tensors"
+    MOVE = "moves, makes or casts a tensor"
+    USERS_CALL = "runs code of the user's: a child module, a method, a function"
+    NOTHING = "names, numbers, containers"
+
+
+CONDITIONAL = (cst.IfExp, cst.BooleanOperation, cst.Lambda, *COMPREHENSIONS)
+"""Expressions whose parts may run never or many times: nothing is taken out of them."""
+
+_OPERATORS = (
+    cst.Add,
+    cst.Subtract,
+    cst.Multiply,
+    cst.Divide,
+    cst.FloorDivide,
+    cst.Modulo,
+    cst.Power,
+    cst.MatrixMultiply,
+)
+
+
+def kind_of(node: cst.CSTNode, names: TensorNames) -> Kind:
+    """What the node does by itself."""
+    if isinstance(node, cst.BinaryOperation):
+        computes = isinstance(node.operator, _OPERATORS) and names.is_tensor(node)
+        return Kind.OPERATION if computes else Kind.NOTHING
+    if isinstance(node, cst.Attribute):
+        return Kind.MOVE if node.attr.value in TRANSPOSED else Kind.NOTHING
+    return _kind_of_call(node, names) if isinstance(node, cst.Call) else Kind.NOTHING
+
+
+def _kind_of_call(call: cst.Call, names: TensorNames) -> Kind:
+    function = call.func
+    if origin := names.bindings.origin(function):
+        return _kind_of_import(origin, names)
+    if isinstance(function, cst.Name):
+        return _kind_of_builtin(function.value, call, names)
+    if viewed(call):
+        return Kind.NOTHING
+    if isinstance(function, cst.Attribute) and names.is_tensor_method(function):
+        return _kind_by_name(function.attr.value)
+    return Kind.USERS_CALL
+
+
+def _kind_of_import(origin: str, names: TensorNames) -> Kind:
+    module, _, name = origin.rpartition(".")
+    if module in TORCH_FUNCTIONS and name[:1].islower():
+        return _kind_by_name(name)
+    return Kind.NOTHING if names.bindings.is_plain_module(origin) else Kind.USERS_CALL
+
+
+def _kind_of_builtin(name: str, call: cst.Call, names: TensorNames) -> Kind:
+    if name in names.bindings.local:
+        return Kind.USERS_CALL
+    if name in BUILTIN_OPERATIONS and any(names.is_tensor(arg.value) for arg in call.args):
+        return Kind.OPERATION
+    return Kind.NOTHING if name in PLAIN_BUILTINS | BUILTIN_OPERATIONS | {"super"} else Kind.USERS_CALL
+
+
+def _kind_by_name(name: str) -> Kind:
+    if name in METADATA:
+        return Kind.NOTHING
+    return Kind.MOVE if name in MOVES or name in CREATES else Kind.OPERATION
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of the expressions in one statement.
+
+    ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
+    where ``operations`` says so, and its moves too with ``moves``; ``left`` are the ``id`` of nodes that stay as they
+    are, whatever is in them.
+    """
+
+    names: TensorNames
+    callees: frozenset[str] = frozenset()
+    operations: bool = False
+    moves: bool = False
+    left: frozenset[int] = frozenset()
+
+    def of(self, node: cst.CSTNode) -> Mode:
+        """The mode of an expression as a whole.
+
+        What follows a call or an operation (``[0]``, ``.T``, ``.view(…)``) goes where that goes.
+
+        Raises:
+            EditError: a part that may not be taken out would have to run in FP32, and another one not.
+        """
+        if id(node) in self.left:
+            return Mode.AUTOCAST
+        if isinstance(node, cst.Call) and code_of(node.func) in self.callees:
+            return Mode.FP32
+        if self.is_whole(node):
+            return self._of_whole(node)
+        kind = kind_of(node, self.names)
+        if kind is Kind.USERS_CALL:
+            return Mode.AUTOCAST
+        if kind is Kind.OPERATION or (kind is Kind.MOVE and self.moves):
+            return Mode.FP32 if self.operations else Mode.AUTOCAST
+        return Mode.EITHER if (base := _followed(node)) is None else self.of(base)
+
+    def is_whole(self, node: cst.CSTNode) -> bool:
+        """Whether nothing may be taken out of the node, so that all of it runs in one mode."""
+        return id(node) in self.left or isinstance(node, CONDITIONAL) or _consumes_generator(node)
+
+    def _of_whole(self, node: cst.CSTNode) -> Mode:
+        found = {self._own(item) for item in walk(node) if item is not node} - {Mode.EITHER}
+        if len(found) == 2:
+            raise EditError(f"{_noun(node)} holds both what must run in FP32 and what must not; take it apart first")
+        if Mode.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
+            raise EditError(f"{_noun(node)} runs later, when the block is left; make it a function or a list first")
+        return found.pop() if found else Mode.EITHER
+
+    def _own(self, node: cst.CSTNode) -> Mode:
+        return Mode.EITHER if isinstance(node, CONDITIONAL) else self.of(node)
+
+    def has_fp32(self, node: cst.CSTNode) -> bool:
+        """Whether any part of it must run in FP32."""
+        return any(self.of(item) is Mode.FP32 for item in walk(node) if isinstance(item, cst.BaseExpression))
+
+    def has_users_call(self, node: cst.CSTNode) -> bool:
+        """Whether it calls any code of the user's."""
+        return any(kind_of(item, self.names) is Kind.USERS_CALL for item in walk(node))
+
+    def has_effect(self, node: cst.CSTNode) -> bool:
+        """Whether moving the node in front of something else could change a result."""
+        if not isinstance(node, cst.Call):
+            return False
+        return kind_of(node, self.names) is Kind.USERS_CALL or called_name(node) in RANDOM or writes_in_place(node)
+
+    def has_product(self, node: cst.CSTNode) -> bool:
+        """Whether it holds what autocast runs in half: nothing to put into FP32 by the way."""
+        return any(
+            isinstance(item, cst.MatrixMultiply) or (isinstance(item, cst.Call) and called_name(item) in PRODUCTS)
+            for item in walk(node)
+        )
+
+
+def called_name(call: cst.Call) -> str:
+    """The last part of what is called: ``softmax`` of ``F.softmax(x)``; "" of anything without a name."""
+    match call.func:
+        case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
+            return name
+        case _:
+            return ""
+
+
+def writes_in_place(call: cst.Call) -> bool:
+    """Whether this is a tensor's method or a function that writes into its argument: ``add_``, ``out=``."""
+    name = called_name(call)
+    writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return writes or any(arg.keyword is not None and arg.keyword.value == "out" for arg in call.args)
+
+
+def viewed(node: cst.CSTNode) -> str:
+    """``feats`` of ``feats.items()``, a dict with a name; "" of anything else."""
+    match node:
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name)), args=[]) if name in VIEWS:
+            return dotted(base)
+        case _:
+            return ""
+
+
+def _followed(node: cst.CSTNode) -> cst.BaseExpression | None:
+    match node:
+        case cst.Attribute(value=base) | cst.Subscript(value=base) | cst.Call(func=cst.Attribute(value=base)):
+            return bare(base)
+        case cst.UnaryOperation(expression=inner):
+            return bare(inner)
+        case _:
+            return None
+
+
+def _consumes_generator(node: cst.CSTNode) -> bool:
+    return (
+        isinstance(node, cst.Call)
+        and called_name(node) in CONSUMERS
+        and any(isinstance(arg.value, cst.GeneratorExp) for arg in node.args)
+    )
+
+
+def _noun(node: cst.CSTNode) -> str:
+    match node:
+        case cst.IfExp():
+            return "a conditional expression"
+        case cst.BooleanOperation():
+            return "an `and` or `or`"
+        case cst.Lambda():
+            return "a lambda"
+        case cst.GeneratorExp():
+            return "a generator expression"
+        case _:
+            return "a comprehension"

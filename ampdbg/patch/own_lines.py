@@ -1,0 +1,111 @@
+"""Which lines of a pinned module's own code a patch has to wrap: those that go wrong, and those close to it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampdbg.errors import UserCodeError
+from ampdbg.formats import FLOAT16
+from ampdbg.probes.ops import OpTrace
+from ampdbg.probes.source_lines import Line
+from ampdbg.record.pins import Pin
+from ampdbg.replay.failing_step import FailingStep, weights_of
+from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.run import Run
+from ampdbg.replay.shadow import shadow_step
+from ampdbg.source.ownership import is_users_file
+
+CLOSE_BITS = 2
+"""A line whose values are within so many bits of the limit is wrapped together with one that is beyond it."""
+
+CLOSE = FLOAT16.largest / 2**CLOSE_BITS
+
+ACCUMULATIONS = frozenset(
+    "mm addmm bmm baddbmm addbmm mv dot sum mean cumsum prod cumprod norm linalg_vector_norm var std "
+    "logsumexp logcumsumexp convolution _convolution".split()
+)
+"""Ops that add up many products or terms. One that leads straight into a wrapped line is wrapped with it, as a
+person would: its result would only be rounded to half on the way."""
+
+
+@dataclass(frozen=True)
+class OwnLines:
+    """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
+    holds the module, file and line of each accumulation."""
+
+    close: Mapping[str, frozenset[Line]]
+    adding_up: frozenset[tuple[str, str, int]]
+
+    def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
+        """The lines to wrap for a pin, by file and function, in order."""
+        lines: dict[tuple[str, str], set[int]] = {}
+        for file, number, function in (*_sites(pin), *self.close.get(pin.module, ())):
+            lines.setdefault((file, function), set()).add(number)
+        seen = {(site.source.file, site.source.function) for site in pin.sites if site.source}
+        return {
+            place: sorted({*numbers, *self._leading_into(pin.module, place[0], min(numbers))})
+            for place, numbers in lines.items()
+            if place in seen
+        }
+
+    def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
+        """The accumulations in the statements just before a line."""
+        for line in _statements_before(file, first):
+            if (module, file, line) not in self.adding_up:
+                return
+            yield line
+
+
+def own_lines(run: Run, failing: Sequence[FailingStep]) -> OwnLines:
+    """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
+    close: dict[str, set[Line]] = {}
+    adding_up: set[tuple[str, str, int]] = set()
+    for step in failing:
+        scale = step.scale if step.made.why == "gradients" else 1.0
+        with weights_of(run.workload.model, step):
+            trace = replay_step(run, step.snapshot, Manner("float32"), traced=OpTrace).trace
+            try:
+                ranges = shadow_step(run, step.snapshot)
+            except UserCodeError:
+                ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
+        for seen in ranges:
+            value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
+            if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
+                close.setdefault(seen.place.module, set()).add(seen.place.line)
+        for op in trace.ops if trace else ():
+            if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
+                adding_up.add((op.place.module, *op.place.line[:2]))
+    return OwnLines({module: frozenset(lines) for module, lines in close.items()}, frozenset(adding_up))
+
+
+def _sites(pin: Pin) -> Iterator[Line]:
+    for site in pin.sites:
+        if site.source is not None and is_users_file(site.source.file):
+            yield site.source.file, site.source.line, site.source.function
+
+
+def _statements_before(file: str, line: int) -> list[int]:
+    """The first lines of the statements before the one at ``line``, in its own suite, the nearest first."""
+    suites = [suite for node in ast.walk(ast.parse(Path(file).read_bytes())) for suite in _suites(node)]
+    for suite in suites:
+        places = [place for place, statement in enumerate(suite) if _holds_itself(statement, line)]
+        if places:
+            return [statement.lineno for statement in reversed(suite[: places[0]])]
+    return []
+
+
+def _suites(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        suite = getattr(node, name, None)
+        if isinstance(suite, list) and suite and isinstance(suite[0], ast.stmt):
+            yield suite
+
+
+def _holds_itself(statement: ast.stmt, line: int) -> bool:
+    """Whether the line is the statement's own and not that of one inside it."""
+    inside: Iterable[list[ast.stmt]] = _suites(statement)
+    end = min((suite[0].lineno - 1 for suite in inside), default=statement.end_lineno or statement.lineno)
+    return statement.lineno <= line <= max(end, statement.lineno)

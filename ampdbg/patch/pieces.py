@@ -1,0 +1,239 @@
+"""A suite as a row of pieces, each of which runs in FP32, under autocast, or in either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from ampdbg.patch.modes import Kind, Mode, Modes, kind_of, writes_in_place
+from ampdbg.patch.steps import VALUE_FIELDS, Apart, Statement, Step, take_apart, value_of
+from ampdbg.patch.tensor_names import TensorNames
+from ampdbg.source.bindings import Bindings
+from ampdbg.source.expressions import find, names_read, walk
+from ampdbg.source.source_text import EditError
+
+AUGMENTED: dict[type[cst.BaseAugOp], type[cst.BaseBinaryOp]] = {
+    cst.AddAssign: cst.Add,
+    cst.SubtractAssign: cst.Subtract,
+    cst.MultiplyAssign: cst.Multiply,
+    cst.DivideAssign: cst.Divide,
+    cst.MatrixMultiplyAssign: cst.MatrixMultiply,
+    cst.PowerAssign: cst.Power,
+    cst.FloorDivideAssign: cst.FloorDivide,
+    cst.ModuloAssign: cst.Modulo,
+}
+_TIGHT = (cst.Multiply, cst.Divide, cst.MatrixMultiply, cst.Power, cst.FloorDivide, cst.Modulo)
+"""Operators that bind tighter than + and -."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line that is pinned: what is known of its names, the callees to pin, whether its own operations are.
+
+    ``number`` is the first of its lines that a pin names. ``left`` are the ``id`` of the entries of a literal over
+    several lines that no pin names a line of.
+    """
+
+    number: int
+    names: TensorNames
+    callees: frozenset[str] = frozenset()
+    operations: bool = False
+    device_type: str = ""
+    left: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from.
+
+    ``origin`` is that line as a node of the file, where it is a line by itself.
+    """
+
+    mode: Mode
+    statement: cst.BaseStatement
+    names: TensorNames
+    mark: Mark | None = None
+    origin: cst.CSTNode | None = None
+
+    @property
+    def line(self) -> cst.SimpleStatementLine:
+        """The statement, where it is one that may stand in a block."""
+        if not isinstance(self.statement, cst.SimpleStatementLine):
+            raise TypeError(f"{type(self.statement).__name__} is not a line")
+        return self.statement
+
+
+def pieces_of_line(line: cst.SimpleStatementLine, mark: Mark) -> Iterator[Piece]:
+    """The pieces of a pinned line: its small statements on lines of their own, taken apart.
+
+    Raises:
+        EditError: none of them can be pinned.
+    """
+    pieces: list[Piece] = []
+    refused: list[EditError] = []
+    for small in line.body:
+        try:
+            pieces += _pieces_of_small(small, mark)
+        except EditError as error:
+            refused.append(error)
+            pieces.append(Piece(Mode.AUTOCAST, _line(small), mark.names, mark))
+    if not any(piece.mode is Mode.FP32 for piece in pieces):
+        raise refused[0]
+    return _with_margins(line, [replace(piece, origin=line) for piece in pieces])
+
+
+def pieces_of_head(head: cst.If | cst.For, updated: cst.BaseCompoundStatement, mark: Mark) -> list[Piece]:
+    """The condition of an ``if`` or what a ``for`` runs over, computed in front of it."""
+    apart = take_apart(head, _modes(mark, head))
+    field = VALUE_FIELDS[type(head)]
+    rest = updated.with_changes(**{field: value_of(apart.rest)}, leading_lines=())
+    first, *others = _pieces_of_steps(apart, mark)
+    first = replace(first, statement=first.statement.with_changes(leading_lines=head.leading_lines))
+    return [first, *others, Piece(Mode.AUTOCAST, rest, mark.names, mark)]
+
+
+def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
+    _refuse_suspended(small)
+    if mark.operations:
+        _refuse_writes(small, mark.names)
+    small = _without_augmented(small, mark.names)
+    apart = take_apart(small, _modes(mark, small))
+    if not isinstance(apart.rest, cst.BaseSmallStatement):
+        raise TypeError(f"a statement became {type(apart.rest).__name__}")
+    rest = Piece(apart.mode, _line(apart.rest), _names_after(apart.steps, mark), mark)
+    return [*_pieces_of_steps(apart, mark), rest]
+
+
+def _modes(mark: Mark, statement: Statement) -> Modes:
+    modes = Modes(mark.names, mark.callees, mark.operations)
+    value = value_of(statement)
+    if value is None:
+        return modes
+    if any(modes.has_fp32(entry) for entry in entries_of(value) if id(entry) not in mark.left):
+        modes = replace(modes, left=mark.left)
+    # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
+    certain = replace(modes, names=replace(mark.names, guesses=not mark.names.full))
+    if certain.has_fp32(value):
+        return certain
+    if modes.has_fp32(value) or modes.has_users_call(value):
+        return modes
+    # The line only moves values: then that is what has been pinned.
+    return replace(modes, moves=mark.operations)
+
+
+def entries_of(value: cst.BaseExpression | None) -> list[cst.BaseExpression]:
+    """The values in a literal: a dict, a list, a tuple."""
+    match value:
+        case cst.Dict() | cst.List() | cst.Tuple():
+            return [element.value for element in value.elements]
+        case _:
+            return []
+
+
+def _pieces_of_steps(apart: Apart, mark: Mark) -> Iterator[Piece]:
+    for index, step in enumerate(apart.steps):
+        assignment = cst.Assign([cst.AssignTarget(cst.Name(step.name))], step.value)
+        yield Piece(step.mode, _line(assignment), _names_after(apart.steps[:index], mark), mark)
+
+
+def _names_after(steps: Sequence[Step], mark: Mark) -> TensorNames:
+    """What autocast computed in a step is in half, unless the trace saw otherwise."""
+    full = frozenset(step.name for step in steps if step.mode is Mode.FP32 or step.origin in mark.names.full)
+    return mark.names.with_new(frozenset(step.name for step in steps) - full, full)
+
+
+def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
+    return cst.SimpleStatementLine([small.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
+
+
+def _with_margins(line: cst.SimpleStatementLine, pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The first piece gets the blank lines and comments above the line, the last one the comment behind it."""
+    for index, piece in enumerate(pieces):
+        statement = piece.statement
+        if index == 0:
+            statement = statement.with_changes(leading_lines=line.leading_lines)
+        if index == len(pieces) - 1:
+            statement = statement.with_changes(trailing_whitespace=line.trailing_whitespace)
+        yield replace(piece, statement=statement)
+
+
+def _refuse_suspended(statement: cst.CSTNode) -> None:
+    if next(find(statement, cst.Await), None) is not None:
+        raise EditError("it awaits: other code would run while autocast is off")
+    if next(find(statement, cst.Yield), None) is not None:
+        raise EditError("it yields: the caller's code would run while autocast is off")
+
+
+def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
+    """What is written into a half tensor is in half, whatever it was computed in."""
+    for call in find(statement, cst.Call):
+        if writes_in_place(call):
+            raise EditError("it writes into a tensor that is there already, which stays in half; assign the result")
+    if isinstance(statement, (cst.Assign, cst.AugAssign)):
+        targets = (
+            [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
+        )
+        for target in targets:
+            if isinstance(target, cst.Subscript) and (names.is_half_element(target) or not names.is_traced):
+                raise EditError("it writes into a part of a half tensor; make that tensor FP32 where it is made")
+
+
+def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
+    """``x += y`` as ``x = x + y`` where x is in half: written in place, the sum would be in half too."""
+    if not isinstance(statement, cst.AugAssign) or names.is_known_full(statement.target):
+        return statement
+    target = statement.target
+    if isinstance(target, cst.Name) and (others := names.bindings.aliases(target.value)):
+        raise EditError(f"it changes {' and '.join(sorted(others))} too, in place; write it as an assignment first")
+    if next(find(target, cst.Call), None) is not None:
+        raise EditError("what it assigns to is computed by a call; write it as an assignment first")
+    operator = AUGMENTED.get(type(statement.operator))
+    if operator is None:
+        raise EditError("its operator does not compute with floating point numbers")
+    value = statement.value
+    if not _binds_tighter(value, operator):
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return cst.Assign([cst.AssignTarget(target)], cst.BinaryOperation(target, operator(), value))
+
+
+def _binds_tighter(value: cst.BaseExpression, operator: type[cst.BaseBinaryOp]) -> bool:
+    if isinstance(value, cst.BinaryOperation) and not value.lpar:
+        return operator in (cst.Add, cst.Subtract) and isinstance(value.operator, _TIGHT)
+    loose = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda, cst.UnaryOperation, cst.NamedExpr)
+    return bool(value.lpar) or not isinstance(value, (*loose, cst.Tuple))
+
+
+def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozenset[str]) -> bool:
+    """Whether an unpinned line between two pinned ones may stand in their block.
+
+    It is an assignment that calls none of the user's code, holds no product that autocast would run in half, and
+    computes only with what is known, so that nothing in half is left over from it.
+    """
+    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
+        return False
+    statement = line.body[0]
+    if not isinstance(statement, (cst.Assign, cst.AnnAssign)) or statement.value is None:
+        return False
+    if _keeps_a_tensor(statement):
+        return False
+    banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
+    if any(isinstance(node, banned) or kind_of(node, names) is Kind.USERS_CALL for node in walk(statement)):
+        return False
+    if Modes(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
+        return False
+    return names.bindings.is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
+
+
+def _keeps_a_tensor(statement: cst.Assign | cst.AnnAssign) -> bool:
+    """``self.last = h``: who reads it elsewhere is to find what the code put there, and no cast."""
+    targets = [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
+    return any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets)
+
+
+def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: frozenset[str]) -> bool:
+    bindings: Bindings = names.bindings
+    plain = made | bindings.numbers | set(bindings.imports) | {"self", "cls"}
+    tensors = {code for code in names.half | names.full if code.isidentifier()}
+    return all(name in plain or name in tensors or name not in bindings.local for name in names_read(value))

@@ -1,0 +1,224 @@
+"""One statement taken apart into steps: what runs under autocast, what runs in FP32, in the order that it had."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from ampdbg.patch.modes import Mode, Modes
+from ampdbg.patch.new_names import UPDATE, first_name, name_for, unused
+from ampdbg.source.expressions import bare, code_of, find, names_read, walk
+from ampdbg.source.source_text import EditError
+
+VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
+    cst.Assign: "value",
+    cst.AnnAssign: "value",
+    cst.AugAssign: "value",
+    cst.Expr: "value",
+    cst.Return: "value",
+    cst.Assert: "test",
+    cst.If: "test",
+    cst.For: "iter",
+}
+"""Statements, and their expression that can be taken apart."""
+
+Statement = cst.BaseSmallStatement | cst.If | cst.For
+
+
+@dataclass(frozen=True)
+class Step:
+    """A value that is computed before its statement: ``name = value``. ``origin`` is what it was in the source."""
+
+    mode: Mode
+    name: str
+    value: cst.BaseExpression
+    origin: str
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A statement taken apart: the steps before it, and what is left of it, which runs in ``mode``."""
+
+    steps: tuple[Step, ...]
+    rest: Statement
+    mode: Mode
+
+
+def take_apart(statement: Statement, modes: Modes) -> Apart:
+    """The steps of a pinned statement.
+
+    Raises:
+        EditError: there is nothing to pin in it, or it cannot be taken apart without a change of what it does.
+    """
+    value = value_of(statement)
+    computes = modes.operations and isinstance(statement, cst.AugAssign)
+    if value is None or not (computes or modes.has_fp32(value)):
+        raise EditError(_nothing_to_pin(modes))
+    want = _mode_of(statement, value, modes)
+    placer = _Placer(modes, want, value)
+    placed = value.visit(placer)
+    if not isinstance(placed, cst.BaseExpression):
+        raise TypeError(f"an expression became {type(placed).__name__}")
+    if placer.steps and next(find(statement, cst.NamedExpr), None) is not None:
+        raise EditError("it binds a name with := in an expression that would have to be taken apart")
+    rest = statement.with_changes(**{VALUE_FIELDS[type(statement)]: placed})
+    return _with_old_name(Apart(tuple(placer.steps), rest, want), modes)
+
+
+def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """The expression of a statement that may be taken apart."""
+    field = VALUE_FIELDS.get(type(statement))
+    value = getattr(statement, field) if field else None
+    return value if isinstance(value, cst.BaseExpression) else None
+
+
+def _nothing_to_pin(modes: Modes) -> str:
+    if modes.callees:
+        return f"{' and '.join(sorted(modes.callees))} is not called here"
+    return "it computes nothing itself but calls modules or functions; pin what it calls"
+
+
+def _mode_of(statement: Statement, value: cst.BaseExpression, modes: Modes) -> Mode:
+    if isinstance(statement, (cst.If, cst.For)):
+        return Mode.AUTOCAST  # the statements in its body are not pinned
+    if isinstance(statement, cst.AugAssign):
+        return Mode.FP32 if modes.operations else Mode.AUTOCAST
+    if modes.left:
+        return Mode.AUTOCAST
+    mode = modes.of(value)
+    return Mode.FP32 if mode is Mode.EITHER else mode
+
+
+@dataclass(frozen=True)
+class _Visited:
+    """A call with an effect, or what becomes a step: where it stands in the order of evaluation, and its first part."""
+
+    node: cst.CSTNode
+    start: int
+    end: int
+    is_step: bool
+    has_effect: bool
+
+
+class _Placer(cst.CSTTransformer):
+    """Replaces each part whose mode is not that of what surrounds it by a name, and keeps what the name stands for."""
+
+    def __init__(self, modes: Modes, want: Mode, root: cst.BaseExpression) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._modes = modes
+        self._wants = [want]
+        self._parents: list[cst.CSTNode] = []
+        self._forced = _out_of_order(list(_visit_order(root, want, modes)))
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        is_callee = bool(self._parents) and _is_callee(node, self._parents[-1])
+        self._wants.append(_inner_mode(node, self._wants[-1], self._modes, is_callee))
+        self._parents.append(node)
+        return not self._modes.is_whole(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        self._parents.pop()
+        mode = self._wants.pop()
+        if mode is self._wants[-1] and id(original_node) not in self._forced:
+            return updated_node
+        if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
+            return updated_node
+        name = self._new_name(original_node)
+        value = _standing_alone(updated_node, self._modes.names.bindings.module.default_indent)
+        self.steps.append(Step(mode, name, value, code_of(original_node)))
+        return cst.Name(name)
+
+    def _new_name(self, node: cst.BaseExpression) -> str:
+        parent = self._parents[-1] if self._parents else None
+        return unused(name_for(node, parent), self._modes.names.bindings.taken | {step.name for step in self.steps})
+
+
+def _inner_mode(node: cst.CSTNode, want: Mode, modes: Modes, is_callee: bool) -> Mode:
+    # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
+    mode = modes.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Mode.EITHER
+    return want if mode is Mode.EITHER else mode
+
+
+def _is_callee(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
+    return isinstance(parent, cst.Call) and parent.func is node and isinstance(node, cst.Attribute)
+
+
+def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
+    """The expression with parentheses only where it goes over several lines that would fall apart."""
+    value = bare(node)
+    try:
+        ast.parse(cst.Module([]).code_for_node(value), mode="eval")
+    except SyntaxError:
+        opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
+        closed = cst.ParenthesizedWhitespace(indent=True)
+        return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
+    return value
+
+
+def _visit_order(
+    node: cst.CSTNode, want: Mode, modes: Modes, count: int = 0, is_callee: bool = False
+) -> Iterator[_Visited]:
+    """The steps and the calls with effects below ``node``, in the order of evaluation."""
+    mode = _inner_mode(node, want, modes, is_callee)
+    start, has_effect = count, False
+    for child in () if modes.is_whole(node) else node.children:
+        for item in _visit_order(child, mode, modes, count, _is_callee(child, node)):
+            has_effect |= item.has_effect
+            count = item.end + 1
+            yield item
+    own_effect = any(modes.has_effect(item) for item in (walk(node) if modes.is_whole(node) else (node,)))
+    has_effect |= own_effect
+    if mode is not want or own_effect:
+        yield _Visited(node, start, count, mode is not want, has_effect)
+
+
+def _out_of_order(visited: list[_Visited]) -> set[int]:
+    """What must become a step too, because a step with an effect that comes later would overtake it."""
+    forced: set[int] = set()
+    for item in visited:
+        carrier = next((o for o in visited if o.is_step and o.start <= item.end < o.end), None)
+        last = carrier.end if carrier is not None else len(visited)
+        overtaking = (o for o in visited if o.is_step and o.has_effect and item.end < o.start and o.end < last)
+        if not item.is_step and next(overtaking, None) is not None:
+            forced.add(id(item.node))
+    return forced
+
+
+def _with_old_name(apart: Apart, modes: Modes) -> Apart:
+    """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
+    if not apart.steps or apart.steps[-1].name == UPDATE or modes.left:
+        return apart
+    *before, last = apart.steps
+    name = _name_to_reuse(apart.rest, last, modes)
+    rest = value_of(apart.rest)
+    if not name or rest is None or name in names_read(rest):
+        return apart
+    renamed = apart.rest.visit(_Rename(last.name, name))
+    if not isinstance(renamed, cst.BaseSmallStatement):
+        return apart
+    return Apart((*before, replace(last, name=name)), renamed, apart.mode)
+
+
+def _name_to_reuse(rest: Statement, last: Step, modes: Modes) -> str:
+    bindings = modes.names.bindings
+    match rest:
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
+            found = name
+        case cst.Return() if last.mode is Mode.FP32 and bindings.has_no_try:
+            found = first_name(last.value)
+        case _:
+            return ""
+    return found if found in bindings.local - bindings.shared and found not in ("self", "cls") else ""
+
+
+class _Rename(cst.CSTTransformer):
+    def __init__(self, old: str, new: str) -> None:
+        super().__init__()
+        self._old, self._new = old, new
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:  # noqa: N802 - LibCST's name
+        return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node

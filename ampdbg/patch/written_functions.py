@@ -1,0 +1,233 @@
+"""The functions of modules' classes as they are written in files: which of them run, where, and what they call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+
+import torch
+
+from ampdbg.source.ownership import is_users_file
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Written:
+    """A function in a file. ``line`` is its first one, that of a decorator where it has any."""
+
+    file: str
+    qualname: str
+    line: int
+
+    @property
+    def class_name(self) -> str:
+        """The class that it is written in; "" for a plain function."""
+        return ".".join(self.qualname.split(".")[-2:-1])
+
+
+@dataclass(frozen=True)
+class ChildCall:
+    """Where the function of a module calls a child of it: ``callee`` is what is called there, on which lines."""
+
+    function: Written
+    callee: str
+    lines: tuple[int, ...]
+
+
+def written(value: object) -> Written | None:
+    """A method, property or decorated function of a class as its author wrote it; None for anything else."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if isinstance(value, property):
+        value = value.fget
+    function = inspect.unwrap(value) if callable(value) else None
+    if not isinstance(function, FunctionType):
+        return None
+    code = function.__code__
+    return Written(code.co_filename, function.__qualname__, code.co_firstlineno)
+
+
+def functions_run(kind: type, name: str) -> Iterator[Written]:
+    """What a class runs as its method ``name``: its own or inherited one, and those that this calls by ``super()``."""
+    for owner in kind.__mro__:
+        if name in vars(owner):
+            found = written(vars(owner)[name])
+            node = node_of(found) if found is not None else None
+            if found is None or node is None:
+                return
+            yield found
+            if not _calls_above(node, name):
+                return
+
+
+def _calls_above(node: FunctionNode, name: str) -> bool:
+    """Whether a method calls that of a class above: ``super().forward(x)``, ``Block.forward(self, x)``."""
+    named = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == name)
+    return any(_root(part) != _self_of(node) for part in named)
+
+
+def call_of(module: str, model: torch.nn.Module) -> ChildCall | None:
+    """The calls of a module by name in the ``forward`` of its parent, where that is the user's own code.
+
+    None where that forward reaches the module in another way: in a loop, through another method or function.
+    """
+    parent, _, child = module.rpartition(".")
+    if not child:
+        return None
+    for function in functions_run(type(model.get_submodule(parent)), "forward"):
+        node = node_of(function) if is_users_file(function.file) else None
+        callee = f"{_self_of(node)}.{child}" if node is not None else ""
+        lines = {part.lineno for part in _own(node) if isinstance(part, ast.Call) and ast.unparse(part.func) == callee}
+        if lines:
+            return ChildCall(function, callee, tuple(sorted(lines)))
+    return None
+
+
+def modules_running(function: Written, model: torch.nn.Module) -> tuple[str, ...]:
+    """The names of all modules whose class runs this method, and not one of its own in its place."""
+    name = function.qualname.rpartition(".")[2]
+    named = [(path, type(module)) for path, module in model.named_modules()]
+    kinds = {kind for _, kind in named if function in functions_run(kind, name)}
+    return tuple(path for path, kind in named if kind in kinds)
+
+
+def function_at(file: str, line: int) -> Written | None:
+    """The innermost named function that holds a line."""
+    found = [(function, node) for function, node in _functions(file) if function.line <= line <= _end(node)]
+    return max(found, key=lambda item: item[0].line)[0] if found else None
+
+
+def lines_of(function: Written) -> range:
+    """The lines of a function, its decorators among them."""
+    node = node_of(function)
+    return range(function.line, _end(node) + 1) if node is not None else range(0)
+
+
+def node_of(function: Written) -> FunctionNode | None:
+    """The function as its file has it; None where that is no file, or none that parses, or another by now."""
+    name = function.qualname.rpartition(".")[2]
+    at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
+    return next(at_line, None)
+
+
+def parameters_of(function: Written) -> tuple[str, ...]:
+    """The names of its parameters, in order, ``self`` and the starred ones among them."""
+    node = node_of(function)
+    return tuple(_parameters(node)) if node is not None else ()
+
+
+def may_run_modules(function: Written, module: torch.nn.Module | None, tensors: frozenset[str]) -> bool:
+    """Whether the function may run a child of ``module``, whose method it is (None: a plain function's caller).
+
+    ``tensors`` are the parameters that are known to hold tensors: a method of any other may run what it likes.
+    """
+    return _may_run_modules(function, module, tensors, frozenset())
+
+
+def _may_run_modules(
+    function: Written, module: torch.nn.Module | None, tensors: frozenset[str], above: frozenset[Written]
+) -> bool:
+    node = node_of(function)
+    if node is None or not is_users_file(function.file):
+        return True
+    own = _self_of(node) if function.class_name else ""
+    unknown = set(_parameters(node)) - tensors - {own}
+    uses = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and _is_name(part.value, own)]
+    if sum(_is_name(part, own) for part in ast.walk(node)) > len(uses):
+        return True  # self is handed on
+    if uses and (module is None or any(part.attr in module._modules for part in uses)):
+        return True
+    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+        if _root(call.func) in unknown:
+            return True
+        method = _method_called(call, own)
+        if method and module is not None:
+            others = list(functions_run(type(module), method))
+            again = above | {function}
+            if not others or any(
+                _may_run_modules(other, module, frozenset(parameters_of(other)), again)
+                for other in others
+                if other not in again
+            ):
+                return True
+    return False
+
+
+def _method_called(call: ast.Call, own: str) -> str:
+    """``energy`` of ``self.energy(x)`` and ``self.energy.of(x)``; "" of any other call."""
+    part = call.func
+    while isinstance(part, (ast.Attribute, ast.Subscript, ast.Call)):
+        inner = part.func if isinstance(part, ast.Call) else part.value
+        if isinstance(part, ast.Attribute) and _is_name(inner, own):
+            return part.attr
+        part = inner
+    return ""
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and bool(name) and node.id == name
+
+
+def _self_of(node: FunctionNode) -> str:
+    return next(_parameters(node), "")
+
+
+def _parameters(node: FunctionNode) -> Iterator[str]:
+    given = node.args
+    plain = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    yield from (item.arg for item in [*plain, *filter(None, (given.vararg, given.kwarg))])
+
+
+def _own(node: ast.AST | None) -> Iterator[ast.AST]:
+    """The nodes of a function without those of the functions in it."""
+    for child in ast.iter_child_nodes(node) if node is not None else ():
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from _own(child)
+
+
+def _functions(file: str) -> tuple[tuple[Written, FunctionNode], ...]:
+    try:
+        source = Path(file).read_bytes()
+    except OSError:
+        return ()
+    return tuple((Written(file, name, _first(node)), node) for name, node in _functions_of(source))
+
+
+@functools.lru_cache(maxsize=32)
+def _functions_of(source: bytes) -> tuple[tuple[str, FunctionNode], ...]:
+    """The functions of a file, with their qualified names."""
+    try:
+        return tuple(_functions_in(ast.parse(source), ""))
+    except (SyntaxError, ValueError):
+        return ()
+
+
+def _functions_in(node: ast.AST, around: str) -> Iterator[tuple[str, FunctionNode]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield around + child.name, child
+            yield from _functions_in(child, f"{around}{child.name}.<locals>.")
+        else:
+            inner = f"{around}{child.name}." if isinstance(child, ast.ClassDef) else around
+            yield from _functions_in(child, inner)
+
+
+def _first(node: FunctionNode) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _end(node: FunctionNode) -> int:
+    return node.end_lineno or node.lineno

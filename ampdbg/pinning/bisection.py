@@ -1,0 +1,175 @@
+"""From a config to the smallest set of pins: train until a step fails, then run that step with sets of pins."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ampdbg.config import Config
+from ampdbg.diagnosis.diagnose import PRECISION, diagnose
+from ampdbg.pinning.journals import Journals
+from ampdbg.pinning.pin_search import search_pins
+from ampdbg.pinning.set_found import Events
+from ampdbg.record.findings import Finding
+from ampdbg.record.pins import Outcome, Search, Strategy, Trial
+from ampdbg.record.run import Investigation, Record, Step
+from ampdbg.replay.failing_step import FailingStep, failing_step, weights_of
+from ampdbg.replay.investigation import OnReplay
+from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import Snapshot
+from ampdbg.training.loop import train_prepared
+
+REPLAYED_STEPS = 2
+"""At most so many unhealthy steps of each kind are replayed, and kept, while the run is trained."""
+
+WRONG_IN_FP32 = frozenset("true-nan divergence infinite-loss weights-nonfinite data-nonfinite".split())
+"""Codes whose steps fail in FP32 too."""
+
+CURABLE = (PRECISION - {"gradient-underflow"}) | {"buffer-poisoned", "unknown"}
+"""Codes of steps that a pin may cure; where the cause is not known, the experiment decides."""
+
+Kept = dict[tuple[int, str], FailingStep]
+
+
+@dataclass(frozen=True)
+class Bisected:
+    """A search that has ended, while its run still stands. ``failing`` are the steps that the set has to cure."""
+
+    run: Run
+    record: Record
+    failing: tuple[FailingStep, ...]
+
+
+def bisect_run(
+    config: Config,
+    *,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: OnReplay = lambda step, doing: None,
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    journal_folder: Path | None = None,
+) -> Record:
+    """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
+
+    Args:
+        config: a checked config.
+        strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree, ``prefix`` by execution order.
+        max_trials: no more experiments than that.
+        on_step: called after each optimizer step.
+        on_replay: called before each replay of the diagnosis.
+        on_search: called with the qualified names of the modules, in the order of their first calls; called again
+            where the search begins again, as for a step that turns out to fail only sometimes.
+        on_trial: called after each experiment.
+        on_trial_start: called before each experiment, with its pins.
+        journal_folder: experiments are noted here as they are made, so that a search that was killed or
+            interrupted goes on where it was; those of one that has ended are deleted.
+
+    Returns:
+        The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt the best set so far.
+
+    Raises:
+        WorkloadError: a target cannot be used, or the device is not there.
+        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    """
+    events = Events(on_search, on_trial_start, on_trial)
+    with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as ended:
+        return ended.record
+
+
+@contextlib.contextmanager
+def bisected(
+    config: Config,
+    strategy: Strategy,
+    max_trials: int | None,
+    on_step: Callable[[Step], None],
+    on_replay: OnReplay,
+    events: Events,
+    journal_folder: Path | None,
+) -> Iterator[Bisected]:
+    """As :func:`bisect_run`, for what has to be done with the run after the search.
+
+    Where that is interrupted too, the experiments stay noted.
+    """
+    started = time.monotonic()
+    journals = Journals(journal_folder)
+    kept: Kept = {}
+    with prepared(config) as run:
+
+        def keep(snapshot: Snapshot, scale: float, made: Investigation) -> None:
+            kept[made.step, made.why] = failing_step(run.workload.model, snapshot, scale, made)
+
+        record = diagnose(
+            train_prepared(
+                run,
+                on_step=on_step,
+                on_replay=on_replay,
+                command="bisect",
+                replays=REPLAYED_STEPS,
+                on_investigated=keep,
+            )
+        )
+        failing = _failing_steps(record, kept)
+        told = _without_a_search(record, failing, strategy)
+        if told is not None or record.interrupted:
+            record = replace(record, search=told)
+        else:
+            record = _searched(run, record, failing, strategy, max_trials, events, journals)
+        record = replace(record, elapsed=round(time.monotonic() - started, 3))
+        yield Bisected(run, record, tuple(failing))
+        if not record.interrupted:
+            journals.discard()
+
+
+def _searched(
+    run: Run,
+    record: Record,
+    failing: Sequence[FailingStep],
+    strategy: Strategy,
+    max_trials: int | None,
+    events: Events,
+    journals: Journals,
+) -> Record:
+    try:
+        with weights_of(run.workload.model, failing[0]):
+            return search_pins(
+                run,
+                record,
+                failing,
+                strategy=strategy,
+                max_trials=max_trials,
+                events=events,
+                journals=journals,
+            )
+    except KeyboardInterrupt:  # before the first trial has ended
+        return replace(record, interrupted=True)
+
+
+def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
+    """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
+    told = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
+    steps = dict.fromkeys(finding.step for finding in told if finding.code in CURABLE)
+    return [failing for step in steps for (number, _), failing in kept.items() if number == step]
+
+
+def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
+    """What there is to say where no experiment is needed; None where there is one to make."""
+    if record.interrupted:
+        return None
+    root = next((finding for finding in record.findings if finding.severity != "info"), None)
+    if root is None:
+        return Search(strategy, "nothing-to-pin", f"nothing failed in {len(record.steps)} steps")
+    if root.code in WRONG_IN_FP32:
+        return _told(strategy, "fp32-fails", root)
+    if record.verdict == "other" or root.code not in CURABLE:
+        return _told(strategy, "no-pin-helps", root)
+    return None if failing else _told(strategy, "not-reproduced", root)
+
+
+def _told(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
+    return Search(strategy, outcome, f"{root.message}; {root.remedy}" if root.remedy else root.message)

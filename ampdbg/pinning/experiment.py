@@ -1,0 +1,139 @@
+"""The experiment of a search: failing steps run with a set of pins, judged, and what went wrong noted by module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ampdbg.diagnosis.producers import Suspect
+from ampdbg.pinning.health import Health, health_of
+from ampdbg.record.pins import PinSite
+from ampdbg.replay.failing_step import FailingStep, weights_of
+from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.run import Run
+from ampdbg.search import AtomTree, Seen
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to be cured; the model has its weights only while it is run."""
+
+    failing: FailingStep
+    replays: PinnedReplays
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What an experiment has learnt from trials up to some moment: ops by their atoms, and the steps' loss scales."""
+
+    outside: tuple[PinSite, ...]
+    sites: Mapping[str, tuple[PinSite, ...]]
+    scales: tuple[float, ...]
+
+
+class Experiment:
+    """Runs failing steps with pins: a set is healthy when it is on all of them, and the first that it is not on ends
+    the trial. Each op that was seen to go wrong in any trial is kept with its atom.
+
+    Args:
+        run: the workload; it has the weights of the first step meanwhile.
+        cases: the steps, the one that the search is about first.
+        tree: what can be pinned.
+        is_silent: see :func:`~ampdbg.pinning.health.health_of`.
+    """
+
+    def __init__(self, run: Run, cases: Sequence[Case], tree: AtomTree, *, is_silent: bool) -> None:
+        self.cases = tuple(cases)
+        self.is_silent = is_silent
+        self.outside: list[PinSite] = []
+        """What went wrong although the module that it seems to be in was pinned: lines of the step or the loss."""
+        self._run = run
+        self.tree = tree
+        self._sites: dict[str, list[PinSite]] = {}
+
+    def run(self, pins: Sequence[str]) -> Seen:
+        """One trial. Its loss is that of the first step, in FP16."""
+        started = time.perf_counter()
+        health, loss = self._tried(self.cases[0], pins)
+        for case in self.cases[1:] if health.healthy else ():
+            with weights_of(self._run.workload.model, case.failing):
+                health, _ = self._tried(case, pins)
+            if not health.healthy:
+                health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
+                break
+        sites = tuple(map(_site, health.guilty))
+        self._note(sites, pins)
+        return Seen(
+            healthy=health.healthy,
+            why=health.why,
+            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),
+            loss=loss,
+            seconds=round(time.perf_counter() - started, 3),
+            sites=sites,
+            scales=tuple(case.replays.scale for case in self.cases),
+        )
+
+    def recall(self, pins: Sequence[str], seen: Seen) -> None:
+        """Learns from a trial that an earlier process has made what it learns from those that it makes itself."""
+        self._note(seen.sites, pins)
+        for case, scale in zip(self.cases, seen.scales, strict=False):  # none of what killed its process
+            case.replays.scale = scale
+
+    def learnt(self) -> Learnt:
+        """What it has learnt so far."""
+        sites = {atom: tuple(known) for atom, known in self._sites.items()}
+        return Learnt(tuple(self.outside), sites, tuple(case.replays.scale for case in self.cases))
+
+    def forget_all_but(self, learnt: Learnt) -> None:
+        """Goes back to that moment: what was learnt since does not hold."""
+        self.outside = list(learnt.outside)
+        self._sites = {atom: list(known) for atom, known in learnt.sites.items()}
+        for case, scale in zip(self.cases, learnt.scales, strict=True):
+            case.replays.scale = scale
+
+    def _tried(self, case: Case, pins: Sequence[str]) -> tuple[Health, float]:
+        made = case.replays.with_pins(pins)
+        return health_of(made, is_silent=self.is_silent), made.replays[0].loss
+
+    @property
+    def seen_atoms(self) -> tuple[str, ...]:
+        """The atoms in which something was seen to go wrong, in any trial."""
+        return tuple(self._sites)
+
+    @property
+    def seen_sites(self) -> tuple[PinSite, ...]:
+        """What was seen to go wrong in any trial, in modules and outside."""
+        return (*self.sites(self.seen_atoms), *self.outside)
+
+    def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
+        """What was seen to go wrong in these atoms, each op once."""
+        return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
+
+    def _atom(self, site: PinSite) -> str:
+        return self.tree.own(site.module)
+
+    def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
+        pinned = self.tree.expand(pins)
+        for site in sites:
+            atom = self._atom(site)
+            into = self.outside if atom in pinned or atom not in self.tree else self._sites.setdefault(atom, [])
+            if not any(_is_same(site, known) for known in into):
+                into.append(site)
+
+
+def _site(suspect: Suspect) -> PinSite:
+    producer = suspect.producer
+    return PinSite(
+        phase=producer.phase,
+        module=producer.module,
+        op=producer.op,
+        source=producer.source,
+        value=suspect.value,
+        call=producer.call,
+        parameter=producer.parameter,
+    )
+
+
+def _is_same(one: PinSite, other: PinSite) -> bool:
+    return (one.phase, one.module, one.op, one.source) == (other.phase, other.module, other.op, other.source)

@@ -1,0 +1,211 @@
+"""What a search has found, proven and written down: the set run again, its pins described, or why there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ampdbg.agreement import is_finite
+from ampdbg.pinning.costs import step_costs, step_seconds
+from ampdbg.pinning.experiment import Case, Experiment
+from ampdbg.pinning.found_pins import classes_of, described, digests, reason_of, statements
+from ampdbg.pinning.tying import tied_together
+from ampdbg.record.pins import OWN, PinSite, Search, Trial
+from ampdbg.record.run import Record
+from ampdbg.replay.failing_step import FailingStep, further_steps
+from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.run import Run
+from ampdbg.search import Found, OutOfTrials, Trials
+from ampdbg.source.ownership import is_library_class
+
+FURTHER_BATCHES = 3
+"""The set that was found is tried on so many more batches."""
+
+AGAIN = "the whole set once more"
+
+
+class Contradiction(Exception):  # noqa: N818 - not an error: what was learnt, by which the search begins again
+    """A step that seemed to fail every time does not, or no longer as an earlier process has seen it."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """What a search calls: ``on_search`` with the modules that ran, as it begins and as it begins again, ``on_start``
+    with the pins of an experiment and ``on_trial`` with its end."""
+
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None
+    on_start: Callable[[tuple[str, ...]], None] = lambda pins: None
+    on_trial: Callable[[Trial], None] = lambda trial: None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every part of one search needs; ``order`` are the modules in order of their first calls."""
+
+    run: Run
+    failing: FailingStep
+    experiment: Experiment
+    trials: Trials
+    order: tuple[str, ...]
+    events: Events
+    repeats: int
+
+
+def record_of_found(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """A set that is healthy and was searched to the end: run once more, on further batches too, and costed.
+
+    What an interrupt leaves of that is in the record, and what the search has proven stands.
+
+    Raises:
+        Contradiction: the set is not healthy when it is run once more, or the step is without pins.
+    """
+    closing = Closing(found.pins)
+    try:
+        _close(setting, closing)
+    except KeyboardInterrupt:
+        record = replace(record, interrupted=True)
+    again, further = closing.made[:1], closing.made[1:]
+    bad = next((trial.why for trial in again if not trial.healthy), None)
+    search = replace(
+        search,
+        message=found.note if bad is None else f"run once more, the set is not healthy: {bad}",
+        minimal=found.minimal and bad is None,
+        further=len(further),
+        further_healthy=sum(trial.healthy for trial in further),
+        losses=_losses(setting, again),
+        step_seconds=closing.step_seconds,
+    )
+    record = record_of_best(setting, record, search, replace(found, pins=closing.pins))
+    return replace(record, trials=(*record.trials, *closing.made))
+
+
+@dataclass
+class Closing:
+    """How far the end of a search has come: the set, the trials beside the search, a step's time by what ran."""
+
+    pins: tuple[str, ...]
+    made: list[Trial] = field(default_factory=list)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def _close(setting: Setting, closing: Closing) -> None:
+    if not closing.pins and setting.repeats == 1:
+        raise Contradiction
+    closing.pins = _library_modules_whole(setting, closing.pins)
+    _run_beside(setting, setting.experiment, AGAIN, closing)
+    if not closing.made[0].healthy and (setting.repeats == 1 or setting.trials.recalled):
+        raise Contradiction
+    for number, experiment in enumerate(_on_further_batches(setting), start=1):
+        _run_beside(setting, experiment, f"further batch {number}", closing)
+    closing.step_seconds = step_seconds(setting.run, setting.failing, closing.pins)
+
+
+def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
+    fp32 = {"float32": setting.experiment.cases[0].replays.fp32.replay.loss}
+    if not again:
+        return fp32
+    return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
+
+
+def record_without_set(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """No set is healthy: for want of trials, or because what goes wrong is in no module."""
+    outside = setting.experiment.outside
+    if found.out_of_trials:
+        return replace(record, search=replace(search, outcome="out-of-trials"), trials=setting.trials.made)
+    if not outside:
+        last = setting.trials.made[-1].why if setting.trials.made else ""
+        search = replace(
+            search, outcome="no-set-helps", message=f"with every module in FP32 the step still fails: {last}"
+        )
+        return replace(record, search=search, trials=setting.trials.made)
+    pins = statements(outside)
+    message = _no_module_cures(outside[0])
+    search = replace(search, outcome="not-in-a-module", message=message, sources=digests(pins))
+    return replace(record, search=search, trials=setting.trials.made, pins=pins)
+
+
+def _no_module_cures(site: PinSite) -> str:
+    where = f"line {site.source.line} of {Path(site.source.file).name}" if site.source else site.op
+    return (
+        f"{where} goes wrong even with every module in FP32: it belongs to the step or the loss, "
+        f"or casts to half itself"
+    )
+
+
+def record_of_best(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs.
+
+    Another interrupt leaves out the costs.
+    """
+    try:
+        costs = step_costs(setting.run, setting.failing)
+    except KeyboardInterrupt:
+        costs, record = None, replace(record, interrupted=True)
+    dropped = {pin: trial.why for pin, trial in found.dropped.items()}
+    tied = {name: part for part in tied_together(found.pins, setting.run.workload.model) for name in part}
+    pins = [described(setting.run.workload.model, name, setting.trials.tree) for name in found.pins]
+    pins = [
+        replace(
+            pin,
+            reason=reason_of(pin, record.findings),
+            sites=setting.experiment.sites(setting.trials.tree.under(pin.name)),
+            tied=tuple(other for other in tied[pin.name] if other != pin.name),
+            without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
+            cost=costs.of(setting.trials.tree.under(pin.name)) if costs is not None else None,
+        )
+        for pin in pins
+    ]
+    search = replace(
+        search,
+        cost=costs.of(setting.trials.tree.expand(found.pins)) if costs is not None else None,
+        classes=classes_of(setting.run.workload.model, found.pins, setting.order),
+        sources=digests(pins),
+    )
+    return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))
+
+
+def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
+    """A line inside a library cannot be patched: where the whole module is healthy too, it is the pin to take."""
+    modules = dict(setting.run.workload.model.named_modules())
+    whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
+    # A module that is whole now may hold others of the set.
+    larger = setting.trials.tree.compress(setting.trials.tree.expand(whole))
+    with contextlib.suppress(OutOfTrials):  # what was found stands without it
+        if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
+            return larger
+    return pins
+
+
+def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
+    """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
+    setting.events.on_start(closing.pins)
+    seen = [experiment.run(closing.pins) for _ in range(setting.repeats)]
+    bad = next((one for one in seen if not one.healthy), None)
+    shown = bad or seen[-1]
+    trial = Trial(
+        pins=closing.pins,
+        healthy=bad is None,
+        why=shown.why,
+        stage=stage,
+        suspects=shown.suspects,
+        runs=len(seen),
+        healthy_runs=sum(one.healthy for one in seen),
+        loss=shown.loss,
+        seconds=sum(one.seconds for one in seen),
+    )
+    closing.made.append(trial)
+    setting.events.on_trial(trial)
+
+
+def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
+    """The step on the batches that come after its own, where FP32 is finite on them."""
+    first = setting.experiment.cases[0]
+    for snapshot in further_steps(setting.run, setting.failing, FURTHER_BATCHES):
+        further = replace(setting.failing, snapshot=snapshot, scale=first.replays.scale)
+        replays = PinnedReplays(setting.run, further, keeps_scale=first.replays.keeps_scale)
+        if is_finite(replays.fp32.replay):
+            case = Case(further, replays)
+            yield Experiment(setting.run, (case,), setting.trials.tree, is_silent=setting.experiment.is_silent)

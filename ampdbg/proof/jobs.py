@@ -1,0 +1,117 @@
+"""The experiments of a proof, as they are handed to a process, and what that process sees, as it hands it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ampdbg.config import Config
+from ampdbg.proof.step_use import StepUse
+
+
+@dataclass(frozen=True)
+class Patched:
+    """A workload with its pins in force, in any form that a suggestion has; nothing of it for the workload as it is.
+
+    ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
+    one among them whose ``pin_fp32`` is called with the model. ``pins`` are added to the config's.
+    """
+
+    files: Mapping[Path, bytes] = field(default_factory=dict)
+    pins_file: Path | None = None
+    pins: tuple[str, ...] = ()
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the files hold these bytes anyway, and nothing is pinned besides."""
+        return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
+
+    def config_of(self, config: Config) -> Config:
+        """The config with the pins in it."""
+        precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *self.pins)})
+        return config.model_copy(update={"precision": precision}) if self.pins else config
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process runs.
+
+    ``patched``: the failing steps, further batches and a training run, with the patch. ``dropped``: the failing
+    steps with a part of the patch. ``reference``: the failing steps and training runs without it, in the run's own
+    precision and in FP32.
+
+    ``keeps_scale`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
+    ``train_steps`` steps (with the patch more, where the loss scale needs them to settle), and those in FP32 withhold
+    the updates of the steps in ``withheld``.
+    """
+
+    kind: Literal["patched", "dropped", "reference"]
+    config: Config
+    patched: Patched
+    keeps_scale: tuple[bool, ...]
+    is_silent: bool
+    repeats: int = 1
+    train_steps: int = 0
+    withheld: frozenset[int] = field(default_factory=frozenset)
+
+
+class _Seen(BaseModel):
+    # NaN is what a proof is about; it passes through JSON by name.
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+
+class Tried(_Seen):
+    """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code."""
+
+    step: int
+    healthy: bool
+    why: str
+    loss: float
+    scale: float
+    fp32_loss: float
+    fp32_grad_norm: float
+
+
+class Trained(_Seen):
+    """A training run: the loss of each step, the steps whose update was skipped, the last loss scale.
+
+    It was to have so many ``steps``. ``faults`` are codes and messages of findings that speak against the patch,
+    ``beside`` the codes of those that do not. ``failure`` is why it ended early.
+    """
+
+    steps: int = 0
+    losses: tuple[float, ...] = ()
+    skipped: tuple[int, ...] = ()
+    scale: float = 1.0
+    faults: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    failure: str = ""
+
+
+class Seen(_Seen):
+    """What a process saw of its job.
+
+    ``failure`` is why it could not be run at all, ``uncarried`` why the failing steps did not arrive there. ``unused``
+    names patched files that were never imported, ``eval_failure`` is what the first failing step raised in eval
+    mode. ``runs`` and ``uses`` are by what ran: "patched", "unpatched",
+    "float32", and "rounded" for FP32 from weights rounded to half.
+    """
+
+    failure: str = ""
+    uncarried: str = ""
+    unused: tuple[str, ...] = ()
+    tried: tuple[Tried, ...] = ()
+    further: tuple[Tried, ...] = ()
+    further_failure: str = ""
+    eval_failure: str = ""
+    runs: Mapping[str, Trained] = {}
+    uses: Mapping[str, StepUse] = {}
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every failing step is."""
+        return bool(self.tried) and all(one.healthy for one in self.tried)

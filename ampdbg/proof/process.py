@@ -1,0 +1,167 @@
+"""A process of its own for an experiment of a proof: the side that starts it, and the side that runs in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ampdbg.proof.jobs import Job, Seen
+from ampdbg.proof.runs import OnStage, perform
+from ampdbg.proof.saved_steps import Uncarried, load_steps
+
+STALLED = 1800.0
+"""Seconds without a sign of life after which a process is taken to hang; one comes at least with every step."""
+
+ENDING = 30.0
+"""Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
+
+POLL = 0.5
+
+# Imports are to be found where they are in this process. `python -m` would look into the working folder first,
+# where a file may have the name of a module of Python's own.
+_START = "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); from ampdbg.proof.process import main; main()"
+
+
+def in_fresh_process(job: Job, steps: Path, on_stage: OnStage, stalled: float = STALLED) -> Seen:
+    """Runs a job in a process of its own; its failure, crash or hang is the ``failure`` of what was seen.
+
+    Args:
+        job: what to run.
+        steps: the file with the failing steps.
+        on_stage: called with what the process is about to run.
+        stalled: seconds without a sign of life after which it is ended.
+
+    Raises:
+        Uncarried: the failing steps did not arrive in it.
+    """
+    with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        task, result, output = folder / "task", folder / "result.json", folder / "output"
+        with _started((job, steps, torch.get_num_threads(), sys.argv), task, result, output) as child:
+            failure = _followed(child, on_stage, stalled) or _ended(child)
+        if result.exists():
+            seen = Seen.model_validate_json(result.read_bytes())
+        else:
+            seen = Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
+    if seen.uncarried:
+        raise Uncarried(seen.uncarried)
+    return seen
+
+
+def main() -> None:
+    """The side that runs in the process: takes a task and the path of the result from the command line."""
+    task, result = map(Path, sys.argv[1:3])
+    stages = _standard_output_for_stages()
+    # The user's code is to find the command line that it has found before.
+    job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
+    torch.set_num_threads(threads)
+    seen = _performed(job, steps, functools.partial(print, file=stages, flush=True))
+    whole = result.with_suffix(".part")
+    whole.write_text(seen.model_dump_json(), encoding="utf-8")
+    os.replace(whole, result)
+
+
+def _performed(job: Job, steps: Path, on_stage: OnStage) -> Seen:
+    try:
+        return perform(job, lambda run: load_steps(steps, run.workload), on_stage)
+    except Uncarried as error:
+        return Seen(uncarried=str(error))
+
+
+def _standard_output_for_stages() -> IO[str]:
+    """The pipe to the other side. What the user's code prints goes to stderr from now on."""
+    stages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stages
+
+
+@contextlib.contextmanager
+def _started(given: object, task: Path, result: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process, in one group with workers that it starts; whatever happens on this side, they end with it."""
+    command = [sys.executable, "-c", _START, str(task), str(result), os.pathsep.join(sys.path)]
+    try:
+        task.write_bytes(pickle.dumps(given))
+        with output.open("wb") as stderr:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise Uncarried(f"no process can be started: {error}") from error
+    with child:
+        try:
+            yield child
+        finally:
+            if child.poll() is None:
+                _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    if sys.platform == "win32":
+        child.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _followed(child: subprocess.Popen[str], on_stage: OnStage, stalled: float) -> str:
+    """Passes its stages on until it closes its output; returns what is wrong when it gives no sign of life."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(child, lines.put), daemon=True).start()
+    last = time.monotonic()
+    while time.monotonic() - last < stalled:
+        try:
+            # Not all at once: on Windows nothing interrupts a wait.
+            line = lines.get(timeout=min(POLL, stalled))
+        except queue.Empty:
+            continue
+        if line is None:
+            return ""
+        last = time.monotonic()
+        if line:
+            on_stage(line)
+    return f"its process hangs: no sign of life for {stalled:g} seconds"
+
+
+def _read(child: subprocess.Popen[str], put: Callable[[str | None], None]) -> None:
+    with contextlib.suppress(ValueError):  # it is closed under the reader when the process is ended
+        for line in child.stdout or ():
+            put(line.strip())
+    put(None)
+
+
+def _ended(child: subprocess.Popen[str]) -> str:
+    """How the process ended, where it has left no result."""
+    try:
+        code = child.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        return "its process does not end"
+    return (
+        f"its process ended by a signal: {signal.strsignal(-code)}"
+        if code < 0
+        else f"its process ended with exit code {code}"
+    )
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,66 @@
+"""Failing steps written to a file, to be run again in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ampdbg.errors import UserCodeError
+from ampdbg.replay.failing_step import FailingStep
+from ampdbg.replay.widening import altered_batch
+from ampdbg.workload import Workload
+
+
+class Uncarried(Exception):  # noqa: N818 - not an error: the proof is then made in the process that has the steps
+    """The steps cannot be carried to another process; the message says why, in one line."""
+
+
+def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
+    """Writes the steps with their batches, random states, buffers, attributes and weights.
+
+    Raises:
+        Uncarried: a batch holds what cannot be pickled, or the disk is full.
+    """
+    try:
+        torch.save([_compact(step) for step in steps], path)
+    except Exception as error:
+        # Pickling runs the code of whatever a batch holds, which may raise anything.
+        raise Uncarried(_in_a_line(error)) from error
+
+
+def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
+    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
+
+    Args:
+        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
+            (``weights_only=False``), which a batch of any class needs.
+        workload: it is built, so that the modules that define those classes can be found.
+
+    Raises:
+        Uncarried: a class of a batch is not to be found in this process.
+    """
+    try:
+        with workload.user.running("reading the failing steps"):
+            return tuple(torch.load(path, weights_only=False))
+    except UserCodeError as error:
+        raise Uncarried(_in_a_line(error.__cause__ or error)) from error
+
+
+def _compact(step: FailingStep) -> FailingStep:
+    batches = tuple(altered_batch(batch, _alone) for batch in step.snapshot.batches)
+    attributes = step.snapshot.attributes.for_another_model()
+    return replace(step, snapshot=replace(step.snapshot, batches=batches, attributes=attributes))
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor is saved with all that shares its memory: a batch that is a slice would carry the whole data set."""
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

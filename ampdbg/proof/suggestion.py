@@ -1,0 +1,253 @@
+"""The whole way from a config to a proven patch: search the pins, plan the edits, prove them, or say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ampdbg.config import Config
+from ampdbg.errors import WorkloadError
+from ampdbg.patch.by_name.helper_form import MODULE_NAME, module_text
+from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
+from ampdbg.patch.half_names import Seen, names_seen
+from ampdbg.patch.other_remedies import other_remedies
+from ampdbg.patch.own_lines import OwnLines, own_lines
+from ampdbg.patch.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
+from ampdbg.patch.source_pins import Refused
+from ampdbg.patch.ways import lines_that_may_be_edited
+from ampdbg.pinning.bisection import Bisected, bisected
+from ampdbg.pinning.found_pins import digest
+from ampdbg.pinning.pin_search import keeps_scale
+from ampdbg.pinning.set_found import Events
+from ampdbg.pinning.tying import tied_together
+from ampdbg.proof.jobs import Patched
+from ampdbg.proof.proving import prove
+from ampdbg.record.pins import EVERYTHING, Proof, Strategy, Trial
+from ampdbg.record.run import Record, Step
+from ampdbg.replay.failing_step import weights_of
+from ampdbg.replay.investigation import OnReplay
+from ampdbg.replay.replay import Manner, replay_step
+
+PROVEN_STEPS = 200
+"""The patched run is trained for so many steps, or to a little beyond the failing step."""
+
+BEYOND = 20
+
+Form = Literal["code", "file", "config"]
+"""What a suggestion is: a patch of the user's code, a file of pins by name, or pins of the config."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What there is to suggest.
+
+    ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
+    failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
+    ``all_names`` are all modules. ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
+    remedies other than pins. ``refused`` says why no code could be edited: ``FILE:LINES: reason`` each.
+    """
+
+    record: Record
+    patch: Patch | None
+    names: tuple[str, ...]
+    all_names: tuple[str, ...]
+    one_tensor: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    @property
+    def is_by_name(self) -> bool:
+        """Whether names say it all: a line of the step function or the loss has none."""
+        return bool(self.names) and all(pin.source is None for pin in self.record.pins)
+
+    def pins_file(self, names: Sequence[str]) -> str:
+        """The file that pins those of ``names``."""
+        return module_text(names, self.all_names, one_tensor=self.one_tensor)
+
+
+def suggest(
+    config: Config,
+    *,
+    form: Form = "code",
+    verify: bool = True,
+    known: Record | None = None,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_replay: OnReplay = lambda step, doing: None,
+    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
+    on_trial: Callable[[Trial], None] = lambda trial: None,
+    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    on_stage: Callable[[str], None] = lambda doing: None,
+    journal_folder: Path | None = None,
+) -> Suggestion:
+    """Trains, bisects, plans the patch or the pins by name, and proves it.
+
+    Args:
+        config: a checked config.
+        form: what is to be suggested.
+        verify: prove it in fresh processes.
+        known: a record of this config: files that have changed since are refused.
+        on_stage: called with what is being done, from the plan on.
+
+    The other arguments are those of :func:`~ampdbg.pinning.bisection.bisect_run`.
+
+    Returns:
+        The suggestion. After an interrupt its record is ``interrupted`` and it has no patch; a search that had ended
+        by then stands.
+
+    Raises:
+        WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.
+        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    """
+    _refuse_stale(known)
+    events = Events(on_search, on_trial_start, on_trial)
+    found: Suggestion | None = None
+    try:
+        with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as searched:
+            ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
+            found = _without_patch(ended)
+            return _suggested(found, ended, form, on_stage, verify=verify)
+    except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
+        if found is None:
+            raise
+        return replace(found, record=replace(found.record, interrupted=True))
+
+
+def _without_patch(ended: Bisected) -> Suggestion:
+    names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
+    return Suggestion(
+        record=ended.record,
+        patch=None,
+        names=names,
+        all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
+        one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
+        notes=_notes(ended, names),
+    )
+
+
+def _suggested(
+    found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None], *, verify: bool
+) -> Suggestion:
+    if ended.record.interrupted or not ended.record.pins:
+        return found
+    if form != "code":
+        return _by_name(found, ended, form, on_stage) if verify and found.is_by_name else found
+    on_stage("planning the patch")
+    return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
+
+
+def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
+    of_transformers = keep_in_fp32_note(ended.run.workload.model, names)
+    return (*other_remedies(ended.record), *([of_transformers] if of_transformers else []))
+
+
+def _with_patch(
+    found: Suggestion, ended: Bisected, materials: Materials, on_stage: Callable[[str], None], *, verify: bool
+) -> Suggestion:
+    """The narrowest patch that holds; a wider one is tried where a narrower does not.
+
+    What is only tied to a module that goes wrong is left as it is first.
+    """
+    failed: list[tuple[Patch, Proof]] = []
+    refused: tuple[str, ...] = ()
+    needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
+    plans = [(needed, ways) for ways in WAYS] if needed.pins else []
+    plans += [(materials, ways) for ways in WAYS] if needed != materials else []
+    for given, ways in plans:
+        patch = planned(given, ways)
+        refused = refused or tuple(_told(patch.refused))
+        if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
+            continue
+        if not verify:
+            return replace(found, patch=patch)
+        without = {title: Patched(_files(edits)) for title, edits in patch.without.items()}
+        tried = _proven(ended, Patched(_files(patch.edits)), without, on_stage)
+        if tried.passed:
+            for narrower, proof in failed:
+                patch = wider_than(narrower, proof.failure, patch)
+            return replace(found, patch=patch, record=replace(found.record, verification=tried))
+        failed.append((patch, tried))
+    record = replace(found.record, verification=failed[0][1] if failed else None)
+    return replace(found, record=record, refused=refused)
+
+
+def _told(refused: Sequence[Refused]) -> Iterator[str]:
+    """Each reason once for each file, with its lines."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for one in refused:
+        lines.setdefault((one.file, one.reason), []).append(one.line)
+    for (file, reason), numbers in lines.items():
+        known = ", ".join(str(number) for number in dict.fromkeys(numbers) if number)
+        place = f"{file}:{known}" if known else file
+        yield f"{place}: {reason}" if place else reason
+
+
+def _by_name(found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None]) -> Suggestion:
+    """The pins by name, proven in the form that they are handed over in."""
+    make = {"file": _pinned_by_file, "config": _pinned_by_config}[form]
+    parts = tied_together(found.names, ended.run.workload.model)
+    rest = {part: tuple(name for name in found.names if name not in part) for part in parts}
+    without = {" and ".join(part): make(found, ended, names) for part, names in rest.items()}
+    proof = _proven(ended, make(found, ended, found.names), without, on_stage)
+    return replace(found, record=replace(found.record, verification=proof))
+
+
+def _pinned_by_file(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
+    file = ended.run.config.folder / f"{MODULE_NAME}.py"
+    return Patched({file: found.pins_file(names).encode()}, pins_file=file) if names else Patched()
+
+
+def _pinned_by_config(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
+    return Patched(pins=tuple(name or EVERYTHING for name in names))
+
+
+def _proven(
+    ended: Bisected, patched: Patched, without: Mapping[str, Patched], on_stage: Callable[[str], None]
+) -> Proof:
+    config, record = ended.run.config, ended.record
+    last = max(step.snapshot.step for step in ended.failing)
+    return prove(
+        config,
+        ended.failing,
+        patched,
+        without,
+        train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
+        is_silent=record.findings[0].code == "silent-overflow",
+        keeps_scale=[keeps_scale(config, record, step) for step in ended.failing],
+        on_stage=on_stage,
+        repeats=record.search.repeats if record.search is not None else 1,
+    )
+
+
+def _materials(ended: Bisected) -> Materials:
+    pins, run = ended.record.pins, ended.run
+    lines = own_lines(run, ended.failing)
+    return Materials(run.config, run.workload.model, pins, lines, _names_on(lines, ended))
+
+
+def _names_on(lines: OwnLines, ended: Bisected) -> Seen:
+    """What holds half tensors in the functions that may be edited, as the failing step runs."""
+    model = ended.run.workload.model
+    wanted = lines_that_may_be_edited(ended.record.pins, lines, model)
+    first = ended.failing[0]
+    half = first.made.replays[0].dtype
+    with weights_of(model, first), names_seen(wanted) as seen:
+        replay_step(ended.run, first.snapshot, Manner(half, first.scale, is_lifted=False))
+    return seen
+
+
+def _files(edits: Sequence[FileEdit]) -> Mapping[Path, bytes]:
+    return {edit.path: edit.after for edit in edits}
+
+
+def _refuse_stale(known: Record | None) -> None:
+    """Lines of a file that has changed are not the lines that failed."""
+    for file, before in (known.search.sources if known is not None and known.search is not None else {}).items():
+        if digest(file) != before:
+            raise WorkloadError(
+                f"{file} has changed since the record was made: its line numbers may not be what they were; "
+                f"give the config in place of the record, and all is run again"
+            )

@@ -1,0 +1,215 @@
+"""What the experiments of a proof say about the patch: each a step of the proof, passed or not (nothing is run)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.proof.fp32_twin import distance, last_quarter, taken
+from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
+from ampdbg.record.pins import ProofStep
+
+SAME_FUNCTION = 1e-3
+"""In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
+
+
+def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
+    """Whether it can be imported, is imported, and makes each failing step healthy."""
+    what, done = _in_force(patched)
+    if seen.failure:
+        yield ProofStep(what, False, seen.failure)
+        return
+    if seen.unused:
+        yield ProofStep(what, False, f"the run does not import {', '.join(seen.unused)}")
+        return
+    yield ProofStep(what, True, done)
+    for one in seen.tried:
+        yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
+
+
+def _in_force(patched: Patched) -> tuple[str, str]:
+    """What is proven, and how it came into force."""
+    if patched.pins_file is not None:
+        return "this file", f"imported, and called with the model: {patched.pins_file.stem}.pin_fp32(model)"
+    if patched.pins:
+        return "these pins", "in force, and the model built"
+    return "the patched code", "imported, and the model built"
+
+
+def without_a_unit(title: str, seen: Seen) -> ProofStep:
+    """Whether the failing step fails when a part of the patch is left out: else it is not needed."""
+    name = f"without {title}"
+    if seen.failure:
+        return ProofStep(name, False, f"could not be run: {seen.failure}")
+    bad = next((one for one in seen.tried if not one.healthy), None)
+    if bad is None:
+        return ProofStep(name, False, f"not needed: {_state(seen.tried[0])}" if seen.tried else "not run")
+    return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
+
+
+def same_in_fp32(patched: Seen, reference: Seen, recorded: Mapping[int, float]) -> ProofStep:
+    """Whether the model computes what it did, as FP32 shows it; ``recorded`` are FP32's losses as the run was made.
+
+    Those were made in another process: what they differ by from this one's is what the code varies by itself.
+    """
+    name = "the model's function"
+    if reference.failure:
+        return ProofStep(name, False, f"could not be compared: {reference.failure}")
+    for now, before in zip(patched.tried, reference.tried, strict=True):
+        share = _allowed(before.fp32_loss, recorded.get(before.step, before.fp32_loss))
+        for what, one, other in (
+            ("loss", now.fp32_loss, before.fp32_loss),
+            ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
+        ):
+            if not math.isclose(one, other, rel_tol=share):
+                told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
+                return ProofStep(name, False, told)
+    losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
+    return ProofStep(name, True, f"unchanged: in FP32 the loss is {losses} with and without the patch")
+
+
+def _allowed(loss: float, recorded: float) -> float:
+    return max(SAME_FUNCTION, NOISE_FLOORS * abs(loss - recorded) / abs(loss)) if loss else SAME_FUNCTION
+
+
+def further_batches(seen: Seen) -> ProofStep:
+    """Whether the patch also holds on batches that it was not made for."""
+    healthy = sum(one.healthy for one in seen.further)
+    bad = next((one for one in seen.further if not one.healthy), None)
+    if not seen.further:
+        return ProofStep("further batches", True, f"none to try: {seen.further_failure or 'FP32 fails on them'}")
+    why = f"; {bad.why}" if bad else ""
+    return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
+
+
+def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
+    """Whether the patched model still runs in eval mode, where code takes branches that no step of training does."""
+    name = "in eval mode"
+    if not patched.eval_failure:
+        return ProofStep(name, True, "the failing step's batch runs through")
+    if reference.eval_failure:
+        return ProofStep(name, True, f"not run: the unpatched model raises too ({reference.eval_failure})")
+    return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
+
+
+def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothing_trained: str = "") -> ProofStep:
+    """Whether a run with the patch shows no finding of precision.
+
+    Args:
+        trained: the run.
+        unpatched: the same without the patch, where it was made.
+        asked: how many steps it was to have, were it not for a loss scale that has to settle.
+        nothing_trained: why no step of it was taken; "" where one was.
+    """
+    name = f"training {_counted(trained.steps, 'step')}"
+    wrong = trained.failure or next(iter(trained.faults), nothing_trained)
+    if wrong:
+        return ProofStep(name, False, wrong)
+    longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
+    beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
+    other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
+    skipped = _counted(len(trained.skipped), "skipped step")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}{longer}")
+
+
+def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
+    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding.
+
+    The loss of a step that was skipped is no evidence: early in a run it is that of weights which nothing has trained.
+    """
+    name = "its losses"
+    if float32.failure or not _finite(float32):
+        return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
+    if len(trained.losses) < len(float32.losses):
+        return ProofStep(name, False, f"the run ended after {_counted(len(trained.losses), 'step')}")
+    compared = last_quarter(taken(trained.losses, trained.skipped))
+    if not compared:
+        return ProofStep(name, True, "not compared: no step was taken")
+    apart = distance(trained.losses, float32.losses, trained.skipped)
+    if math.isnan(apart):
+        return ProofStep(name, False, f"not finite: the last is {_number(compared[-1])}")
+    were_taken = " taken" if trained.skipped else ""
+    over = f"the last step{were_taken}"
+    if len(compared) > 1:
+        over = f"median of the last {len(compared)} steps{were_taken}"
+    said = f"{_percent(apart)} from FP32's ({over})"
+    if rounded is None or not _finite(rounded):
+        return ProofStep(name, True, said)
+    noise = distance(rounded.losses, float32.losses, trained.skipped)
+    said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
+    return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
+
+
+def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
+    """The numbers of the proof: NAME_patched, NAME_unpatched and NAME_float32, as far as they were measured.
+
+    ``step_seconds``, ``saved_bytes`` and ``peak_bytes`` of one forward and backward pass; ``loss`` (the last),
+    ``loss_scale`` (the last) and ``skipped`` of the runs of ``steps`` steps; and how far the losses of the steps that
+    were taken are apart.
+    """
+    runs, uses = {**patched.runs, **reference.runs}, {**patched.uses, **reference.uses}
+    found: dict[str, float | None] = {"steps": steps}
+    for name, use in uses.items():
+        found[f"step_seconds_{name}"] = use.seconds
+        found[f"saved_bytes_{name}"] = use.saved_bytes
+        found[f"peak_bytes_{name}"] = use.peak_bytes
+    for name in ("patched", "unpatched"):
+        if name in runs and not runs[name].failure:
+            found[f"loss_scale_{name}"] = runs[name].scale
+            found[f"skipped_{name}"] = len(runs[name].skipped)
+    for name in ("patched", "unpatched", "float32"):
+        found[f"loss_{name}"] = runs[name].losses[-1] if name in runs and runs[name].losses else None
+    skipped = runs["patched"].skipped if "patched" in runs else ()
+    if "float32" in runs and _finite(runs["float32"]) and len(skipped) < steps:
+        for name, key in (("patched", "loss_difference"), ("rounded", "noise_floor")):
+            if name in runs and len(runs[name].losses) == steps:
+                found[key] = distance(runs[name].losses, runs["float32"].losses, skipped)
+    return {key: float(value) for key, value in found.items() if value is not None}
+
+
+def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
+    """Time and memory of a step, in a line; it is told and not judged."""
+    told = []
+    for key, show, word in _USES:
+        values = {way: show(numbers[f"{key}_{way}"]) for way in _WAYS if f"{key}_{way}" in numbers}
+        others = ", ".join(f"{_WAYS[way]} {value}" for way, value in values.items() if way != "patched")
+        if "patched" in values:
+            told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
+    return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
+_WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
+
+_USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
+    ("step_seconds", lambda value: f"{value:.3g} s", ""),
+    ("saved_bytes", _size, " kept for the backward pass"),
+    ("peak_bytes", _size, " at the peak"),
+)
+
+
+def _state(one: Tried) -> str:
+    if not one.healthy:
+        return one.why
+    return f"healthy; loss {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+
+
+def _finite(run: Trained) -> bool:
+    return bool(run.losses) and all(map(math.isfinite, run.losses))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
+
+
+def _number(value: float) -> str:
+    """So many digits that half's rounding shows."""
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.5g}"

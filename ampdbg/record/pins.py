@@ -1,0 +1,157 @@
+"""What a search for pins finds, as the record keeps it: pins, trials, the search and the proof (no torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ampdbg.record.findings import Phase, Source
+
+OWN = ":own"
+"""Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
+
+EVERYTHING = "*"
+"""The root as a pin of the config: the pattern that every name matches."""
+
+Strategy = Literal["guided", "ddmin", "prefix"]
+"""How a set is searched for: by what overflows in a wider format, blind, or by order of execution."""
+
+Outcome = Literal[
+    "found",
+    "nothing-to-pin",
+    "fp32-fails",
+    "no-pin-helps",
+    "not-in-a-module",
+    "not-reproduced",
+    "no-set-helps",
+    "out-of-trials",
+]
+"""How a search ended. ``fp32-fails`` and ``no-pin-helps`` were not searched: FP32 is no better, or the cause is
+the data or the order of calls. ``out-of-trials`` also means interrupted in the search: a set that was found is
+healthy, not minimal. An interrupted record with ``found`` was interrupted later."""
+
+
+@dataclass(frozen=True)
+class PinSite:
+    """An op that goes wrong where a pin is missing: its line, and its value in FP32 against the limit of half."""
+
+    phase: Phase
+    module: str
+    op: str
+    source: Source | None
+    value: float | None
+    call: int = 0
+    parameter: str = ""
+
+
+@dataclass(frozen=True)
+class PinCost:
+    """What leaves FP16 with a pin, as shares (0 to 1) of the whole step: its FLOPs and its activations' bytes."""
+
+    flops: float
+    activations: float
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One member of the suggested set.
+
+    ``module`` is a qualified name ("" is the root). With ``own`` only the module's own lines run in FP32, and its
+    children stay in half. Without a module the pin is the statement at ``source``. ``reason`` is the index of the
+    finding that it cures, ``sites`` are the ops that go wrong without it, the first to run first; ``without``
+    is what happens when it alone is dropped, with those in ``tied``: pins whose modules hold the same parameter, so
+    that they are pinned together. ``class_name`` is the module's class, ``is_library`` whether the source of that
+    class is installed and not the user's own.
+    """
+
+    module: str
+    own: bool = False
+    reason: int | None = None
+    source: Source | None = None
+    sites: tuple[PinSite, ...] = ()
+    without: str = ""
+    tied: tuple[str, ...] = ()
+    cost: PinCost | None = None
+    class_name: str = ""
+    is_library: bool = False
+
+    @property
+    def name(self) -> str:
+        """The pin as the config's ``pins`` takes it."""
+        return self.module + OWN if self.own else self.module
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One experiment: a step run with ``pins`` in FP32 (names as the config's ``pins`` takes them).
+
+    ``stage`` says what it was for. It ran ``runs`` times and was healthy in ``healthy_runs`` of them; the
+    trial is ``healthy`` when all were. ``why`` says what was wrong, ``suspects`` which modules went wrong.
+    """
+
+    pins: tuple[str, ...]
+    healthy: bool
+    why: str
+    stage: str = ""
+    suspects: tuple[str, ...] = ()
+    runs: int = 1
+    healthy_runs: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the pins were found.
+
+    ``step`` is the failing step and ``scale`` its loss scale; unpinned it failed in ``failed`` of ``tried`` replays,
+    after which each trial got ``repeats``. ``candidates`` of the ``modules`` that ran were tried. ``losses``
+    holds the step's loss by what ran: "float16", "float32", "pinned". ``step_seconds`` likewise holds the time
+    of a step. ``further`` and ``further_healthy`` count the batches that the whole set was tried on besides.
+    ``classes`` counts pinned instances of a class against all that the model has, where there are several.
+    ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
+    """
+
+    strategy: Strategy
+    outcome: Outcome
+    message: str = ""
+    step: int | None = None
+    scale: float | None = None
+    failed: int = 0
+    tried: int = 0
+    repeats: int = 1
+    modules: int = 0
+    candidates: int = 0
+    minimal: bool = False
+    further: int = 0
+    further_healthy: int = 0
+    losses: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    cost: PinCost | None = None
+    classes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProofStep:
+    """One thing that was run to prove a patch: what, whether it came out as it must, and what was seen."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The proof of a patch: every step of it, and the figures of the patched run against the others."""
+
+    passed: bool
+    steps: tuple[ProofStep, ...] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def failure(self) -> str:
+        """The first step that did not come out as it must, in words; "" where all did."""
+        return next((f"{step.name}: {step.detail}" for step in self.steps if not step.passed), "")

@@ -1,0 +1,328 @@
+"""The Record of one run, and everything it holds: frozen data (no torch).
+
+One run makes one record; every report is made from it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ampdbg.record.findings import Finding, Phase, Source
+from ampdbg.record.pins import Pin, Proof, Search, Trial
+
+RECORD_FORMAT = "ampdbg.record"
+RECORD_VERSION = 1
+
+Verdict = Literal["healthy", "precision", "other", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count."""
+
+    name: str
+    inf: int
+    nan: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GroupOverflow:
+    """A parameter group with a non-finite gradient in one step; ``index`` counts over all optimizers."""
+
+    index: int
+    name: str
+    parameters: tuple[ParameterCounts, ...]
+
+
+@dataclass(frozen=True)
+class GroupTotal:
+    """A parameter group over the steps that hit some groups and do not list them: a long run must not fill the disk.
+
+    ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in the
+    worst one, where ``worst`` is the parameter with the largest share and ``parameters`` had any.
+    """
+
+    index: int
+    name: str
+    steps: int
+    first: int
+    inf: int
+    nan: int
+    size: int
+    worst: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class TensorCounts:
+    """A batch leaf, parameter or buffer that holds non-finite values.
+
+    ``name`` is a qualified name, or for a batch the path to the leaf (``[0]``, ``["input_ids"]``).
+    ``first_index`` is the index of the first such element; for a batch leaf its first number is the sample.
+    ``when`` says whether it was so before the step's forward pass, or seen only after the step.
+    """
+
+    kind: Literal["batch", "parameter", "buffer"]
+    name: str
+    inf: int
+    nan: int
+    size: int
+    first_index: tuple[int, ...] = ()
+    when: Literal["before", "after"] = "before"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was seen in one optimizer step.
+
+    ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
+    when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler).
+    ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when
+    any of them is not finite. ``skipped`` says that an optimizer's step was withheld. ``groups_hit`` is how
+    many groups had a non-finite gradient where ``groups`` does not list them (:class:`GroupTotal`), else 0.
+    """
+
+    step: int
+    loss: float
+    scale: float
+    found_inf: bool
+    skipped: bool
+    grad_norm: float | None = None
+    groups: tuple[GroupOverflow, ...] = ()
+    nonfinite: tuple[TensorCounts, ...] = ()
+    losses: Mapping[str, float] = field(default_factory=dict)
+    groups_hit: int = 0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU."""
+
+    ampdbg: str
+    python: str
+    torch: str
+    platform: str
+    device: str
+    device_name: str
+    policy: str
+    emulated: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Producer:
+    """An op where inf or NaN starts: its inputs are finite and its output is not.
+
+    ``input_largest`` and ``output_largest`` are the largest finite magnitudes, ``fp32_largest`` is what the
+    same op on the same line has in the FP32 replay (None when it was not met there), ``call`` says which
+    call of the module it was.
+
+    ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
+    divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
+    where the op casts values of that leaf and nothing else. ``distance`` is set where the op is not infinite but
+    far from FP32: the norm of the difference over that of the FP32 result.
+    """
+
+    phase: Phase
+    module: str
+    call: int
+    op: str
+    source: Source | None
+    dtype: str
+    input_largest: float
+    output_largest: float
+    inf: int
+    nan: int
+    size: int
+    parameter: str = ""
+    fp32_largest: float | None = None
+    finite_in_fp32: bool | None = None
+    is_constant: bool = False
+    divides_by_zero: bool = False
+    leaf: str | None = None
+    distance: float | None = None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One step run again: forward and backward, without the optimizer.
+
+    ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
+    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
+    were rounded to the run's dtype first: how far that is from FP32 is the noise floor.
+
+    ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
+    ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so;
+    ``error`` is what the user's code raised, if it did. ``producers`` are in the order of execution, and only
+    there when the replay was traced.
+
+    Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
+    that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
+    names the parameters that lost more than half of theirs, and have more than rounding noise to lose.
+    """
+
+    dtype: str
+    scale: float
+    loss: float
+    grad_norm: float
+    gradients: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    producers: tuple[Producer, ...] = ()
+    error: str = ""
+    rounded: bool = False
+    gradient_distance: float | None = None
+    lost_energy: float | None = None
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
+
+    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step
+    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
+    losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
+    far from FP32's, where the step's is. ``batch_largest`` is the largest finite magnitude in the batch's
+    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    """
+
+    step: int
+    why: Literal["loss", "gradients", "end"]
+    replays: tuple[Replay, ...]
+    loss: float = math.nan
+    reproduced: int = 1
+    tries: int = 1
+    continuation: tuple[float, ...] = ()
+    first_far: Producer | None = None
+    batch_largest: Mapping[str, float] = field(default_factory=dict)
+    batch_index: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HalfUpdates:
+    """The updates of float16 parameters, each held against the same optimizer step on float32 copies.
+
+    ``steps`` is how many were. ``lost_energy`` is the share of the sum of squares of float32's updates that fell
+    on weights which did not change at all, and ``lost`` names the parameters that lost more than half of theirs.
+    ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
+    float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
+    """
+
+    steps: int
+    lost_energy: float | None = None
+    lost: tuple[str, ...] = ()
+    vanishing_eps: float | None = None
+    spoilt_step: int | None = None
+    spoilt: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One line's tensors of one op, over all its calls in one step: how near they come to what FP16 can hold.
+
+    ``dtype`` is what the policy gives them. They were measured in a format of wider range, so that nothing
+    is hidden behind an inf, and gradients at a loss scale of 1. ``order`` counts sites by their first
+    execution; ``calls`` is how often the op ran, ``call`` the call of the module in which ``abs_max``, the
+    largest finite magnitude, was met. ``inf`` and ``nan`` are elements out of ``size`` that no format holds.
+
+    ``headroom_bits`` is negative where ``abs_max`` overflows; ``overflow`` then says whether it ``starts``
+    here or was ``carried`` here by an input. ``exponents[i]`` is about how many values lie in
+    [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)). For gradients, ``scale_ceiling`` is the largest
+    power of two as a loss scale that does not overflow, ``scale_floor`` the smallest that keeps 99 % of the
+    sum of squares; ``is_noise`` marks a gradient that is nothing but rounding error.
+    """
+
+    phase: Phase
+    module: str
+    op: str
+    source: Source | None
+    dtype: str
+    order: int
+    calls: int
+    call: int
+    size: int
+    inf: int
+    nan: int
+    abs_max: float
+    headroom_bits: float
+    overflow: Literal["", "starts", "carried"] = ""
+    lowest_exponent: int = 0
+    exponents: tuple[int, ...] = ()
+    scale_ceiling: float | None = None
+    scale_floor: float | None = None
+    is_noise: bool = False
+
+
+@dataclass(frozen=True)
+class AutocastError:
+    """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
+
+    code: str
+    step: int
+    message: str
+    source: Source | None = None
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """A call of the training loop in the wrong place: ``count`` times, first at ``step``.
+
+    ``source`` is the line to blame. ``raised`` is the first line of the error, where there was one.
+    """
+
+    code: str
+    step: int
+    count: int = 1
+    source: Source | None = None
+    raised: str = ""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """What could not be watched."""
+
+    modules_never_called: tuple[str, ...] = ()
+    parameters_without_gradient: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
+
+    ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
+    stopped it; ``steps`` has what was seen by then.
+    ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
+    ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
+    """
+
+    command: str
+    created: str
+    environment: Environment
+    config: Mapping[str, Any]
+    verdict: Verdict
+    steps: tuple[Step, ...] = ()
+    sites: tuple[Site, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    search: Search | None = None
+    verification: Proof | None = None
+    unseen: Unseen = field(default_factory=Unseen)
+    autocast_error: AutocastError | None = None
+    investigations: tuple[Investigation, ...] = ()
+    misuses: tuple[Misuse, ...] = ()
+    half_updates: HalfUpdates | None = None
+    groups: tuple[str, ...] = ()
+    group_totals: tuple[GroupTotal, ...] = ()
+    planned_steps: int = 0
+    interrupted: bool = False
+    error: str = ""
+    elapsed: float = 0.0
+    config_folder: str = ""
+    format: str = RECORD_FORMAT
+    version: int = RECORD_VERSION

@@ -1,1 +1,0 @@
-"""From a diagnosed failing step to its remedy: the smallest set of pins, the patch, and the proof."""

@@ -1,1 +1,0 @@
-"""Edits of a user's source, with its formatting kept: statements, calls and whole functions in FP32."""

@@ -1,0 +1,170 @@
+"""Two replays held against each other: producers against FP32's same op, gradients, and samples of every op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.probes.ops import OpSeen, OpTrace
+from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
+from ampdbg.probes.source_lines import source_of
+from ampdbg.record.run import Producer, Replay
+from ampdbg.replay.replay import Replayed
+
+PRODUCERS_KEPT = 20
+"""So many producers of a replay go into the record; the first is the one that counts."""
+
+MOST_OF_IT = 0.5
+"""A gradient that loses a larger share of its sum of squares to zero has lost most of it."""
+
+NOTHING_SPECIAL = Circumstances(is_constant=False, divides_by_zero=False)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What an op of one replay has in common with the same op of another: all but its dtype."""
+
+    phase: str
+    module: str
+    call: int
+    op: str
+    line: Any
+
+
+def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
+    """The replay with its producers, each held against the same op of the FP32 replay."""
+    trace = replayed.trace
+    if not isinstance(trace, ProducerTrace):
+        return replayed.replay
+    met = _largest_by_key(fp32.trace.ops) if fp32.trace else {}
+    starts = [index for index, seen in enumerate(trace.ops) if seen.produces]
+    if replayed is fp32 and not starts:
+        # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
+        starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
+    found = [
+        _producer(trace.ops[i], met.get(_key(trace.ops[i])), trace.circumstances.get(i, NOTHING_SPECIAL))
+        for i in starts
+    ]
+    return replace(replayed.replay, producers=tuple(found[:PRODUCERS_KEPT]))
+
+
+def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
+    """The fields of a Replay that say how its gradients stand against FP32's; ``floor`` tells which are noise."""
+    distance = _distance(low.gradients, fp32.gradients)
+    squares = {name: float(gradient.double().square().sum()) for name, gradient in fp32.gradients.items()}
+    lost = {name: _flushed(low.gradients.get(name), gradient) for name, gradient in fp32.gradients.items()}
+    total = sum(squares.values())
+    return {
+        "gradient_distance": distance,
+        "lost_energy": sum(lost.values()) / total if 0 < total < math.inf else None,
+        "lost": tuple(
+            name
+            for name, share in lost.items()
+            if share > MOST_OF_IT * squares[name] and not _is_noise(name, fp32, floor)
+        ),
+    }
+
+
+def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:
+    """The first op whose result is far from FP32's, and further than rounded weights alone make it.
+
+    Gradients are held against each other at a loss scale of 1.
+    """
+    if low.trace is None or fp32.trace is None or floor.trace is None:
+        return None
+    reference = dict(_samples(fp32.trace, 1.0))
+    noise = {key: _relative(sample, reference.get(key)) for key, sample in _samples(floor.trace, 1.0)}
+    for (key, sample), (seen, _) in zip(_samples(low.trace, low.replay.scale), _sampled(low.trace), strict=True):
+        distance = _relative(sample, reference.get(key))
+        if distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (noise.get(key) or 0.0)):
+            return replace(_producer(seen, None, NOTHING_SPECIAL), distance=distance)
+    return None
+
+
+def _sampled(trace: OpTrace) -> list[tuple[OpSeen, torch.Tensor]]:
+    assert isinstance(trace, SampleTrace)
+    return [pair for pair in zip(trace.ops, trace.samples, strict=True) if pair[1].numel()]
+
+
+def _samples(trace: OpTrace, scale: float) -> Iterator[tuple[tuple[_Key, int], torch.Tensor]]:
+    """Each op's key, with which of its runs this is, and the sample of its output."""
+    runs: dict[_Key, int] = {}
+    for seen, sample in _sampled(trace):
+        key = _key(seen)
+        runs[key] = runs.get(key, -1) + 1
+        yield (key, runs[key]), sample / scale if seen.place.phase == "backward" else sample
+
+
+def _relative(sample: torch.Tensor, reference: torch.Tensor | None) -> float | None:
+    """The norm of the difference over that of the reference; None where they cannot be compared."""
+    if reference is None or sample.shape != reference.shape:
+        return None
+    # What is infinite in both is meant to be; a sample of zeros alone says nothing about sizes.
+    same = sample == reference
+    norm = float(reference[~same].norm()) if bool((~same).any()) else 0.0
+    difference = float((sample - reference)[~same].norm())
+    return difference / norm if 0 < norm < math.inf and math.isfinite(difference) else None
+
+
+def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor]) -> float | None:
+    difference = total = 0.0
+    for name, reference in fp32.items():
+        total += float(reference.double().square().sum())
+        other = low.get(name)
+        difference += float((reference.double() - (0.0 if other is None else other.double())).square().sum())
+    return math.sqrt(difference / total) if 0 < total < math.inf and math.isfinite(difference) else None
+
+
+def _flushed(low: torch.Tensor | None, fp32: torch.Tensor) -> float:
+    """The sum of squares of FP32's gradient where the low one is exactly zero."""
+    squares = fp32.double().square()
+    return float(squares.sum() if low is None else squares[low == 0].sum())
+
+
+def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
+    """Whether a gradient is nothing but rounding: other roundings give quite another one."""
+    if floor is None or name not in floor.gradients:
+        return False
+    distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})
+    return distance is None or distance > MOST_OF_IT
+
+
+def _largest_by_key(ops: list[OpSeen]) -> dict[_Key, tuple[float, bool]]:
+    """For each op of a replay its largest magnitude, and whether all its outputs were finite."""
+    met: dict[_Key, tuple[float, bool]] = {}
+    for seen in ops:
+        largest, finite = met.get(_key(seen), (0.0, True))
+        met[_key(seen)] = max(largest, seen.output.largest), finite and seen.output.is_finite
+    return met
+
+
+def _key(seen: OpSeen) -> _Key:
+    return _Key(seen.place.phase, seen.place.module, seen.place.call, seen.op, seen.place.line)
+
+
+def _producer(seen: OpSeen, fp32: tuple[float, bool] | None, circumstances: Circumstances) -> Producer:
+    largest, finite = fp32 or (None, None)
+    return Producer(
+        phase=seen.place.phase,
+        module=seen.place.module,
+        call=seen.place.call,
+        op=seen.op,
+        source=source_of(seen.place.line) if seen.place.line else None,
+        dtype=seen.output.dtype,
+        input_largest=seen.inputs.largest,
+        output_largest=seen.output.largest,
+        inf=seen.output.inf,
+        nan=seen.output.nan,
+        size=seen.output.size,
+        parameter=seen.parameter,
+        fp32_largest=largest,
+        finite_in_fp32=finite,
+        is_constant=circumstances.is_constant,
+        divides_by_zero=circumstances.divides_by_zero,
+        leaf=circumstances.leaf,
+    )

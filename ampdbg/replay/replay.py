@@ -1,0 +1,197 @@
+"""Replays: one step run again under another precision or loss scale, leaving everything as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampdbg.errors import AmpdbgError
+from ampdbg.precision.levels import DTYPES
+from ampdbg.precision.lifting import LIFTS, lifted
+from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.nonfinite import float_values, is_finite
+from ampdbg.probes.ops import OpTrace, placed
+from ampdbg.record.run import Replay
+from ampdbg.replay.kept_weights import weights_kept
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import Snapshot, rewound
+from ampdbg.replay.widening import Alteration, altered_batch, altered_model, rounding_to, widening
+
+TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a step is run again.
+
+    ``dtype`` is what autocast lowers to; ``float32`` and ``float64`` run without autocast. When ``is_lifted``
+    the half tensors that the code or the model itself asks for are that wide too; else all is as in the
+    run. Weights and batch are first rounded to ``rounds_to``, where it is set.
+    """
+
+    dtype: str
+    scale: float = 1.0
+    is_lifted: bool = True
+    rounds_to: str = ""
+
+    @property
+    def alterations(self) -> tuple[Alteration, ...]:
+        """What is done to the tensors of the model and the batch, in order."""
+        rounding = (rounding_to(DTYPES[self.rounds_to]),) if self.rounds_to else ()
+        return (*rounding, widening(LIFTS[self.dtype])) if self.is_lifted and self.dtype in LIFTS else rounding
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name.
+
+    ``seconds`` is the time of its forward and backward pass, without that of putting everything back.
+    """
+
+    replay: Replay
+    trace: OpTrace | None = None
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def replay_step(
+    run: Run, snapshot: Snapshot, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
+) -> Replayed:
+    """Runs the forward and backward pass of a step once more.
+
+    Args:
+        run: the workload; its weights must still be those of the step.
+        snapshot: the step.
+        manner: its precision and loss scale.
+        traced: the kind of trace that notes every op.
+        keep_gradients: return a copy of the gradients, in float32 and unscaled.
+
+    Returns:
+        What was seen. An error of the user's code is noted in the replay and not raised: code that works
+        in FP16 may name a dtype and fail in another.
+    """
+    model = run.workload.model
+    with rewound(model, snapshot), _altered(model, manner):
+        with placed(model, traced) if traced else contextlib.nullcontext() as trace:
+            _wait(run.device)
+            started = time.perf_counter()
+            loss, error = _try(run, snapshot, manner)
+            _wait(run.device)
+            seconds = time.perf_counter() - started
+        if error:
+            failed = Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error)
+            return Replayed(failed, trace, seconds=seconds)
+        replay = Replay(
+            dtype=manner.dtype,
+            scale=manner.scale,
+            loss=loss,
+            grad_norm=_unscaled_norm(model, manner.scale),
+            gradients=tuple(_nonfinite_gradients(model)),
+            buffers=tuple(_newly_nonfinite_buffers(model, snapshot)),
+            rounded=bool(manner.rounds_to),
+        )
+        gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
+        return Replayed(replay, trace, gradients, seconds)
+
+
+def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
+    """The losses of so many FP32 steps on the batch of ``snapshot``, from the weights of now.
+
+    Weights, optimizer state, buffers and random state are put back. It ends early at a loss that is not
+    finite or an error of the user's code.
+    """
+    manner = Manner("float32")
+    if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
+        return ()  # The optimizer's state is of the parameters' own dtype.
+    losses: list[float] = []
+    with rewound(run.workload.model, snapshot), weights_kept(run):
+        for _ in range(steps):
+            for optimizer in run.workload.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            loss, error = _try(run, snapshot, manner)
+            if error:
+                break
+            losses.append(loss)
+            if not math.isfinite(loss):
+                break
+            try:
+                with run.workload.user.running("the optimizer's step"):
+                    for optimizer in run.workload.optimizers:
+                        optimizer.step()
+            except AmpdbgError:
+                break
+    return tuple(losses)
+
+
+@contextlib.contextmanager
+def _altered(model: torch.nn.Module, manner: Manner) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for alter in manner.alterations:
+            stack.enter_context(altered_model(model, alter))
+        yield
+
+
+def _try(run: Run, snapshot: Snapshot, manner: Manner) -> tuple[float, str]:
+    """The loss, or the first line of the error that the user's code raised."""
+    try:
+        with lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext():
+            return _forward_and_backward(run, snapshot, manner), ""
+    except AmpdbgError as error:
+        return math.nan, str(error).partition("\n")[0] or type(error).__name__
+
+
+def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner) -> float:
+    share = 1.0 / len(snapshot.batches)
+    total = 0.0
+    for batch in snapshot.batches:
+        given = functools.reduce(altered_batch, manner.alterations, batch)
+        with _autocast(run.device, manner.dtype):
+            losses = run.workload.losses(given)
+        total += share * sum(float(loss.detach()) for loss in losses.values())
+        with run.workload.user.running("the backward pass"):
+            for position, loss in enumerate(losses.values(), start=1):
+                (loss.float() * (manner.scale * share)).backward(retain_graph=position < len(losses))
+    return total
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextManager[Any]:
+    if dtype in ("float32", "float64"):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[dtype])
+
+
+def _nonfinite_gradients(model: torch.nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not is_finite(parameter.grad):
+            yield name
+
+
+def _newly_nonfinite_buffers(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[str]:
+    for name, buffer in model.named_buffers():
+        if not is_finite(buffer) and name in snapshot.buffers and is_finite(snapshot.buffers[name]):
+            yield name
+
+
+def _unscaled_norm(model: torch.nn.Module, scale: float) -> float:
+    values = [float_values(p.grad) for p in model.parameters() if p.grad is not None]
+    squares = [float(value.detach().double().square().sum()) for value in values if value is not None]
+    return math.sqrt(sum(squares)) / scale if squares else 0.0
+
+
+def _copied_gradients(model: torch.nn.Module, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            yield name, (gradient.to_dense() if gradient.layout is not torch.strided else gradient).float() / scale

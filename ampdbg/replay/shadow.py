@@ -1,0 +1,71 @@
+"""The wide shadow: one step under the same policy with bfloat16 for float16, every op of it measured.
+
+It costs two to three plain steps and shows every place that would overflow in FP16 at once. What it shows is
+a proposal: code that asks for its dtype may take another path, and only a replay in FP16 disposes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ampdbg.errors import UserCodeError
+from ampdbg.probes.compiled import compiled_notes
+from ampdbg.probes.coverage import coverage
+from ampdbg.probes.ops import placed
+from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.record.run import Unseen
+from ampdbg.replay.environment import FUSED_ATTENTION_NOTE
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import Snapshot, rewound
+
+
+def shadow_step(run: Run, snapshot: Snapshot) -> tuple[RangeSeen, ...]:
+    """Runs the step of ``snapshot`` once more as the shadow, at a loss scale of 1, and changes nothing.
+
+    Args:
+        run: the workload, with the weights of the step; its pins stay in force.
+        snapshot: the step.
+
+    Returns:
+        Every op whose output FP16 would hold, forward and backward, in order of execution.
+
+    Raises:
+        UserCodeError: the user's code raised.
+    """
+    return shadow_and_unseen(run, snapshot)[0]
+
+
+def shadow_and_unseen(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:
+    """As :func:`shadow_step`; also says what the step did not touch and how it was analysed."""
+    model = run.workload.model
+    with rewound(model, snapshot), coverage(model) as covered:
+        with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:
+            _forward_and_backward(run, snapshot)
+        unseen = covered.unseen()
+    notes = [*compiled_notes(model)]
+    if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
+        notes.append(FUSED_ATTENTION_NOTE)
+    return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))
+
+
+def _forward_and_backward(run: Run, snapshot: Snapshot) -> None:
+    share = 1.0 / len(snapshot.batches)
+    for batch in snapshot.batches:
+        with torch.autocast(run.device.type, dtype=torch.bfloat16):
+            losses = _losses(run, batch)
+        for position, loss in enumerate(losses.values(), start=1):
+            with run.workload.user.running("the backward pass"):
+                (loss * share if share != 1.0 else loss).backward(retain_graph=position < len(losses))
+
+
+def _losses(run: Run, batch: object) -> dict[str, torch.Tensor]:
+    try:
+        return run.workload.losses(batch)
+    except UserCodeError as error:
+        if "BFloat16" not in str(error.__cause__):
+            raise
+        # A user who never wrote bfloat16 must learn where it comes from.
+        message = f"{error}; ampdbg runs this step in bfloat16, so that overflows do not hide one another"
+        raise UserCodeError(message, error.user_traceback) from error.__cause__

@@ -1,0 +1,1 @@
+"""User code as it is read, not run: names, lines, whose it is (no torch)."""

@@ -1,0 +1,223 @@
+"""What the names of a function stand for, as far as its source tells: imports, numbers, aliases, taken names."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import libcst as cst
+
+from ampdbg.source.expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
+from ampdbg.source.vocabulary import METADATA, PLAIN_MODULES, SHARES_MEMORY
+
+_NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
+_NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
+
+
+def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
+    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional.
+
+    Those in an ``if`` or ``try`` count (``if is_torch_available():``), but for what is there for types alone.
+    """
+    bound: dict[str, str] = {}
+    for line in body:
+        for statement in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            bound.update(_imported(statement))
+        if isinstance(line, cst.Try) or (isinstance(line, cst.If) and not _is_for_types(line.test)):
+            bound.update(imports_of(line.body.body))
+    return bound
+
+
+def _is_for_types(test: cst.BaseExpression) -> bool:
+    return any(name.value == "TYPE_CHECKING" for name in find(test, cst.Name))
+
+
+def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
+    if isinstance(statement, cst.Import):
+        for alias in statement.names:
+            name = alias.evaluated_name
+            # `import torch.nn` binds torch; `import torch.nn as nn` binds torch.nn.
+            yield (alias.evaluated_alias, name) if alias.evaluated_alias else (name.partition(".")[0],) * 2
+    elif isinstance(statement, cst.ImportFrom) and not isinstance(statement.names, cst.ImportStar):
+        origin = "." * len(statement.relative) + (dotted(statement.module) if statement.module else "")
+        for alias in statement.names:
+            yield alias.evaluated_alias or alias.evaluated_name, f"{origin}.{alias.evaluated_name}"
+
+
+def dotted(node: cst.BaseExpression) -> str:
+    """``a.b.c`` as text; "" for anything that is not names and dots."""
+    if isinstance(node, cst.Name):
+        return node.value
+    base = dotted(node.value) if isinstance(node, cst.Attribute) else ""
+    return f"{base}.{node.attr.value}" if base and isinstance(node, cst.Attribute) else ""
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The names of one function, or of the module's own lines where ``function`` is None."""
+
+    module: cst.Module
+    function: cst.FunctionDef | None
+
+    @property
+    def _scope(self) -> cst.CSTNode:
+        return self.module if self.function is None else self.function.body
+
+    @cached_property
+    def imports(self) -> Mapping[str, str]:
+        """Imports of the module's top and of the function's own."""
+        own = self.function.body.body if self.function is not None else ()
+        return {**imports_of(self.module.body), **imports_of(own)}
+
+    def origin(self, node: cst.BaseExpression) -> str:
+        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or ""."""
+        name = dotted(node)
+        first, dot, rest = name.partition(".")
+        return f"{self.imports[first]}{dot}{rest}" if name and first in self.imports else ""
+
+    def is_plain_module(self, origin: str) -> bool:
+        """Whether a dotted name belongs to a module whose functions run none of the user's."""
+        return origin.partition(".")[0] in PLAIN_MODULES
+
+    @cached_property
+    def parameters(self) -> Mapping[str, cst.Param]:
+        """The function's named parameters."""
+        return {p.name.value: p for p in plain_parameters(self.function.params)} if self.function is not None else {}
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """Parameters and everything that is assigned in the function."""
+        bound = set(self.parameters) | names_assigned(self._scope)
+        if self.function is not None:
+            stars = (self.function.params.star_arg, self.function.params.star_kwarg)
+            bound |= {star.name.value for star in stars if isinstance(star, cst.Param)}
+        return frozenset(bound)
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """Names that a new variable must not have."""
+        return frozenset(
+            names_read(self._scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
+        )
+
+    @cached_property
+    def shared(self) -> frozenset[str]:
+        """Names that other functions see: global, nonlocal, or read in a nested function."""
+        seen: set[str] = set()
+        for inner in walk(self._scope):
+            if isinstance(inner, (cst.Global, cst.Nonlocal)):
+                seen |= {item.name.value for item in inner.names}
+            elif isinstance(inner, SCOPES):
+                seen |= names_read(inner)
+        return frozenset(seen)
+
+    @cached_property
+    def has_no_try(self) -> bool:
+        """Whether a ``return`` is the end: no ``finally`` or ``except`` reads the names afterwards."""
+        return next(find(self._scope, cst.Try), None) is None and next(find(self._scope, cst.TryStar), None) is None
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """Names that hold numbers and no tensors: sizes, loop indices, annotated ones, constants in capitals."""
+        numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
+        others: set[str] = set()
+        for targets, value in self._assignments():
+            (numbers if _is_number(value) else others).update(targets)
+        constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
+        # What starts at 0 and is added to may be a tensor.
+        return frozenset((numbers - others) | constants)
+
+    @cached_property
+    def maybe_numbers(self) -> frozenset[str]:
+        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
+        found = {
+            name for name, parameter in self.parameters.items() if parameter.default and _is_number(parameter.default)
+        }
+        plain = (item for item in find(self._scope, cst.Assign) if _may_be_number(item.value))
+        return frozenset(found.union(*map(names_assigned, plain))) - self.numbers
+
+    @cached_property
+    def maybe_none(self) -> frozenset[str]:
+        """Names that may hold None."""
+        found = {name for name, parameter in self.parameters.items() if _may_be_none(parameter.default)}
+        plain = (item for item in find(self._scope, cst.Assign) if _may_be_none(item.value))
+        return frozenset(found.union(*map(names_assigned, plain)))
+
+    def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
+        for item in walk(self._scope):
+            if isinstance(item, (cst.Assign, cst.AugAssign)):
+                yield names_assigned(item), item.value
+            elif isinstance(item, cst.For):
+                yield names_assigned(cst.AssignTarget(item.target)), item.iter
+
+    def is_number(self, value: cst.BaseExpression) -> bool:
+        """Whether an expression gives numbers, sizes or text, whatever tensors it looks at."""
+        return _is_number(value)
+
+    def aliases(self, name: str) -> set[str]:
+        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
+        found: set[str] = set()
+        for item in find(self._scope, cst.Assign):
+            if viewed := _viewed(item.value):
+                both = assigned_codes(item) | {viewed}
+                found |= both if name in both else set()
+        return found - {name}
+
+
+def _viewed(value: cst.BaseExpression) -> str:
+    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
+    match value:
+        case cst.Name(value=name):
+            return "" if name in ("None", "True", "False") else name
+        case cst.Subscript(value=base):
+            return _viewed(base)
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case _:
+            return ""
+
+
+def _may_be_none(value: cst.BaseExpression | None) -> bool:
+    match value:
+        case cst.Name(value="None"):
+            return True
+        case cst.IfExp(body=body, orelse=orelse):
+            return _may_be_none(body) or _may_be_none(orelse)
+        case _:
+            return False
+
+
+def _may_be_number(value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.IfExp):
+        return _may_be_number(value.body) or _may_be_number(value.orelse)
+    return _is_number(value)
+
+
+def _is_number_parameter(parameter: cst.Param) -> bool:
+    note = parameter.annotation.annotation if parameter.annotation is not None else None
+    return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
+
+
+def _is_number(value: cst.BaseExpression) -> bool:
+    """``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic with them."""
+    match value:
+        case cst.Integer() | cst.Float() | cst.BaseString():
+            return True
+        case cst.UnaryOperation():
+            return _is_number(value.expression)
+        case cst.BinaryOperation():
+            return _is_number(value.left) and _is_number(value.right)
+        case cst.Subscript():
+            return _is_number(value.value)
+        case cst.Attribute():
+            return value.attr.value in METADATA
+        case cst.Call(func=cst.Name() as function):
+            return function.value in _NUMBER_MAKERS
+        case cst.Call(func=cst.Attribute() as method):
+            return method.attr.value in METADATA or dotted(method).startswith("math.")
+        case _:
+            return False

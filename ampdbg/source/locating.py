@@ -1,0 +1,161 @@
+"""Which statement stands on a line, in which function, and whether autocast is off there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import libcst as cst
+from libcst.metadata import CodeRange
+
+from ampdbg.source.autocast_names import disables_autocast, enables_autocast
+from ampdbg.source.source_text import EditError
+
+Positions = Mapping[cst.CSTNode, CodeRange]
+Line = cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.If | cst.For
+"""What can be edited: a line of simple statements, those behind an ``if x:``, or the head of an ``if`` or ``for``."""
+
+HEADERS: dict[type[cst.CSTNode], str] = {
+    cst.While: "the condition of a while loop, computed again in every turn; move it into the loop",
+    cst.With: "the head of a with statement",
+    cst.FunctionDef: "the head of a function",
+    cst.ClassDef: "the head of a class",
+    cst.Match: "the head of a match statement",
+    cst.Try: "the head of a try statement",
+}
+"""Compound statements whose first line is left alone, in words."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a statement stands: ``functions`` and ``classes`` around it, the outermost first.
+
+    ``off`` is what disables autocast around it within its function: a ``with``, or the function by its decorator.
+    """
+
+    qualname: tuple[str, ...] = ()
+    functions: tuple[cst.FunctionDef, ...] = ()
+    off: cst.With | cst.FunctionDef | None = None
+
+    @property
+    def function(self) -> cst.FunctionDef | None:
+        """The innermost function."""
+        return self.functions[-1] if self.functions else None
+
+    def is_in(self, function: str) -> bool:
+        """Whether ``function`` is this one's name, or qualified name with or without ``<locals>``."""
+        asked = parts_of(function)
+        return self.qualname[len(self.qualname) - len(asked) :] == asked
+
+
+@dataclass(frozen=True)
+class Located:
+    """A statement that can be edited, and where it stands."""
+
+    line: Line
+    place: Place
+    span: range
+
+
+@dataclass(frozen=True)
+class SourceMap:
+    """A module with the positions of its nodes, what it imports and how many lines it has."""
+
+    module: cst.Module
+    positions: Positions
+    imports: Mapping[str, str]
+    count: int
+
+    def at(self, number: int) -> Located:
+        """The statement on a line (counted from 1).
+
+        Raises:
+            EditError: there is none, or it is of a kind that is left alone.
+        """
+        if not 1 <= number <= self.count:
+            raise EditError(f"the file has {self.count} lines", number)
+        try:
+            found = self._in_body(self.module.body, Place(), number)
+        except EditError as error:
+            raise EditError(str(error), number) from None
+        if found is None:
+            raise EditError("no statement stands there: a blank line, a comment or a decorator", number)
+        return found
+
+    def span(self, node: cst.CSTNode) -> range:
+        """The lines of a node."""
+        position = self.positions.get(node)
+        if position is None:
+            return range(0)  # made by an edit
+        return range(position.start.line, position.end.line + 1)
+
+    def _in_body(self, body: Sequence[cst.CSTNode], place: Place, number: int) -> Located | None:
+        for statement in body:
+            if number in self.span(statement):
+                return self._in_statement(statement, place, number)
+        return None
+
+    def _in_statement(self, statement: cst.CSTNode, place: Place, number: int) -> Located:
+        if isinstance(statement, cst.SimpleStatementLine):
+            return Located(statement, place, self.span(statement))
+        inner = self._inside(statement, place)
+        for suite, within in _suites(statement, inner):
+            if isinstance(suite, cst.SimpleStatementSuite):
+                if number in self.span(suite):
+                    return Located(suite, within, self.span(suite))
+            elif (found := self._in_body(suite.body, within, number)) is not None:
+                return found
+        return self._head(statement, place, number)
+
+    def _head(self, statement: cst.CSTNode, place: Place, number: int) -> Located:
+        if isinstance(statement, cst.If) and number not in self.span(statement.test):
+            raise EditError("it is the condition of an elif, which is computed only after the one before it")
+        if isinstance(statement, (cst.If, cst.For)) and getattr(statement, "asynchronous", None) is None:
+            return Located(statement, place, self.span(statement))
+        raise EditError(f"it is {HEADERS.get(type(statement), 'the head of a compound statement')}")
+
+    def _inside(self, statement: cst.CSTNode, place: Place) -> Place:
+        """The place of what stands in the body of a compound statement."""
+        if isinstance(statement, cst.FunctionDef):
+            off = statement if any(self._disables(item.decorator) for item in statement.decorators) else None
+            return Place((*place.qualname, statement.name.value), (*place.functions, statement), off)
+        if isinstance(statement, cst.ClassDef):
+            return replace(place, qualname=(*place.qualname, statement.name.value))
+        if isinstance(statement, cst.With) and any(self._disables(item.item) for item in statement.items):
+            return replace(place, off=statement)
+        if isinstance(statement, cst.With) and any(self._enables(item.item) for item in statement.items):
+            return replace(place, off=None)
+        return place
+
+    def _enables(self, item: cst.BaseExpression) -> bool:
+        return enables_autocast(item, self.imports)
+
+    def _disables(self, item: cst.BaseExpression) -> bool:
+        return disables_autocast(item, self.imports)
+
+
+def parts_of(function: str) -> tuple[str, ...]:
+    """``("Block", "forward")`` of ``Block.forward`` and of ``Block.forward.<locals>.<lambda>``."""
+    # Comprehensions and lambdas have frames of their own; what counts is the function around them.
+    return tuple(part for part in function.split(".") if part and not part.startswith("<"))
+
+
+def functions_in(node: cst.CSTNode, around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], cst.FunctionDef]]:
+    """The functions below ``node`` with their qualified names, in parts."""
+    for child in node.children:
+        if not isinstance(child, (cst.FunctionDef, cst.ClassDef)):
+            yield from functions_in(child, around)
+            continue
+        qualname = (*around, child.name.value)
+        if isinstance(child, cst.FunctionDef):
+            yield qualname, child
+        yield from functions_in(child, qualname)
+
+
+def _suites(statement: cst.CSTNode, place: Place) -> Iterator[tuple[cst.BaseSuite, Place]]:
+    """The bodies of a compound statement, those of its ``else``, ``except`` and ``case`` too."""
+    for child in statement.children:
+        if isinstance(child, cst.BaseSuite):
+            yield child, place
+        elif not isinstance(child, (cst.BaseExpression, cst.Decorator)):
+            yield from _suites(child, place)
