@@ -16,7 +16,7 @@ from ampdbg.patch.by_name.helper_form import applies_to, edit_factory
 from ampdbg.patch.edits import Edited
 from tests.conftest import Golden
 
-FIXTURES = Path(__file__).parents[1] / "remedy" / "fixtures" / "by_name"
+FIXTURES = Path(__file__).parents[1] / "patch" / "fixtures" / "by_name"
 
 
 @dataclass(frozen=True)

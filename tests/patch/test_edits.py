@@ -15,7 +15,7 @@ import torch
 from ampdbg.patch.edits import CallPin, FunctionPin, SourcePin, StatementPin, edit_source
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
-from tests.remedy.marked_source import FIXTURES, NAMES, marked, without_marks
+from tests.patch.marked_source import FIXTURES, NAMES, marked, without_marks
 
 IN_FP32_AT_BOTH_ENDS = frozenset({"off_already"})
 """Fixtures that have no overflow before the edit: without autocast their half and float operands do not mix."""
