@@ -23,13 +23,14 @@ demo: setup ## a real FP16 training run that fails, watched step by step
 	@$(BIN)/ampdbg scan configs/linear_attention.yaml; code=$$?; \
 	test $$code -le 1 || exit $$code # 1: something was found, which is the point of the demo
 
-test: setup ## lint, types, layers and the test suite
+test: lint ## lint, format and types, then the test suite with its layers
 	@$(PYTEST) $(WORKERS)
 
 slow: setup ## the tests that take longer than ten seconds each
 	@$(PYTEST) -m slow
 
 bench: setup ## the measured claims: speed of the emulation, of watching, of ranges and of the search
+	@$(BIN)/python -m benchmarks.startup
 	@$(BIN)/python -m benchmarks.steps
 	@$(BIN)/python -m benchmarks.ranges
 	@$(BIN)/python -m benchmarks.search

@@ -67,15 +67,6 @@ def test_no_thread_is_left_running_that_a_forked_worker_could_wait_for(terminal:
         assert threading.active_count() == before
 
 
-def test_a_step_pays_less_than_a_millisecond(terminal: Terminal) -> None:
-    with watching(terminal) as watcher:
-        watcher.on_start(2000)
-        began = time.perf_counter()
-        for number in range(2000):
-            watcher.on_step(healthy_step(number))
-        assert (time.perf_counter() - began) / 2000 < 1e-3
-
-
 def test_what_is_printed_meanwhile_is_not_lost(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
         watcher.on_start(5)

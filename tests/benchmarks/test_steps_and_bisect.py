@@ -9,9 +9,6 @@ import pytest
 
 from benchmarks import bisect, steps
 
-FOLDER = Path(steps.__file__).parent
-FIGURES = FOLDER / "steps.json"
-
 
 def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
@@ -21,12 +18,6 @@ def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.Cap
     assert all(result["ratio"] > 0 and result["parameters"] > 0 for result in written["results"])
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1 + len(steps.COMPARISONS)
-
-
-def test_the_committed_figures_are_those_of_the_comparisons_there_are() -> None:
-    committed = json.loads(FIGURES.read_text(encoding="utf-8"))
-    measured = [(result["first"], result["second"], result["target"]) for result in committed["results"]]
-    assert measured == [(one.first, one.second, one.target) for one in steps.COMPARISONS]
 
 
 def test_the_gpt_has_about_six_million_parameters() -> None:
@@ -40,14 +31,3 @@ def test_a_search_is_measured_and_written(tmp_path: Path, capsys: pytest.Capture
     [row] = json.loads(file.read_text(encoding="utf-8"))["results"]
     assert (row["culprits"], row["exact"], row["trials"] <= row["allowed"]) == (2, True, True)
     assert len(capsys.readouterr().out.splitlines()) == 3
-
-
-def test_every_committed_search_found_exactly_what_was_planted_in_as_few_trials_as_promised() -> None:
-    rows = json.loads((FOLDER / "bisect.json").read_text(encoding="utf-8"))["results"]
-    assert {(row["strategy"], row["modules"] // 50 * 50, row["culprits"]) for row in rows} == {
-        (strategy, modules, culprits)
-        for strategy in bisect.ALLOWED
-        for modules in (50, 500, 2000)
-        for culprits in (1, 2, 4, 8)
-    }
-    assert all(row["exact"] and row["trials"] <= row["allowed"] for row in rows)
