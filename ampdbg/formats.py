@@ -10,24 +10,29 @@ from dataclasses import dataclass
 class FloatFormat:
     """A binary floating-point format, described as IEEE 754 does.
 
-    ``precision`` counts significand bits with the implicit one; ``min_exponent`` and ``max_exponent``
-    are the unbiased exponents of the smallest and largest normal number.
+    ``name`` is torch's and ``short`` that of messages. ``precision`` counts significand bits with the implicit
+    one; ``min_exponent`` and ``max_exponent`` are the unbiased exponents of the smallest and largest normal
+    number. Without infinities (``has_inf``) the largest significand of the largest exponent is NaN, as in
+    float8_e4m3fn. A format that ``saturates`` makes ``largest`` of what is beyond it, and no inf or NaN.
     """
 
     name: str
+    short: str
     precision: int
     min_exponent: int
     max_exponent: int
+    has_inf: bool = True
+    saturates: bool = False
 
     @property
     def largest(self) -> float:
         """The largest finite value: 65504 for float16."""
-        return math.ldexp(2.0 - math.ldexp(1.0, 1 - self.precision), self.max_exponent)
+        return math.ldexp(2.0 - math.ldexp(1.0 if self.has_inf else 2.0, 1 - self.precision), self.max_exponent)
 
     @property
     def overflow_threshold(self) -> float:
-        """The smallest magnitude that rounds to infinity: half a unit above ``largest``, 65520 for float16."""
-        return math.ldexp(2.0 - math.ldexp(1.0, -self.precision), self.max_exponent)
+        """The smallest magnitude that rounds beyond ``largest``: half a unit above it, 65520 for float16."""
+        return self.largest + math.ldexp(1.0, self.max_exponent - self.precision)
 
     @property
     def smallest_normal(self) -> float:
@@ -45,9 +50,9 @@ class FloatFormat:
         return self.smallest_subnormal / 2
 
 
-FLOAT16 = FloatFormat("float16", precision=11, min_exponent=-14, max_exponent=15)
-BFLOAT16 = FloatFormat("bfloat16", precision=8, min_exponent=-126, max_exponent=127)
-FLOAT32 = FloatFormat("float32", precision=24, min_exponent=-126, max_exponent=127)
+FLOAT16 = FloatFormat("float16", "FP16", precision=11, min_exponent=-14, max_exponent=15)
+BFLOAT16 = FloatFormat("bfloat16", "bfloat16", precision=8, min_exponent=-126, max_exponent=127)
+FLOAT32 = FloatFormat("float32", "FP32", precision=24, min_exponent=-126, max_exponent=127)
 
 FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}
 

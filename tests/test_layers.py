@@ -18,6 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("replacing",),
     ("staged_files",),
     ("formats",),
+    ("formats",),
+    ("levels", "ops"),
     ("source",),
     ("record",),
     ("calibration", "agreement"),

@@ -13,9 +13,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 from pydantic_core import PydanticCustomError
 
 from ampdbg.config.target_names import TARGET_FORMS, parse_target, why_absent, why_no_file
-from ampdbg.formats import FLOAT32
-
-AVAILABLE_LEVELS = ("O0", "O1")
+from ampdbg.formats import FLOAT32, FloatFormat
+from ampdbg.levels import CHOICES, LEVELS, lowest_format
 
 
 def _not_boolean(value: object) -> object:
@@ -53,8 +52,8 @@ def _checkpoint(value: Path, info: ValidationInfo) -> Path:
 
 
 def _level(value: str) -> str:
-    if value not in AVAILABLE_LEVELS:
-        raise ValueError(f"got {value}, which this version of ampdbg does not have; allowed: O0 (FP32), O1 (autocast)")
+    if value not in LEVELS:
+        raise ValueError(f"got {value}; allowed: {CHOICES}")
     return value
 
 
@@ -114,9 +113,7 @@ class Precision(_Section):
     dtype: Annotated[Literal["float16", "bfloat16", "float32"], Field(description="float16, bfloat16 or float32")] = (
         "float16"
     )
-    level: Annotated[
-        Literal["O0", "O1", "O2", "O3"], AfterValidator(_level), Field(description="O0 (FP32), O1 (autocast)")
-    ] = "O1"
+    level: Annotated[str, AfterValidator(_level), Field(description=CHOICES)] = "O1"
     policy: Annotated[Literal["cuda", "native"], Field(description="cuda or native")] = "cuda"
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
@@ -132,6 +129,11 @@ class Precision(_Section):
         BeforeValidator(lambda value: () if value is None else value),
         Field(description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone"),
     ] = ()
+
+    @property
+    def format(self) -> FloatFormat:
+        """The narrowest format that a step computes in."""
+        return lowest_format(self.level, self.dtype)
 
 
 class Train(_Section):

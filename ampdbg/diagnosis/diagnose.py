@@ -11,6 +11,8 @@ from ampdbg.diagnosis.hidden import hidden_faults
 from ampdbg.diagnosis.misuse import doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
+from ampdbg.formats import FLOAT32
+from ampdbg.levels import format_of_config
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
 
@@ -92,12 +94,7 @@ def _verdict(record: Record, told: list[Finding]) -> Verdict:
     # Only a buffer that FP32 keeps finite has an op.
     if root.code in PRECISION or (root.code == "buffer-poisoned" and root.op):
         return "precision"
-    fails_in_fp32 = _ran_in_fp32(record) or root.evidence.get("finite_in_fp32") is False
+    fails_in_fp32 = format_of_config(record.config) is FLOAT32 or root.evidence.get("finite_in_fp32") is False
     if root.code.startswith(NO_PIN_HELPS) or fails_in_fp32:
         return "other"
     return "inconclusive"
-
-
-def _ran_in_fp32(record: Record) -> bool:
-    precision = record.config.get("precision", {})
-    return bool(precision.get("level") == "O0" or precision.get("dtype") == "float32")

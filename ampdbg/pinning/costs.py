@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.levels import autocast_region, low_dtype
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes.ops import OpTrace
 from ampdbg.record.pins import OWN, PinCost
@@ -63,8 +62,7 @@ def step_seconds(run: Run, failing: FailingStep, pins: Sequence[str]) -> dict[st
 
 def as_it_was(run: Run, failing: FailingStep) -> Manner:
     """The dtype and the loss scale that the step had in the run."""
-    half = str(low_dtype(run.config.precision)).rpartition(".")[2]
-    return Manner(half, failing.scale, is_lifted=False)
+    return Manner(run.mode.format.name, failing.scale, is_lifted=False)
 
 
 def seconds_of(run: Run, failing: FailingStep, pins: Sequence[str], manner: Manner) -> float:
@@ -82,7 +80,7 @@ def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
         # With gradients: without, the counter's hooks fail on a view of a parameter that goes into a module.
         with rewound(model, snapshot), counter:
             for batch in snapshot.batches:
-                with autocast_region(run.config.precision, run.device):
+                with run.mode.forward():
                     run.workload.losses(batch)
     except (AmpdbgError, AssertionError, RuntimeError):
         return {}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.levels import autocast_region
 from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import rewound
@@ -29,7 +28,7 @@ def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
             user.running(type(model).__name__),
             _in_eval_mode(model),
             torch.no_grad(),
-            autocast_region(run.config.precision, run.device),
+            run.mode.forward(),
         ):
             _forward(run, failing.snapshot.batches[0])
     except AmpdbgError as error:

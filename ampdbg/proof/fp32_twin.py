@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from ampdbg.config import Config
-from ampdbg.precision.levels import loss_scaler, low_dtype
+from ampdbg.precision.modes import DTYPES
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.widening import rounding_to
 from ampdbg.training.loop import update_weights
@@ -40,12 +40,12 @@ def fp32_losses(
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised.
     """
-    low = low_dtype(config.precision)
+    low = DTYPES[config.precision.format.name]
     level = config.precision.model_copy(update={"level": "O0"})
     with prepared(config.model_copy(update={"precision": level})) as run:
         if is_rounded:
             _round_weights(run.workload.model, low)
-        without_scale = loss_scaler(run.config.precision, run.device)
+        without_scale = run.mode.scaler()
         batches, losses = run.workload.batches(), []
         for number in range(config.train.steps):
             losses.append(_accumulated(run, tuple(itertools.islice(batches, config.train.accumulate))))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from ampdbg.config import LossScale, Precision
-from ampdbg.precision.levels import low_dtype
+from ampdbg.formats import FLOAT16
 from ampdbg.proof.jobs import Job, Trained, Tried
 
 SPARE = 2
@@ -32,7 +30,7 @@ def steps_to_train(job: Job, tried: Sequence[Tried]) -> int:
 def _skips(precision: Precision, tried: Sequence[Tried]) -> int:
     """So many skipped steps bring the loss scale from its first value to one at which the failing steps are healthy."""
     scale = precision.loss_scale
-    if low_dtype(precision) is not torch.float16 or not isinstance(scale, LossScale):
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale):
         return 0
     # Less a rounding error: 64 is six halvings and no seventh.
     halvings = math.log(scale.init / min(one.scale for one in tried)) / -math.log(scale.backoff_factor)

@@ -9,8 +9,8 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
+from ampdbg.formats import FLOAT32
 from ampdbg.precision import half_kernels
-from ampdbg.precision.levels import low_dtype
 from ampdbg.probes.environment import environment_of
 from ampdbg.record.run import Environment
 
@@ -45,7 +45,7 @@ def is_emulated(config: Config, device: torch.device) -> bool:
 
 def describe_environment(config: Config, device: torch.device) -> Environment:
     """The versions and the device of a run that has ended, as the record keeps them."""
-    emulated = is_emulated(config, device) and low_dtype(config.precision) is not torch.float32
+    emulated = is_emulated(config, device) and config.precision.format is not FLOAT32
     attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
     notes = (FUSED_ATTENTION_NOTE,) if attention else ()
     return environment_of(device, config.precision.policy, emulated=emulated, notes=notes)

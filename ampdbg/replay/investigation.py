@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_risen
-from ampdbg.precision.levels import low_dtype
 from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay, Step
@@ -63,8 +62,7 @@ class _Replays:
         self._run = run
         self._snapshot = snapshot
         self._on_replay = on_replay
-        low = str(low_dtype(run.config.precision)).rpartition(".")[2]
-        self._as_it_was = Manner(low, scale, is_lifted=False)
+        self._as_it_was = Manner(run.mode.format.name, scale, is_lifted=False)
         self._producers = functools.partial(ProducerTrace, batches=snapshot.batches)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
@@ -111,7 +109,7 @@ class _Replays:
 
     def _low(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
         return self._replay(
-            f"{_spelt(self._as_it_was.dtype)}, every op", self._as_it_was, traced=traced, keep_gradients=keep_gradients
+            f"{self._run.mode.format.short}, every op", self._as_it_was, traced=traced, keep_gradients=keep_gradients
         )
 
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
@@ -152,10 +150,6 @@ class _Replays:
     ) -> Replayed:
         self._on_replay(self._snapshot.step, doing)
         return replay_step(self._run, self._snapshot, manner, traced=traced, keep_gradients=keep_gradients)
-
-
-def _spelt(dtype: str) -> str:
-    return {"float16": "FP16", "float32": "FP32"}.get(dtype, dtype)
 
 
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ampdbg.calibration import SKIPS_IN_A_ROW
-from ampdbg.precision.levels import low_dtype
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Step
@@ -36,7 +35,7 @@ class Investigator:
         self._limit = limit
         self._on_replay = on_replay
         self._on_investigated = on_investigated
-        self._is_low = low_dtype(run.config.precision) is not torch.float32
+        self._is_low = run.mode.dtype is not torch.float32
         self._versions = Versions()
         first = self.snapshot(())
         self._first = replace(first, attributes=first.attributes.settled())

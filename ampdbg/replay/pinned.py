@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
-from ampdbg.precision.levels import low_dtype
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay
@@ -35,7 +34,7 @@ class PinnedReplays:
         self.keeps_scale = keeps_scale
         self._run = run
         self._failing = failing
-        self._low = str(low_dtype(run.config.precision)).rpartition(".")[2]
+        self._low = run.mode.format.name
 
     @cached_property
     def fp32(self) -> Replayed:

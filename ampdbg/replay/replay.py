@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.levels import DTYPES
 from ampdbg.precision.lifting import LIFTS, lifted
+from ampdbg.precision.modes import DTYPES
 from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.nonfinite import float_values, is_finite
 from ampdbg.probes.ops import OpTrace, placed

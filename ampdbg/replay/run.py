@@ -11,6 +11,7 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.modes import Mode, mode_of
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.replay.environment import choose_device, is_emulated
 from ampdbg.replay.random_state import seeded
@@ -24,6 +25,7 @@ class Run:
     config: Config
     workload: Workload
     device: torch.device
+    mode: Mode
 
 
 @contextlib.contextmanager
@@ -39,6 +41,7 @@ def prepared(config: Config) -> Iterator[Run]:
         stack.enter_context(seeded(config.train.seed))
         if is_emulated(config, device):
             stack.enter_context(cuda_on_cpu())
-        workload = build_workload(config, device)
+        workload, mode = build_workload(config, device), mode_of(config.precision, device)
+        mode.prepare(workload.model, workload.optimizers)
         stack.enter_context(pin_fp32(workload.model, config.precision.pins))
-        yield Run(config, workload, device)
+        yield Run(config, workload, device, mode)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ampdbg.formats import FLOAT32
+from ampdbg.levels import format_of_config
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 
@@ -150,7 +152,7 @@ def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
     if record.verdict == "healthy":
         return NextStep("a longer run", with_option(again, "--steps", 10 * max(record.planned_steps, 1)))
     bad_tensors = any(step.nonfinite for step in record.steps)
-    if _in_fp32(record) or (record.verdict == "other" and bad_tensors):
+    if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and bad_tensors):
         counts = f"ampdbg report {record_path} --format json"
         return NextStep("every count of every step", counts) if record_path else None
     if record.verdict == "other":
@@ -161,9 +163,3 @@ def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
         "the same run in FP32; if it fails too, precision is not the cause",
         with_option(again, "--set", "precision.level=O0"),
     )
-
-
-def _in_fp32(record: Record) -> bool:
-    precision = record.config.get("precision")
-    settings = precision if isinstance(precision, Mapping) else {}
-    return settings.get("level") == "O0" or settings.get("dtype") == "float32"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.levels import low_dtype
 from ampdbg.precision.lifting import LIFTS
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.record.run import HalfUpdates
@@ -28,7 +27,7 @@ class ComparedUpdates:
     """
 
     def __init__(self, run: Run) -> None:
-        scaled = low_dtype(run.config.precision) is torch.float16
+        scaled = run.mode.dtype is torch.float16
         named = [] if scaled else run.workload.model.named_parameters()
         self._half = {name: value for name, value in named if value.dtype is torch.float16 and value.requires_grad}
         self._run = run

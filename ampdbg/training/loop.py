@@ -13,7 +13,6 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.levels import autocast_region, loss_scaler
 from ampdbg.probes.compiled import compiled_notes
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
@@ -131,7 +130,7 @@ def _watched(
 
 def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
-    scaler = loss_scaler(run.config.precision, run.device)
+    scaler = run.mode.scaler()
     batches = run.workload.batches()
     unseen = Unseen()
     for number in range(run.config.train.steps):
@@ -160,8 +159,8 @@ def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler,
     seen: list[torch.Tensor] = []
     for batch in batches:
         watcher.see_batch(nonfinite_in_batch(batch))
-        with autocast_region(run.config.precision, run.device):
-            losses = run.workload.losses(batch)
+        with run.mode.forward():
+            losses = run.workload.losses(run.mode.cast(batch))
         watcher.see_losses(losses, share)
         seen += [loss.detach() for loss in losses.values()]
         for position, loss in enumerate(losses.values(), start=1):
@@ -173,12 +172,5 @@ def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler,
 
 def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:
     """Unscales and clips where asked, then lets the scaler step or skip."""
-    limit = run.config.train.clip_grad_norm
     with run.workload.user.running("the optimizer's step"):
-        for optimizer in run.workload.optimizers:
-            if limit is not None:
-                scaler.unscale_(optimizer)
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                torch.nn.utils.clip_grad_norm_(parameters, limit)
-            scaler.step(optimizer)
-        scaler.update()
+        run.mode.step(scaler, run.workload.optimizers, run.config.train.clip_grad_norm)

@@ -10,7 +10,6 @@ from typing import Any
 
 from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
-from ampdbg.precision.levels import loss_scaler
 from ampdbg.probes.sites import sites_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record, Step
@@ -69,7 +68,7 @@ def _seen(run: Run, watcher: Watch) -> dict[str, Any]:
 
 def _trained(run: Run, watcher: Watch) -> tuple[int, tuple[Any, ...]]:
     """Trains all steps but the last; returns the number of that one and its batches."""
-    scaler = loss_scaler(run.config.precision, run.device)
+    scaler = run.mode.scaler()
     batches = run.workload.batches()
     last = run.config.train.steps - 1
     for _ in range(last):

@@ -1,0 +1,66 @@
+"""What a precision mode is: FP32 throughout, unless a mode says otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdbg.config import Precision
+from ampdbg.formats import FORMATS, FloatFormat
+
+DTYPES = {name: getattr(torch, name) for name in FORMATS}
+"""torch's dtype of each format."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step is computed on one device; as Lightning Fabric's precision plugins."""
+
+    precision: Precision
+    device: torch.device
+
+    @property
+    def format(self) -> FloatFormat:
+        """The narrowest format that a step computes in."""
+        return self.precision.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch's dtype of that format."""
+        dtype: torch.dtype = DTYPES[self.format.name]
+        return dtype
+
+    def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Converts weights and optimizers, once, before the first step."""
+
+    def cast(self, batch: Any) -> Any:
+        """The batch as the model takes it."""
+        return batch
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """A fresh context for one forward pass and its losses."""
+        return contextlib.nullcontext()
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The loss scaler of one run; a disabled one hands losses and steps on."""
+        return torch.amp.GradScaler(self.device.type, enabled=False)
+
+    def step(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """Unscales and clips where asked, lets the scaler step or skip each optimizer, and updates the scale."""
+        for optimizer in optimizers:
+            if clip_grad_norm is not None:
+                scaler.unscale_(optimizer)
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            scaler.step(optimizer)
+        scaler.update()
