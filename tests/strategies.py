@@ -10,7 +10,6 @@ from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,
-    GroupTotal,
     HalfUpdates,
     Misuse,
     ParameterCounts,
@@ -60,12 +59,6 @@ steps = st.builds(
     nonfinite=tuples(tensors),
     losses=st.dictionaries(texts, floats, max_size=2),
     groups_hit=counts,
-)
-group_totals = st.builds(
-    GroupTotal,
-    name=texts,
-    worst=texts,
-    **dict.fromkeys(("index", "steps", "first", "inf", "nan", "size", "parameters"), counts),
 )
 sources = st.builds(Source, file=texts, line=counts, function=texts, text=texts)
 findings = st.builds(
@@ -194,7 +187,6 @@ def records() -> st.SearchStrategy[Record]:
         misuses=tuples(misuses),
         half_updates=st.none() | half_updates,
         groups=tuples(texts, max_size=8),
-        group_totals=tuples(group_totals),
         planned_steps=counts,
         interrupted=st.booleans(),
         error=texts,

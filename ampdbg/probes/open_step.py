@@ -17,8 +17,7 @@ class OpenStep:
     """What is known of a step before it is closed. Tensors here are scalars, still on the device.
 
     ``scaler`` is the enabled one that has scaled a loss, ``bare`` holds the optimizers (by ``id``) whose own
-    step was called by the loop itself, and ``before_closure`` how many losses there were by then. ``reachable``
-    is how many groups had a gradient, counted where any was not finite.
+    step was called by the loop itself, and ``before_closure`` how many losses there were by then.
     """
 
     scaled: list[torch.Tensor] = field(default_factory=list)
@@ -31,7 +30,6 @@ class OpenStep:
     scale: torch.Tensor | None = None
     skipped: bool = False
     stepped: bool = False
-    reachable: int = 0
     before_closure: int = 0
 
     def add_losses(self, outputs: Any) -> None:

@@ -11,10 +11,15 @@ from ampdbg.record.run import Step, TensorCounts
 
 from .nonfinite import nonfinite_in_model
 from .open_step import OpenStep, to_host
-from .overflow_tally import OverflowTally
 
 UNREAD_STEPS = 64
 """On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
+
+LISTED_STEPS = 50
+"""So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
+
+LISTED_PARAMETERS = 10_000
+"""So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step lists all of its own."""
 
 
 class StepLog:
@@ -22,16 +27,15 @@ class StepLog:
 
     Args:
         model: its parameters and buffers are checked on unhealthy steps.
-        groups: how many parameter groups there are, over all optimizers.
         on_step: called with each Step as it ends.
     """
 
-    def __init__(self, model: torch.nn.Module, groups: int, on_step: Callable[[Step], None] | None) -> None:
+    def __init__(self, model: torch.nn.Module, on_step: Callable[[Step], None] | None) -> None:
         self.batch: list[TensorCounts] = list(nonfinite_in_model(model))
-        self.tally = OverflowTally()
         self._model = model
         self._known_bad = {counts.name for counts in self.batch}
-        self._groups = groups
+        self._listed_steps = 0
+        self._listed_parameters = 0
         self._on_step = on_step
         self._losses: dict[str, torch.Tensor] = {}
         self._unread: list[OpenStep] = []
@@ -42,6 +46,15 @@ class StepLog:
         """One for each step that has ended; on a GPU this reads what is still unread (one sync)."""
         self._read()
         return tuple(self._steps)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the steps leave out."""
+        unlisted = sum(step.groups_hit > 0 for step in self._steps)
+        if not unlisted:
+            return ()
+        every = self._listed_steps + unlisted
+        return (f"only {self._listed_steps} of {every} steps with non-finite gradients list their groups",)
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
@@ -78,12 +91,20 @@ class StepLog:
             made = step.to_step(len(self._steps), values)
             if made.skipped or not _is_finite_number(made.loss):
                 made = self._with_bad_tensors(made)
-            if made.groups:
-                listed, hit = self.tally.kept(made.step, made.groups, step.reachable, self._groups)
-                made = replace(made, groups=listed, groups_hit=hit)
+            made = self._with_few_groups(made)
             self._steps.append(made)
             if self._on_step is not None:
                 self._on_step(made)
+
+    def _with_few_groups(self, step: Step) -> Step:
+        """The step with its groups; only with their count once the record lists enough."""
+        size = self._listed_parameters + sum(len(group.parameters) for group in step.groups)
+        is_full = self._listed_steps >= LISTED_STEPS or size > LISTED_PARAMETERS
+        if self._listed_steps and is_full:
+            return replace(step, groups=(), groups_hit=len(step.groups))
+        if step.groups:
+            self._listed_steps, self._listed_parameters = self._listed_steps + 1, size
+        return step
 
     def _with_bad_tensors(self, step: Step) -> Step:
         """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""

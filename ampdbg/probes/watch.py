@@ -20,7 +20,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.record.run import GroupTotal, Misuse, Record, Step, TensorCounts, Unseen
+from ampdbg.record.run import Misuse, Record, Step, TensorCounts, Unseen
 from ampdbg.replacing import replaced
 
 from .calls import Calls
@@ -46,7 +46,7 @@ class Watch:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._log = StepLog(model, len(self.groups), on_step)
+        self._log = StepLog(model, on_step)
         self._calls = Calls(optimizers, self._log.closed)
         self._open: dict[int, OpenStep] = {}
         self._fired: set[int] = set()
@@ -73,14 +73,9 @@ class Watch:
         return self._calls.misuses
 
     @property
-    def group_totals(self) -> tuple[GroupTotal, ...]:
-        """The overflowing groups of the steps that do not list them."""
-        return self._log.tally.totals
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out."""
-        return self._log.tally.notes
+        return self._log.notes
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
@@ -96,7 +91,6 @@ class Watch:
             unseen=Unseen(notes=self.notes),
             misuses=self.misuses,
             groups=self.groups,
-            group_totals=self.group_totals,
             interrupted=self._interrupted,
             elapsed=round(time.monotonic() - self._started, 3),
         )
@@ -269,8 +263,6 @@ class Watch:
 
     def _note_groups(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
         step.groups += nonfinite_groups(optimizer, self._names, self._first_group(optimizer))
-        groups = (group for other in self._optimizers.values() for group in other.param_groups)
-        step.reachable = sum(any(parameter.grad is not None for parameter in group["params"]) for group in groups)
 
     def _first_group(self, optimizer: torch.optim.Optimizer) -> int:
         index = 0

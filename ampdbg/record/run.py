@@ -39,25 +39,6 @@ class GroupOverflow:
 
 
 @dataclass(frozen=True)
-class GroupTotal:
-    """A parameter group over the steps that hit some groups and do not list them: a long run must not fill the disk.
-
-    ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in the
-    worst one, where ``worst`` is the parameter with the largest share and ``parameters`` had any.
-    """
-
-    index: int
-    name: str
-    steps: int
-    first: int
-    inf: int
-    nan: int
-    size: int
-    worst: str
-    parameters: int
-
-
-@dataclass(frozen=True)
 class TensorCounts:
     """A batch leaf, parameter or buffer that holds non-finite values.
 
@@ -83,7 +64,7 @@ class Step:
     when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler).
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when
     any of them is not finite. ``skipped`` says that an optimizer's step was withheld. ``groups_hit`` is how
-    many groups had a non-finite gradient where ``groups`` does not list them (:class:`GroupTotal`), else 0.
+    many groups had a non-finite gradient where ``groups`` does not list them: only a run's first unhealthy steps do.
     """
 
     step: int
@@ -318,7 +299,6 @@ class Record:
     misuses: tuple[Misuse, ...] = ()
     half_updates: HalfUpdates | None = None
     groups: tuple[str, ...] = ()
-    group_totals: tuple[GroupTotal, ...] = ()
     planned_steps: int = 0
     interrupted: bool = False
     error: str = ""

@@ -25,7 +25,8 @@ def groups_text(record: Record, seen: Overflows) -> Iterator[RenderableType]:
     if seen.local:
         if seen.narrowest is not None and len(seen.narrowest.groups) < min(MAX_GROUPS, len(seen.hits)):
             yield _narrowest(seen.narrowest, seen.total)
-        yield _grouptable(seen)
+        if seen.hits:
+            yield _grouptable(seen)
         if len(seen.hits) > MAX_GROUPS:
             yield indented(Text(f"… and {len(seen.hits) - MAX_GROUPS} more groups (all in the record)", style="dim"))
     if seen.everywhere:
@@ -42,10 +43,11 @@ def _narrowest(step: Step, total: int) -> RenderableType:
 
 def _grouptable(seen: Overflows) -> RenderableType:
     rows = table("group", "steps", "first", "inf", "NaN", "worst share")
+    listed = sum(bool(step.groups) for step in seen.local)
     for hit in seen.hits[:MAX_GROUPS]:
         rows.add_row(
             _group_name(hit),
-            f"{hit.steps} of {len(seen.local)}",
+            f"{hit.steps} of {listed}",
             str(hit.first),
             str(hit.inf),
             str(hit.nan),

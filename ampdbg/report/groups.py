@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ampdbg.calibration import is_everywhere
-from ampdbg.record.run import GroupOverflow, GroupTotal, ParameterCounts, Record, Step
+from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def overflows(record: Record) -> Overflows:
         total=total,
         everywhere=tuple(step for step in hit if is_everywhere(count_hit(step), reachable, total)),
         local=local,
-        hits=group_hits(local, record.group_totals),
+        hits=group_hits(local),
         narrowest=min(listed, key=lambda step: (len(step.groups), step.step), default=None),
     )
 
@@ -65,19 +65,13 @@ def count_hit(step: Step) -> int:
     return len(step.groups) or step.groups_hit
 
 
-def group_hits(steps: Sequence[Step], totals: Sequence[GroupTotal] = ()) -> tuple[GroupHits, ...]:
-    """The groups hit in ``steps``, sorted by first step, then the most often, then their order in the model.
-
-    ``totals`` has those of the steps that do not list their groups.
-    """
+def group_hits(steps: Sequence[Step]) -> tuple[GroupHits, ...]:
+    """The groups that ``steps`` list, sorted by first step, then the most often, then their order in the model."""
     seen: dict[int, list[tuple[int, GroupOverflow]]] = {}
     for step in steps:
         for group in step.groups:
             seen.setdefault(group.index, []).append((step.step, group))
     hits = {index: _summarise(events) for index, events in seen.items()}
-    for unlisted in totals:
-        known = hits.get(unlisted.index)
-        hits[unlisted.index] = _merged(known, unlisted) if known else GroupHits(**vars(unlisted))
     return tuple(sorted(hits.values(), key=lambda hit: (hit.first, -hit.steps, hit.index)))
 
 
@@ -114,12 +108,6 @@ def _summarise(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
         worst=max(worst.parameters, key=_parameter_share).name if worst.parameters else "",
         parameters=len(worst.parameters),
     )
-
-
-def _merged(known: GroupHits, unlisted: GroupTotal) -> GroupHits:
-    """Both counts; the elements of the worse one."""
-    worse = max(known, GroupHits(**vars(unlisted)), key=lambda hit: (hit.inf + hit.nan) / hit.size if hit.size else 0.0)
-    return replace(worse, steps=known.steps + unlisted.steps, first=min(known.first, unlisted.first))
 
 
 def _bad_share(group: GroupOverflow) -> float:

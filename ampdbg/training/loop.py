@@ -112,7 +112,6 @@ def _watched(
         environment=describe_environment(run.config, run.device),
         steps=watcher.steps,
         groups=watcher.groups,
-        group_totals=watcher.group_totals,
         misuses=watcher.misuses,
         unseen=replace(unseen, notes=(*unseen.notes, *notes, *watcher.notes)),
         interrupted=interrupted,

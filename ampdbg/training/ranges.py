@@ -48,7 +48,7 @@ def profile_ranges(config: Config, *, on_step: Callable[[Step], None] = lambda s
         )
         with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
             seen = _seen(run, watcher)
-        record = replace(record, steps=watcher.steps, groups=watcher.groups, group_totals=watcher.group_totals, **seen)
+        record = replace(record, steps=watcher.steps, groups=watcher.groups, **seen)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 
