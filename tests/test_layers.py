@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("levels", "ops"),
     ("source",),
     ("record",),
+    ("observer",),
     ("calibration", "agreement"),
     ("config",),
     ("workload",),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ampdbg.errors import EXIT_FOUND
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.file import to_json
-from ampdbg.record.pins import Strategy, Trial
-from ampdbg.record.run import Record, Step
+from ampdbg.record.pins import Strategy
+from ampdbg.record.run import Record
 
-from . import live_tree, options
+from . import options, progress
 from .config_sources import config_given, told_of_watched_loop
 from .options import FailOn, Searching, as_overrides, as_typed
 from .record_files import FOLDER, tell_unsaved, try_to_save
@@ -38,12 +39,7 @@ def bisect(
     overrides: Sequence[str] = (),
     strategy: Strategy = "guided",
     max_trials: int | None = None,
-    on_start: Callable[[int], None] = lambda planned: None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_replay: Callable[[int, str], None] = lambda step, doing: None,
-    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
-    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
+    observer: Observer = UNOBSERVED,
     journal_folder: Path | None = None,
 ) -> Record:
     """Finds the smallest set of modules that makes the failing step healthy; returns the diagnosed record.
@@ -65,12 +61,7 @@ def bisect(
         strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree, ``prefix`` by
             binary search in order of execution.
         max_trials: no more experiments than that.
-        on_start: called with the planned number of steps before the model is loaded.
-        on_step: called after each step.
-        on_replay: called before each replay of the diagnosis.
-        on_search: called with the qualified names of the modules that ran; again where the search begins again.
-        on_trial_start: called before each experiment with its pins.
-        on_trial: called after each experiment.
+        observer: sees the run and the search as they go on.
         journal_folder: experiments are noted in it as they end, and those noted there are not run again.
 
     Raises:
@@ -87,7 +78,7 @@ def bisect(
         Path(module) if module is not None else None,
         as_overrides(steps, device, policy, seed, overrides),
     )
-    on_start(checked.train.steps)
+    observer.start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.pinning.bisection import bisect_run
 
@@ -96,11 +87,7 @@ def bisect(
             checked,
             strategy=strategy,
             max_trials=max_trials,
-            on_step=on_step,
-            on_replay=on_replay,
-            on_search=on_search,
-            on_trial=on_trial,
-            on_trial_start=on_trial_start,
+            observer=observer,
             journal_folder=journal_folder,
         )
 
@@ -132,7 +119,7 @@ def command(
     """
     look = look_of(sys.stdout)
     with results_only() as result:
-        with live_tree.shown(quiet, max_trials) as view:
+        with progress.shown(quiet, max_trials) as observer:
             seen = bisect(
                 config,
                 module=module,
@@ -143,12 +130,7 @@ def command(
                 overrides=settings or (),
                 strategy=strategy.value,
                 max_trials=max_trials,
-                on_start=view.training.on_start,
-                on_step=view.training.on_step,
-                on_replay=view.training.on_replay,
-                on_search=view.on_search,
-                on_trial_start=view.on_trial_start,
-                on_trial=view.on_trial,
+                observer=observer,
                 journal_folder=JOURNALS,
             )
         written, failure = try_to_save(seen, record)

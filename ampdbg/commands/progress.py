@@ -1,106 +1,157 @@
-"""How a run is doing, on stderr: a live bar on a terminal, a line every tenth of the run elsewhere."""
+"""How a run is doing, on stderr: a live bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
 from ampdbg.report import quantities
+from ampdbg.report.trial_text import pins_text, result_text
 
 from .terminal import is_rich_terminal, say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 REFRESH_SECONDS = 0.1
 PLAIN_LINES = 10
 
-
-@dataclass(frozen=True)
-class Progress:
-    """What a run calls: ``on_start`` with the planned steps before anything is loaded, ``on_step`` after each step,
-    ``on_replay`` before each replay of a step, with its number and what is about to run."""
-
-    on_start: Callable[[int], None]
-    on_step: Callable[[Step], None]
-    on_replay: Callable[[int, str], None] = lambda step, doing: None
+EVERY_LINE = 20
+"""Without a terminal the first trials have a line each, later ones every tenth, then every hundredth."""
 
 
 @contextlib.contextmanager
-def shown(quiet: bool) -> Iterator[Progress]:
-    """The progress display that fits stderr, removed at the end of the block."""
+def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
+    """The display that fits stderr, removed at the end of the block; of a search's trials at most ``max_trials``."""
     if quiet:
-        yield Progress(on_start=lambda total: None, on_step=lambda step: None)
+        yield UNOBSERVED
     elif is_rich_terminal(sys.stderr):
-        with _live() as progress:
-            yield progress
+        with _bar() as bar:
+            yield LiveBar(bar, max_trials)
     else:
-        yield _plain()
+        yield Lines()
 
 
-def _plain() -> Progress:
-    total = done = skipped = 0
-    replayed: set[int] = set()
+class Lines(Observer):
+    """A line for every tenth of the run, for each step that is replayed, and for most trials."""
 
-    def on_start(planned: int) -> None:
-        nonlocal total
-        total = planned
+    def __init__(self) -> None:
+        self._planned = self._steps = self._skipped = self._trials = 0
+        self._replayed: set[int] = set()
+
+    def start(self, planned: int) -> None:
+        self._planned = planned
         say("loading model and data")
 
-    def on_step(step: Step) -> None:
-        nonlocal done, skipped
-        done, skipped = done + 1, skipped + step.skipped
-        every = max(1, total // PLAIN_LINES)
-        if done == 1 or done % every == 0 or done == total:
-            say(f"step {done}/{total}  {_state(step, skipped)}")
+    def step(self, step: Step) -> None:
+        self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
+        every = max(1, self._planned // PLAIN_LINES)
+        if self._steps == 1 or self._steps % every == 0 or self._steps == self._planned:
+            say(f"step {self._steps}/{self._planned}  {_state(step, self._skipped)}")
 
-    def on_replay(step: int, doing: str) -> None:
-        if step not in replayed:
+    def replay(self, step: int, doing: str) -> None:
+        if step not in self._replayed:
             say(f"replaying step {step} in other precisions and scales, {doing} first")
-        replayed.add(step)
+        self._replayed.add(step)
 
-    return Progress(on_start, on_step, on_replay)
+    def search(self, modules: tuple[str, ...]) -> None:
+        self._trials = 0
+        say(_searching(modules))
+
+    def trial(self, trial: Trial) -> None:
+        self._trials += 1
+        if has_a_line(self._trials):
+            say(_trial_line(self._trials, trial))
+
+    def stage(self, doing: str) -> None:
+        if doing:
+            say(doing)
+
+
+class LiveBar(Observer):
+    """A bar over the steps, then over the trials of a search; the stages of a proof are lines."""
+
+    def __init__(self, bar: Progress, max_trials: int | None) -> None:
+        self._bar = bar
+        self._task: TaskID = bar.add_task("loading model and data", total=None, state="")
+        self._max_trials = max_trials
+        self._skipped = self._trials = 0
+        self._drawn = 0.0
+
+    def start(self, planned: int) -> None:
+        self._bar.update(self._task, total=planned, refresh=True)
+
+    def step(self, step: Step) -> None:
+        self._skipped += step.skipped
+        state = _state(step, self._skipped)
+        self._bar.update(self._task, advance=1, description="step", state=state, refresh=self._is_due())
+
+    def replay(self, step: int, doing: str) -> None:
+        self._bar.update(self._task, description=f"replaying step {step}: {doing}", state="", refresh=True)
+
+    def search(self, modules: tuple[str, ...]) -> None:
+        self._trials = 0
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(_searching(modules), total=self._max_trials, state="")
+        self._bar.refresh()
+
+    def trial(self, trial: Trial) -> None:
+        self._trials += 1
+        line = _trial_line(self._trials, trial)
+        self._bar.update(self._task, advance=1, description=line, refresh=self._is_due())
+
+    def stage(self, doing: str) -> None:
+        self._bar.stop()
+        if doing:
+            say(doing)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        due = now - self._drawn >= REFRESH_SECONDS
+        self._drawn = now if due else self._drawn
+        return due
 
 
 @contextlib.contextmanager
-def _live() -> Iterator[Progress]:
+def _bar() -> Iterator[Progress]:
     """A rich bar without its refresh thread.
 
     The thread could hold the console's lock at the moment a DataLoader forks its workers, which then
     wait for it for ever when they print. Here a step redraws the bar, at most ten times a second.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(compact=True),
     )
-    with Bar(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("loading model and data", total=None, state="")
-        skipped, drawn = 0, 0.0
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        yield bar
 
-        def on_start(planned: int) -> None:
-            bar.update(task, total=planned, refresh=True)
 
-        def on_step(step: Step) -> None:
-            nonlocal skipped, drawn
-            skipped += step.skipped
-            now = time.monotonic()
-            due = now - drawn >= REFRESH_SECONDS
-            drawn = now if due else drawn
-            bar.update(task, advance=1, description="step", state=_state(step, skipped), refresh=due)
+def has_a_line(trial: int) -> bool:
+    """Whether the trial of this number, counted from 1, has a line of its own."""
+    every = 1 if trial <= EVERY_LINE else 10 if trial <= 100 else 100 if trial <= 1000 else 1000
+    return trial % every == 0
 
-        def on_replay(step: int, doing: str) -> None:
-            bar.update(task, description=f"replaying step {step}: {doing}", state="", refresh=True)
 
-        yield Progress(on_start, on_step, on_replay)
+def _searching(modules: tuple[str, ...]) -> str:
+    return f"searching {quantities.counted(len(modules), 'module')} for the smallest set that must run in FP32"
+
+
+def _trial_line(number: int, trial: Trial) -> str:
+    stage = f"{trial.stage}: " if trial.stage else ""
+    return f"trial {number}: {stage}{pins_text(trial.pins)} in FP32: {result_text(trial)}"
 
 
 def _state(step: Step, skipped: int) -> str:

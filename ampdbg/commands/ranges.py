@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.file import to_json
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Record
 
 from . import options, progress
 from .config_sources import config_of_yaml
@@ -37,8 +38,7 @@ def ranges(
     policy: str | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
-    on_start: Callable[[int], None] = lambda planned: None,
-    on_step: Callable[[Step], None] = lambda step: None,
+    observer: Observer = UNOBSERVED,
 ) -> Record:
     """Measures the ranges of step number ``steps`` (the first is 1) and returns the diagnosed record; writes no file.
 
@@ -51,12 +51,12 @@ def ranges(
         UserCodeError: the workload's own code raised.
     """
     checked = config_of_yaml(Path(config), as_overrides(steps, device, policy, seed, overrides))
-    on_start(checked.train.steps)
+    observer.start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.diagnosis.range_findings import diagnose_ranges
     from ampdbg.training.ranges import profile_ranges
 
-    return diagnose_ranges(profile_ranges(checked, on_step=on_step))
+    return diagnose_ranges(profile_ranges(checked, observer=observer))
 
 
 def command(
@@ -83,7 +83,7 @@ def command(
     # The first step, the default, is no reason for a scan of one step.
     typed = as_typed(shlex.quote(str(config)), steps if steps > 1 else None, device, policy, seed, settings or ())
     with results_only() as result:
-        with progress.shown(quiet) as watcher:
+        with progress.shown(quiet) as observer:
             seen = ranges(
                 config,
                 steps=steps,
@@ -91,8 +91,7 @@ def command(
                 policy=policy.value if policy else None,
                 seed=seed,
                 overrides=settings or (),
-                on_start=watcher.on_start,
-                on_step=watcher.on_step,
+                observer=observer,
             )
         written, failure = try_to_save(seen, record)
         write_result(to_json(seen) if json else _report(seen, look, typed, written, order, top), result)

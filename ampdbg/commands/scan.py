@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED, AmpdbgError
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.file import to_json
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Record
 
 from . import options, progress
 from .config_sources import config_of_yaml
@@ -30,17 +31,13 @@ def scan(
     policy: str | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
-    on_start: Callable[[int], None] = lambda planned: None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_replay: Callable[[int, str], None] = lambda step, doing: None,
+    observer: Observer = UNOBSERVED,
     replays: int = 2,
 ) -> Record:
     """Trains ``steps`` steps of the config's workload and returns the diagnosed record; writes no file.
 
     ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any key ("dotted.key=YAML value").
-    ``on_start`` is called with the planned number of steps before the model is loaded, ``on_step`` after each step,
-    ``on_replay`` before each replay with the step's number and what is about to run; at most ``replays``
-    unhealthy steps of each kind are replayed.
+    ``observer`` sees the run as it goes on; at most ``replays`` unhealthy steps of each kind are replayed.
     An interrupt ends the run early: the record holds what was seen, with ``interrupted`` set.
 
     Raises:
@@ -49,13 +46,13 @@ def scan(
         UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
     """
     checked = config_of_yaml(Path(config), as_overrides(steps, device, policy, seed, overrides))
-    on_start(checked.train.steps)
+    observer.start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
 
     with diagnosed("scan"):
-        return diagnose(train(checked, on_step=on_step, on_replay=on_replay, replays=replays))
+        return diagnose(train(checked, observer=observer, replays=replays))
 
 
 @contextlib.contextmanager
@@ -92,7 +89,7 @@ def command(
     look = look_of(sys.stdout)
     typed = as_typed(shlex.quote(str(config)), steps, device, policy, seed, settings or ())
     with results_only() as result:
-        with progress.shown(quiet) as watcher:
+        with progress.shown(quiet) as observer:
             seen = scan(
                 config,
                 steps=steps,
@@ -100,9 +97,7 @@ def command(
                 policy=policy.value if policy else None,
                 seed=seed,
                 overrides=settings or (),
-                on_start=watcher.on_start,
-                on_step=watcher.on_step,
-                on_replay=watcher.on_replay,
+                observer=observer,
                 replays=replays,
             )
         written, failure = try_to_save(seen, record)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdbg.record.run import Record
 
-from . import live_tree
+from . import progress
 from .bisect import JOURNALS
 from .config_sources import told_of_watched_loop
 from .options import Searching
@@ -57,15 +56,8 @@ def searched(
     """
     if warns and not quiet:
         _warn_of_uncommitted(config)
-    with contextlib.ExitStack() as display:
-        view = display.enter_context(live_tree.shown(quiet, max_trials))
-
-        def on_stage(doing: str) -> None:
-            display.close()  # the search is over, and its tree would be drawn over these lines
-            if not quiet:
-                say(doing)
-
-        view.training.on_start(config.train.steps)
+    with progress.shown(quiet, max_trials) as observer:
+        observer.start(config.train.steps)
         from ampdbg.proof.suggestion import suggest
 
         with diagnosed("suggest-fp32"):
@@ -76,12 +68,7 @@ def searched(
                 known=known,
                 strategy=strategy.value,
                 max_trials=max_trials,
-                on_step=view.training.on_step,
-                on_replay=view.training.on_replay,
-                on_search=view.on_search,
-                on_trial_start=view.on_trial_start,
-                on_trial=view.on_trial,
-                on_stage=on_stage,
+                observer=observer,
                 journal_folder=JOURNALS,
             )
     return found, config.folder

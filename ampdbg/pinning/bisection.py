@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import PRECISION, diagnose
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.journals import Journals
 from ampdbg.pinning.pin_search import search_pins
-from ampdbg.pinning.set_found import Events
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import Outcome, Search, Strategy, Trial
-from ampdbg.record.run import Investigation, Record, Step
+from ampdbg.record.pins import Outcome, Search, Strategy
+from ampdbg.record.run import Investigation, Record
 from ampdbg.replay.failing_step import FailingStep, failing_step, weights_of
-from ampdbg.replay.investigation import OnReplay
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import Snapshot
 from ampdbg.training.loop import train_prepared
@@ -48,11 +47,7 @@ def bisect_run(
     *,
     strategy: Strategy = "guided",
     max_trials: int | None = None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_replay: OnReplay = lambda step, doing: None,
-    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
+    observer: Observer = UNOBSERVED,
     journal_folder: Path | None = None,
 ) -> Record:
     """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
@@ -61,12 +56,8 @@ def bisect_run(
         config: a checked config.
         strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree, ``prefix`` by execution order.
         max_trials: no more experiments than that.
-        on_step: called after each optimizer step.
-        on_replay: called before each replay of the diagnosis.
-        on_search: called with the qualified names of the modules, in the order of their first calls; called again
-            where the search begins again, as for a step that turns out to fail only sometimes.
-        on_trial: called after each experiment.
-        on_trial_start: called before each experiment, with its pins.
+        observer: sees steps and replays, and the search; that begins again where a step turns out to fail only
+            sometimes.
         journal_folder: experiments are noted here as they are made, so that a search that was killed or
             interrupted goes on where it was; those of one that has ended are deleted.
 
@@ -77,8 +68,7 @@ def bisect_run(
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
-    events = Events(on_search, on_trial_start, on_trial)
-    with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as ended:
+    with bisected(config, strategy, max_trials, observer, journal_folder) as ended:
         return ended.record
 
 
@@ -87,9 +77,7 @@ def bisected(
     config: Config,
     strategy: Strategy,
     max_trials: int | None,
-    on_step: Callable[[Step], None],
-    on_replay: OnReplay,
-    events: Events,
+    observer: Observer,
     journal_folder: Path | None,
 ) -> Iterator[Bisected]:
     """As :func:`bisect_run`, for what has to be done with the run after the search.
@@ -107,8 +95,7 @@ def bisected(
         record = diagnose(
             train_prepared(
                 run,
-                on_step=on_step,
-                on_replay=on_replay,
+                observer=observer,
                 command="bisect",
                 replays=REPLAYED_STEPS,
                 on_investigated=keep,
@@ -119,7 +106,7 @@ def bisected(
         if told is not None or record.interrupted:
             record = replace(record, search=told)
         else:
-            record = _searched(run, record, failing, strategy, max_trials, events, journals)
+            record = _searched(run, record, failing, strategy, max_trials, observer, journals)
         record = replace(record, elapsed=round(time.monotonic() - started, 3))
         yield Bisected(run, record, tuple(failing))
         if not record.interrupted:
@@ -132,7 +119,7 @@ def _searched(
     failing: Sequence[FailingStep],
     strategy: Strategy,
     max_trials: int | None,
-    events: Events,
+    observer: Observer,
     journals: Journals,
 ) -> Record:
     try:
@@ -143,7 +130,7 @@ def _searched(
                 failing,
                 strategy=strategy,
                 max_trials=max_trials,
-                events=events,
+                observer=observer,
                 journals=journals,
             )
     except KeyboardInterrupt:  # before the first trial has ended

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from ampdbg.agreement import is_finite
 from ampdbg.config import Config
+from ampdbg.observer import Observer
 from ampdbg.pinning.candidates import proposed_by_shadow
 from ampdbg.pinning.experiment import Case, Experiment
 from ampdbg.pinning.journals import Journals
 from ampdbg.pinning.set_found import (
     Contradiction,
-    Events,
     Setting,
     record_of_best,
     record_of_found,
@@ -47,7 +47,7 @@ def search_pins(
     *,
     strategy: Strategy,
     max_trials: int | None,
-    events: Events,
+    observer: Observer,
     journals: Journals,
 ) -> Record:
     """Searches on the first of the failing steps, whose weights the model must have; the set has to cure all of them.
@@ -64,14 +64,14 @@ def search_pins(
         why = fp32.error or f"the loss is {fp32.loss:g} in FP32 too"
         return replace(record, search=replace(search, outcome="fp32-fails", message=why))
     tree = atom_tree(covered.callable)
-    events.on_search(covered.callable)
+    observer.search(covered.callable)
     is_silent = record.findings[0].code == "silent-overflow"
     experiment = Experiment(run, (case, *_others(run, record, failing[1:])), tree, is_silent=is_silent)
     search = _how_often(experiment, replace(search, modules=len(covered.callable)))
     if search.failed == 0:
         message = f"the step failed while it was trained, and in none of {search.tried} replays"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    return _searched(Asked(run, first, experiment, covered.callable, events, max_trials, journals), record, search)
+    return _searched(Asked(run, first, experiment, covered.callable, observer, max_trials, journals), record, search)
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,23 @@ class Asked:
     failing: FailingStep
     experiment: Experiment
     order: tuple[str, ...]
-    events: Events
+    observer: Observer
     max_trials: int | None
     journals: Journals
 
     def setting(self, repeats: int) -> Setting:
         """A search that begins, with that many runs to a trial."""
         trials = Trials(
-            _announced(self.experiment, self.events),
+            _announced(self.experiment, self.observer),
             self.experiment.tree,
             max_trials=self.max_trials,
             repeats=repeats,
             journal=self.journals.journal(self.run, self.experiment, repeats),
             on_recall=self.experiment.recall,
-            on_trial=self.events.on_trial,
+            on_trial=self.observer.trial,
             together=tied_modules(self.run.workload.model, self.experiment.tree),
         )
-        return Setting(self.run, self.failing, self.experiment, trials, self.order, self.events, repeats)
+        return Setting(self.run, self.failing, self.experiment, trials, self.order, self.observer, repeats)
 
 
 def _searched(asked: Asked, record: Record, search: Search) -> Record:
@@ -110,7 +110,7 @@ def _searched(asked: Asked, record: Record, search: Search) -> Record:
         return _concluded(setting, record, search)
     except Contradiction:
         asked.journals.discard()
-    asked.events.on_search(asked.order)
+    asked.observer.search(asked.order)
     if setting.trials.recalled:
         asked.experiment.forget_all_but(before)
     else:
@@ -182,9 +182,9 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Found]] = {
 }
 
 
-def _announced(experiment: Experiment, events: Events) -> Callable[[tuple[str, ...]], Seen]:
+def _announced(experiment: Experiment, observer: Observer) -> Callable[[tuple[str, ...]], Seen]:
     def run(pins: tuple[str, ...]) -> Seen:
-        events.on_start(pins)
+        observer.trial_start(pins)
         return experiment.run(pins)
 
     return run

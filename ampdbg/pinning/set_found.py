@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampdbg.agreement import is_finite
+from ampdbg.observer import Observer
 from ampdbg.pinning.costs import step_costs, step_seconds
 from ampdbg.pinning.experiment import Case, Experiment
 from ampdbg.pinning.found_pins import classes_of, described, digests, reason_of, statements
@@ -32,16 +33,6 @@ class Contradiction(Exception):  # noqa: N818 - not an error: what was learnt, b
 
 
 @dataclass(frozen=True)
-class Events:
-    """What a search calls: ``on_search`` with the modules that ran, as it begins and as it begins again, ``on_start``
-    with the pins of an experiment and ``on_trial`` with its end."""
-
-    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None
-    on_start: Callable[[tuple[str, ...]], None] = lambda pins: None
-    on_trial: Callable[[Trial], None] = lambda trial: None
-
-
-@dataclass(frozen=True)
 class Setting:
     """What every part of one search needs; ``order`` are the modules in order of their first calls."""
 
@@ -50,7 +41,7 @@ class Setting:
     experiment: Experiment
     trials: Trials
     order: tuple[str, ...]
-    events: Events
+    observer: Observer
     repeats: int
 
 
@@ -181,7 +172,7 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
 
 def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
     """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
-    setting.events.on_start(closing.pins)
+    setting.observer.trial_start(closing.pins)
     seen = [experiment.run(closing.pins) for _ in range(setting.repeats)]
     bad = next((one for one in seen if not one.healthy), None)
     shown = bad or seen[-1]
@@ -197,7 +188,7 @@ def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: C
         seconds=sum(one.seconds for one in seen),
     )
     closing.made.append(trial)
-    setting.events.on_trial(trial)
+    setting.observer.trial(trial)
 
 
 def _on_further_batches(setting: Setting) -> Iterator[Experiment]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import torch
 
 from ampdbg.config import Config
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.widening import rounding_to
@@ -24,7 +25,7 @@ def fp32_losses(
     *,
     withheld: Collection[int] = (),
     is_rounded: bool = False,
-    on_step: Callable[[], None] = lambda: None,
+    observer: Observer = UNOBSERVED,
 ) -> tuple[float, ...]:
     """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
 
@@ -34,7 +35,7 @@ def fp32_losses(
             the same updates is comparable.
         is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
             difference that training in that dtype could make.
-        on_step: called after each step.
+        observer: gets a sign of life after each step.
 
     Raises:
         WorkloadError: a target cannot be used, or the device is not there.
@@ -51,7 +52,7 @@ def fp32_losses(
             losses.append(_accumulated(run, tuple(itertools.islice(batches, config.train.accumulate))))
             if number not in withheld:
                 update_weights(run, without_scale)
-            on_step()
+            observer.stage("")
     return tuple(losses)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import queue
@@ -19,8 +18,9 @@ from typing import IO
 
 import torch
 
+from ampdbg.observer import Observer
 from ampdbg.proof.jobs import Job, Seen
-from ampdbg.proof.runs import OnStage, perform
+from ampdbg.proof.runs import perform
 from ampdbg.proof.saved_steps import Uncarried, load_steps
 
 STALLED = 1800.0
@@ -36,13 +36,13 @@ POLL = 0.5
 _START = "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); from ampdbg.proof.process import main; main()"
 
 
-def in_fresh_process(job: Job, steps: Path, on_stage: OnStage, stalled: float = STALLED) -> Seen:
+def in_fresh_process(job: Job, steps: Path, observer: Observer, stalled: float = STALLED) -> Seen:
     """Runs a job in a process of its own; its failure, crash or hang is the ``failure`` of what was seen.
 
     Args:
         job: what to run.
         steps: the file with the failing steps.
-        on_stage: called with what the process is about to run.
+        observer: sees what the process is about to run.
         stalled: seconds without a sign of life after which it is ended.
 
     Raises:
@@ -52,7 +52,7 @@ def in_fresh_process(job: Job, steps: Path, on_stage: OnStage, stalled: float = 
         folder = Path(name)
         task, result, output = folder / "task", folder / "result.json", folder / "output"
         with _started((job, steps, torch.get_num_threads(), sys.argv), task, result, output) as child:
-            failure = _followed(child, on_stage, stalled) or _ended(child)
+            failure = _followed(child, observer, stalled) or _ended(child)
         if result.exists():
             seen = Seen.model_validate_json(result.read_bytes())
         else:
@@ -69,15 +69,25 @@ def main() -> None:
     # The user's code is to find the command line that it has found before.
     job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
-    seen = _performed(job, steps, functools.partial(print, file=stages, flush=True))
+    seen = _performed(job, steps, _StagesTo(stages))
     whole = result.with_suffix(".part")
     whole.write_text(seen.model_dump_json(), encoding="utf-8")
     os.replace(whole, result)
 
 
-def _performed(job: Job, steps: Path, on_stage: OnStage) -> Seen:
+class _StagesTo(Observer):
+    """Writes a line for each stage."""
+
+    def __init__(self, stages: IO[str]) -> None:
+        self._stages = stages
+
+    def stage(self, doing: str) -> None:
+        print(doing, file=self._stages, flush=True)
+
+
+def _performed(job: Job, steps: Path, observer: Observer) -> Seen:
     try:
-        return perform(job, lambda run: load_steps(steps, run.workload), on_stage)
+        return perform(job, lambda run: load_steps(steps, run.workload), observer)
     except Uncarried as error:
         return Seen(uncarried=str(error))
 
@@ -123,7 +133,7 @@ def _kill(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def _followed(child: subprocess.Popen[str], on_stage: OnStage, stalled: float) -> str:
+def _followed(child: subprocess.Popen[str], observer: Observer, stalled: float) -> str:
     """Passes its stages on until it closes its output; returns what is wrong when it gives no sign of life."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(child, lines.put), daemon=True).start()
@@ -138,7 +148,7 @@ def _followed(child: subprocess.Popen[str], on_stage: OnStage, stalled: float) -
             return ""
         last = time.monotonic()
         if line:
-            on_stage(line)
+            observer.stage(line)
     return f"its process hangs: no sign of life for {stalled:g} seconds"
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ampdbg.config import Config
+from ampdbg.observer import Observer
 from ampdbg.proof.jobs import Job, Patched, Seen
 from ampdbg.proof.process import in_fresh_process
-from ampdbg.proof.runs import OnStage, perform
+from ampdbg.proof.runs import perform
 from ampdbg.proof.saved_steps import Uncarried, save_steps
 from ampdbg.proof.settling import why_nothing_was_trained
 from ampdbg.proof.verdict import (
@@ -32,33 +32,18 @@ from ampdbg.workload.imports import forget_user_modules
 Perform = Callable[[Job], Seen]
 
 
-def prove(
-    config: Config,
-    failing: Sequence[FailingStep],
-    patch: Patched,
-    without: Mapping[str, Patched],
-    *,
-    train_steps: int,
-    is_silent: bool,
-    keeps_scale: Sequence[bool],
-    on_stage: OnStage,
-    repeats: int = 1,
-) -> Proof:
+def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patched], observer: Observer) -> Proof:
     """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
 
     Nothing is written to the files that are patched. Each experiment has a process of its own, in which the
     user's code is imported with the patched bytes; where a batch cannot be carried there, all are made in this one.
 
     Args:
-        config: the config of the run.
+        job: the patch, and what is to be shown of it; its training runs are longer where the loss scale would take
+            most of them to settle.
         failing: the steps that the patch cures, at least one.
-        patch: the patch.
         without: for each part that can be left out, by its title, the patch without it.
-        train_steps: how long the training runs are; longer where the loss scale would take most of them to settle.
-        is_silent: see :func:`~ampdbg.pinning.health.health_of`.
-        keeps_scale: see :class:`~ampdbg.replay.pinned.PinnedReplays`, one for each failing step.
-        on_stage: called with what is about to run.
-        repeats: a failing step is run so often, and is healthy when it always is; for steps that fail only sometimes.
+        observer: sees what is about to run.
 
     Returns:
         The proof. It ends at the first failing step that the patch does not cure.
@@ -66,24 +51,23 @@ def prove(
     Raises:
         KeyboardInterrupt: the process that was under way has been ended.
     """
-    job = Job("patched", config, patch, tuple(keeps_scale), is_silent, repeats, train_steps)
-    prover = functools.partial(_proof, job, without, recorded=_fp32_losses(failing), on_stage=on_stage)
+    prover = functools.partial(_proof, job, without, recorded=_fp32_losses(failing), observer=observer)
     try:
         with tempfile.TemporaryDirectory(prefix="ampdbg-steps-", ignore_cleanup_errors=True) as folder:
             steps = Path(folder, "steps.pt")
             save_steps(failing, steps)
-            return prover(lambda one: in_fresh_process(one, steps, on_stage))
+            return prover(lambda one: in_fresh_process(one, steps, observer))
     except Uncarried as why:
         # A process that died of the batch would say less than one that has it.
         told = ProofStep(
             "a fresh process", True, f"the failing step cannot be carried to one ({why}): proven in this one"
         )
-        proof = prover(lambda one: _in_this_process(one, failing, on_stage))
+        proof = prover(lambda one: _in_this_process(one, failing, observer))
         return replace(proof, steps=(told, *proof.steps))
 
 
 def _proof(
-    job: Job, without: Mapping[str, Patched], perform: Perform, *, recorded: Mapping[int, float], on_stage: OnStage
+    job: Job, without: Mapping[str, Patched], perform: Perform, *, recorded: Mapping[int, float], observer: Observer
 ) -> Proof:
     patched = perform(job)
     cured = tuple(with_the_patch(patched, job.patched))
@@ -93,7 +77,7 @@ def _proof(
     dropped = {}
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
-            on_stage(f"the failing step without {title}")
+            observer.stage(f"the failing step without {title}")
             dropped[title] = perform(replace(job, kind="dropped", patched=rest))
     job = replace(job, train_steps=trained.steps, withheld=frozenset(trained.skipped))
     reference = perform(replace(job, kind="reference", patched=Patched()))
@@ -109,9 +93,9 @@ def _proof(
     return Proof(all(step.passed for step in steps), (*steps, *([use] if use else ())), numbers)
 
 
-def _in_this_process(job: Job, failing: Sequence[FailingStep], on_stage: OnStage) -> Seen:
+def _in_this_process(job: Job, failing: Sequence[FailingStep], observer: Observer) -> Seen:
     try:
-        return perform(job, lambda run: failing, on_stage)
+        return perform(job, lambda run: failing, observer)
     finally:
         # Nothing that is imported from now on is to meet what was patched.
         forget_user_modules()

@@ -14,6 +14,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, WorkloadError
+from ampdbg.observer import Observer
 from ampdbg.pinning.health import health_of
 from ampdbg.proof.eval_mode import raised_in_eval_mode
 from ampdbg.proof.fp32_twin import fp32_losses
@@ -23,7 +24,7 @@ from ampdbg.proof.saved_steps import Uncarried
 from ampdbg.proof.settling import steps_to_train
 from ampdbg.proof.step_use import StepUse, step_use
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Step
 from ampdbg.replay.failing_step import FailingStep, further_steps, weights_of
 from ampdbg.replay.pinned import PinnedReplays
 from ampdbg.replay.run import Run, prepared
@@ -31,9 +32,6 @@ from ampdbg.training.loop import train
 
 Load = Callable[[Run], Sequence[FailingStep]]
 """The failing steps; called once the workload is built, whose classes a batch may need."""
-
-OnStage = Callable[[str], None]
-"""Called with what is about to run, and with "" as a sign of life."""
 
 FURTHER_BATCHES = 3
 """The patch is tried on so many batches besides those of the failing steps."""
@@ -57,18 +55,18 @@ NOT_AGAINST_A_PATCH = (
 """Findings of the run with the patch that no pin could have cured: they are named, and do not disprove it."""
 
 
-def perform(job: Job, load: Load, on_stage: OnStage) -> Seen:
+def perform(job: Job, load: Load, observer: Observer) -> Seen:
     """Runs the job with its files in the place of those on disk.
 
     Whatever the user's code or its patched form raises is the ``failure`` of what was seen.
 
     Raises:
         Uncarried: the failing steps cannot be loaded in this process.
-        BrokenPipeError: nobody is there to hear of the stages any more.
+        BrokenPipeError: the observer has gone.
     """
     with overlaid(job.patched.files) as taken:
         try:
-            seen = KINDS[job.kind](job, load, on_stage)
+            seen = KINDS[job.kind](job, load, observer)
         except (Uncarried, BrokenPipeError):
             raise
         except AmpdbgError as error:
@@ -79,15 +77,15 @@ def perform(job: Job, load: Load, on_stage: OnStage) -> Seen:
     return seen.model_copy(update={"unused": unused})
 
 
-def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
-    on_stage("building the workload with the patch")
+def _patched(job: Job, load: Load, observer: Observer) -> Seen:
+    observer.stage("building the workload with the patch")
     with _prepared(job, job.config) as run:
         steps = _fitting(load(run), run)
-        on_stage("the failing step with the patch")
+        observer.stage("the failing step with the patch")
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
         if not all(one.healthy for one in tried):
             return Seen(tried=tried)
-        on_stage("further batches with the patch")
+        observer.stage("further batches with the patch")
         with weights_of(run.workload.model, steps[0]):
             further, failure = _further(run, steps[0], tried[0].scale, job)
             use = step_use(run, steps[0])
@@ -97,22 +95,22 @@ def _patched(job: Job, load: Load, on_stage: OnStage) -> Seen:
         further=further,
         further_failure=failure,
         eval_failure=raised,
-        runs={"patched": _trained_with_the_patch(job, tried, on_stage)},
+        runs={"patched": _trained_with_the_patch(job, tried, observer)},
         uses={"patched": use} if use else {},
     )
 
 
-def _trained_with_the_patch(job: Job, tried: Sequence[Tried], on_stage: OnStage) -> Trained:
+def _trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer) -> Trained:
     """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
     for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
-        on_stage(f"{steps} steps with the patch")
-        trained = _trained(replace(job, train_steps=steps), REPLAYED_STEPS, on_stage)
+        observer.stage(f"{steps} steps with the patch")
+        trained = _trained(replace(job, train_steps=steps), REPLAYED_STEPS, observer)
         if not trained.failure:
             break
     return trained
 
 
-def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
+def _dropped(job: Job, load: Load, observer: Observer) -> Seen:
     """Ends at the first step that is unhealthy: that one is enough."""
     with _prepared(job, job.config) as run:
         tried: list[Tried] = []
@@ -123,8 +121,8 @@ def _dropped(job: Job, load: Load, on_stage: OnStage) -> Seen:
     return Seen(tried=tuple(tried))
 
 
-def _reference(job: Job, load: Load, on_stage: OnStage) -> Seen:
-    on_stage("the failing step without the patch")
+def _reference(job: Job, load: Load, observer: Observer) -> Seen:
+    observer.stage("the failing step without the patch")
     with _prepared(job, job.config) as run:
         steps = _fitting(load(run), run)
         tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
@@ -132,10 +130,10 @@ def _reference(job: Job, load: Load, on_stage: OnStage) -> Seen:
             ways = {"unpatched": step_use(run, steps[0]), "float32": step_use(run, steps[0], in_fp32=True)}
             raised = raised_in_eval_mode(run, steps[0])
     uses = {name: use for name, use in ways.items() if use is not None}
-    return Seen(tried=tried, eval_failure=raised, runs=_reference_runs(job, uses, on_stage), uses=uses)
+    return Seen(tried=tried, eval_failure=raised, runs=_reference_runs(job, uses, observer), uses=uses)
 
 
-KINDS: dict[str, Callable[[Job, Load, OnStage], Seen]] = {
+KINDS: dict[str, Callable[[Job, Load, Observer], Seen]] = {
     "patched": _patched,
     "dropped": _dropped,
     "reference": _reference,
@@ -208,38 +206,50 @@ def _further(run: Run, failing: FailingStep, scale: float, job: Job) -> tuple[tu
     return tuple(seen), ""
 
 
-def _reference_runs(job: Job, uses: dict[str, StepUse], on_stage: OnStage) -> dict[str, Trained]:
+def _reference_runs(job: Job, uses: dict[str, StepUse], observer: Observer) -> dict[str, Trained]:
     def is_short(way: str) -> bool:
         return way in uses and uses[way].seconds * job.train_steps < LONGEST_EXTRA_RUN
 
-    on_stage(f"{job.train_steps} steps in FP32")
-    runs = {"float32": _trained_in_fp32(job, on_stage, is_rounded=False)}
+    observer.stage(f"{job.train_steps} steps in FP32")
+    runs = {"float32": _trained_in_fp32(job, observer, is_rounded=False)}
     if is_short("float32"):
-        on_stage(f"{job.train_steps} steps in FP32 from rounded weights")
-        runs["rounded"] = _trained_in_fp32(job, on_stage, is_rounded=True)
+        observer.stage(f"{job.train_steps} steps in FP32 from rounded weights")
+        runs["rounded"] = _trained_in_fp32(job, observer, is_rounded=True)
     if is_short("unpatched"):
-        on_stage(f"{job.train_steps} steps without the patch")
-        runs["unpatched"] = _trained(job, 0, on_stage)
+        observer.stage(f"{job.train_steps} steps without the patch")
+        runs["unpatched"] = _trained(job, 0, observer)
     return runs
 
 
-def _trained_in_fp32(job: Job, on_stage: OnStage, *, is_rounded: bool) -> Trained:
+def _trained_in_fp32(job: Job, observer: Observer, *, is_rounded: bool) -> Trained:
     try:
-        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded, on_step=lambda: on_stage(""))
+        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded, observer=observer)
     except AmpdbgError as error:
         return Trained(steps=job.train_steps, failure=_first_line(error))
     return Trained(steps=job.train_steps, losses=losses)
 
 
-def _trained(job: Job, replays: int, on_stage: OnStage) -> Trained:
+class _SignsOfLife(Observer):
+    """Of a training run within a proof only that it goes on is passed on."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def step(self, step: Step) -> None:
+        self._observer.stage("")
+
+    def replay(self, step: int, doing: str) -> None:
+        self._observer.stage("")
+
+
+def _trained(job: Job, replays: int, observer: Observer) -> Trained:
     """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
     failure = ""
     try:
         record = train(
             _longer(job),
             prepare=functools.partial(_prepared, job),
-            on_step=lambda step: on_stage(""),
-            on_replay=lambda step, doing: on_stage(""),
+            observer=_SignsOfLife(observer),
             replays=replays,
         )
     except AmpdbgError as error:

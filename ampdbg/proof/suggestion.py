@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.patch.half_names import Seen, names_seen
@@ -20,14 +21,12 @@ from ampdbg.patch.ways import lines_that_may_be_edited
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.found_pins import digest
 from ampdbg.pinning.pin_search import keeps_scale
-from ampdbg.pinning.set_found import Events
 from ampdbg.pinning.tying import tied_together
-from ampdbg.proof.jobs import Patched
+from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
-from ampdbg.record.pins import EVERYTHING, Proof, Strategy, Trial
-from ampdbg.record.run import Record, Step
+from ampdbg.record.pins import EVERYTHING, Proof, Strategy
+from ampdbg.record.run import Record
 from ampdbg.replay.failing_step import weights_of
-from ampdbg.replay.investigation import OnReplay
 from ampdbg.replay.replay import Manner, replay_step
 
 PROVEN_STEPS = 200
@@ -75,12 +74,7 @@ def suggest(
     known: Record | None = None,
     strategy: Strategy = "guided",
     max_trials: int | None = None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_replay: OnReplay = lambda step, doing: None,
-    on_search: Callable[[tuple[str, ...]], None] = lambda modules: None,
-    on_trial: Callable[[Trial], None] = lambda trial: None,
-    on_trial_start: Callable[[tuple[str, ...]], None] = lambda pins: None,
-    on_stage: Callable[[str], None] = lambda doing: None,
+    observer: Observer = UNOBSERVED,
     journal_folder: Path | None = None,
 ) -> Suggestion:
     """Trains, bisects, plans the patch or the pins by name, and proves it.
@@ -90,7 +84,6 @@ def suggest(
         form: what is to be suggested.
         verify: prove it in fresh processes.
         known: a record of this config: files that have changed since are refused.
-        on_stage: called with what is being done, from the plan on.
 
     The other arguments are those of :func:`~ampdbg.pinning.bisection.bisect_run`.
 
@@ -103,13 +96,12 @@ def suggest(
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
     _refuse_stale(known)
-    events = Events(on_search, on_trial_start, on_trial)
     found: Suggestion | None = None
     try:
-        with bisected(config, strategy, max_trials, on_step, on_replay, events, journal_folder) as searched:
+        with bisected(config, strategy, max_trials, observer, journal_folder) as searched:
             ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
             found = _without_patch(ended)
-            return _suggested(found, ended, form, on_stage, verify=verify)
+            return _suggested(found, ended, form, observer, verify=verify)
     except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
         if found is None:
             raise
@@ -128,15 +120,13 @@ def _without_patch(ended: Bisected) -> Suggestion:
     )
 
 
-def _suggested(
-    found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None], *, verify: bool
-) -> Suggestion:
+def _suggested(found: Suggestion, ended: Bisected, form: Form, observer: Observer, *, verify: bool) -> Suggestion:
     if ended.record.interrupted or not ended.record.pins:
         return found
     if form != "code":
-        return _by_name(found, ended, form, on_stage) if verify and found.is_by_name else found
-    on_stage("planning the patch")
-    return _with_patch(found, ended, _materials(ended), on_stage, verify=verify)
+        return _by_name(found, ended, form, observer) if verify and found.is_by_name else found
+    observer.stage("planning the patch")
+    return _with_patch(found, ended, _materials(ended), observer, verify=verify)
 
 
 def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
@@ -145,7 +135,7 @@ def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _with_patch(
-    found: Suggestion, ended: Bisected, materials: Materials, on_stage: Callable[[str], None], *, verify: bool
+    found: Suggestion, ended: Bisected, materials: Materials, observer: Observer, *, verify: bool
 ) -> Suggestion:
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
@@ -164,7 +154,7 @@ def _with_patch(
         if not verify:
             return replace(found, patch=patch)
         without = {title: Patched(_files(edits)) for title, edits in patch.without.items()}
-        tried = _proven(ended, Patched(_files(patch.edits)), without, on_stage)
+        tried = _proven(ended, Patched(_files(patch.edits)), without, observer)
         if tried.passed:
             for narrower, proof in failed:
                 patch = wider_than(narrower, proof.failure, patch)
@@ -185,13 +175,13 @@ def _told(refused: Sequence[Refused]) -> Iterator[str]:
         yield f"{place}: {reason}" if place else reason
 
 
-def _by_name(found: Suggestion, ended: Bisected, form: Form, on_stage: Callable[[str], None]) -> Suggestion:
+def _by_name(found: Suggestion, ended: Bisected, form: Form, observer: Observer) -> Suggestion:
     """The pins by name, proven in the form that they are handed over in."""
     make = {"file": _pinned_by_file, "config": _pinned_by_config}[form]
     parts = tied_together(found.names, ended.run.workload.model)
     rest = {part: tuple(name for name in found.names if name not in part) for part in parts}
     without = {" and ".join(part): make(found, ended, names) for part, names in rest.items()}
-    proof = _proven(ended, make(found, ended, found.names), without, on_stage)
+    proof = _proven(ended, make(found, ended, found.names), without, observer)
     return replace(found, record=replace(found.record, verification=proof))
 
 
@@ -204,22 +194,19 @@ def _pinned_by_config(found: Suggestion, ended: Bisected, names: tuple[str, ...]
     return Patched(pins=tuple(name or EVERYTHING for name in names))
 
 
-def _proven(
-    ended: Bisected, patched: Patched, without: Mapping[str, Patched], on_stage: Callable[[str], None]
-) -> Proof:
+def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], observer: Observer) -> Proof:
     config, record = ended.run.config, ended.record
     last = max(step.snapshot.step for step in ended.failing)
-    return prove(
+    job = Job(
+        "patched",
         config,
-        ended.failing,
         patched,
-        without,
-        train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
+        keeps_scale=tuple(keeps_scale(config, record, step) for step in ended.failing),
         is_silent=record.findings[0].code == "silent-overflow",
-        keeps_scale=[keeps_scale(config, record, step) for step in ended.failing],
-        on_stage=on_stage,
         repeats=record.search.repeats if record.search is not None else 1,
+        train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
     )
+    return prove(job, ended.failing, without, observer)
 
 
 def _materials(ended: Bisected) -> Materials:

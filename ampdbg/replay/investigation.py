@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_risen
+from ampdbg.observer import Observer
 from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay, Step
@@ -21,8 +22,6 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
 
 Why = Literal["loss", "gradients", "end"]
-OnReplay = Callable[[int, str], None]
-"""Called before each replay with the step's number and what is about to run."""
 
 CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
@@ -32,7 +31,7 @@ TRIES = 3
 
 
 def investigate(
-    run: Run, snapshot: Snapshot, why: Why, scale: float, *, before: Sequence[Step], on_replay: OnReplay
+    run: Run, snapshot: Snapshot, why: Why, scale: float, *, before: Sequence[Step], observer: Observer
 ) -> Investigation:
     """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
 
@@ -43,9 +42,9 @@ def investigate(
             not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
         scale: the loss scale of the step.
         before: the steps before it.
-        on_replay: called before each replay.
+        observer: sees each replay before it runs.
     """
-    replays = _Replays(run, snapshot, scale, on_replay)
+    replays = _Replays(run, snapshot, scale, observer)
     made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
     largest = dict(_largest_in(snapshot))
     return replace(
@@ -58,10 +57,10 @@ def investigate(
 class _Replays:
     """Makes the replays of one step, one after another."""
 
-    def __init__(self, run: Run, snapshot: Snapshot, scale: float, on_replay: OnReplay) -> None:
+    def __init__(self, run: Run, snapshot: Snapshot, scale: float, observer: Observer) -> None:
         self._run = run
         self._snapshot = snapshot
-        self._on_replay = on_replay
+        self._observer = observer
         self._as_it_was = Manner(run.mode.format.name, scale, is_lifted=False)
         self._producers = functools.partial(ProducerTrace, batches=snapshot.batches)
 
@@ -142,13 +141,13 @@ class _Replays:
             return
 
     def _continued(self) -> tuple[float, ...]:
-        self._on_replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
+        self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
         return continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS)
 
     def _replay(
         self, doing: str, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
     ) -> Replayed:
-        self._on_replay(self._snapshot.step, doing)
+        self._observer.replay(self._snapshot.step, doing)
         return replay_step(self._run, self._snapshot, manner, traced=traced, keep_gradients=keep_gradients)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ampdbg.calibration import SKIPS_IN_A_ROW
+from ampdbg.observer import Observer
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Step
 from ampdbg.replay.attributes import Versions
-from ampdbg.replay.investigation import OnReplay, Why, investigate
+from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 
@@ -27,13 +28,13 @@ class Investigator:
     """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
 
     def __init__(
-        self, run: Run, watcher: Watch, limit: int, on_replay: OnReplay, on_investigated: OnInvestigated
+        self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated
     ) -> None:
         self.found: list[Investigation] = []
         self._run = run
         self._watcher = watcher
         self._limit = limit
-        self._on_replay = on_replay
+        self._observer = observer
         self._on_investigated = on_investigated
         self._is_low = run.mode.dtype is not torch.float32
         self._versions = Versions()
@@ -83,7 +84,7 @@ class Investigator:
         steps = self._watcher.steps[: snapshot.step]
         unpoisoned = self._unpoisoned(snapshot)
         with self._watcher.paused():
-            made = investigate(self._run, unpoisoned, why, scale, before=steps, on_replay=self._on_replay)
+            made = investigate(self._run, unpoisoned, why, scale, before=steps, observer=self._observer)
             if made.reproduced == 0 and unpoisoned is not snapshot and self.found:
                 return  # it went wrong by what the step that was found first has left behind
             self._on_investigated(unpoisoned, scale, made)

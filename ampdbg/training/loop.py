@@ -13,14 +13,14 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.errors import AmpdbgError
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.compiled import compiled_notes
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import Record, Step, Unseen
+from ampdbg.record.run import Record, Unseen
 from ampdbg.replay.environment import describe_environment, folder_from_here
 from ampdbg.replay.held import notes_on
-from ampdbg.replay.investigation import OnReplay
 from ampdbg.replay.investigator import Investigator, OnInvestigated
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.autocast_error import autocast_error
@@ -30,8 +30,7 @@ from ampdbg.training.half_updates import ComparedUpdates
 def train(
     config: Config,
     *,
-    on_step: Callable[[Step], None] = lambda step: None,
-    on_replay: OnReplay = lambda step, doing: None,
+    observer: Observer = UNOBSERVED,
     command: str = "scan",
     replays: int = 2,
     prepare: Callable[[Config], AbstractContextManager[Run]] = prepared,
@@ -40,8 +39,7 @@ def train(
 
     Args:
         config: a checked config.
-        on_step: called after each optimizer step.
-        on_replay: called before each replay with the step's number and what is about to run.
+        observer: sees each optimizer step, and each replay before it runs.
         command: the name that the record carries.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
         prepare: builds the workload.
@@ -57,15 +55,14 @@ def train(
     """
     started = time.monotonic()
     with prepare(config) as run:
-        record = train_prepared(run, on_step=on_step, on_replay=on_replay, command=command, replays=replays)
+        record = train_prepared(run, observer=observer, command=command, replays=replays)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
 
 
 def train_prepared(
     run: Run,
     *,
-    on_step: Callable[[Step], None],
-    on_replay: OnReplay,
+    observer: Observer,
     command: str,
     replays: int,
     on_investigated: OnInvestigated = lambda snapshot, scale, made: None,
@@ -85,17 +82,15 @@ def train_prepared(
     )
 
     def investigator(watcher: Watch) -> Investigator:
-        return Investigator(run, watcher, replays, on_replay, on_investigated)
+        return Investigator(run, watcher, replays, observer, on_investigated)
 
-    return _watched(run, record, investigator, on_step)
+    return _watched(run, record, investigator, observer)
 
 
-def _watched(
-    run: Run, record: Record, make: Callable[[Watch], Investigator], on_step: Callable[[Step], None]
-) -> Record:
+def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], observer: Observer) -> Record:
     started = time.monotonic()
     error, failure, interrupted, unseen = None, None, False, Unseen()
-    with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
+    with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
         investigator, updates = make(watcher), ComparedUpdates(run)
         try:
             for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.sites import sites_of
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Record
 from ampdbg.replay.environment import describe_environment, folder_from_here
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_and_unseen
@@ -21,12 +21,12 @@ from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.loop import accumulate_gradients, update_weights
 
 
-def profile_ranges(config: Config, *, on_step: Callable[[Step], None] = lambda step: None) -> Record:
+def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
     """Trains ``train.steps - 1`` steps as configured and measures the ranges of the next.
 
     Args:
         config: a checked config.
-        on_step: called after each optimizer step.
+        observer: sees each optimizer step.
 
     Returns:
         A record with ``sites``, not yet diagnosed; after an interrupt without them.
@@ -46,7 +46,7 @@ def profile_ranges(config: Config, *, on_step: Callable[[Step], None] = lambda s
             verdict="inconclusive",
             planned_steps=config.train.steps,
         )
-        with watch(run.workload.model, run.workload.optimizers, on_step) as watcher:
+        with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
             seen = _seen(run, watcher)
         record = replace(record, steps=watcher.steps, groups=watcher.groups, **seen)
     return replace(record, elapsed=round(time.monotonic() - started, 3))

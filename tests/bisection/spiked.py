@@ -10,6 +10,7 @@ from ampdbg.config import Config, load_config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
+from tests.observing import observing
 
 NET = """\
 from pathlib import Path
@@ -96,7 +97,7 @@ def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
         if next(left) == 0:
             raise KeyboardInterrupt
 
-    return bisect_run(config, on_trial=count, **kwargs)
+    return bisect_run(config, observer=observing(trial=count), **kwargs)
 
 
 def told(record: Record) -> str:

@@ -16,6 +16,7 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
 from tests.bisection.planted import name_of
+from tests.observing import observing
 
 PROOF = ("the whole set once more", "further batch")
 
@@ -180,7 +181,7 @@ def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
         if trial.healthy:
             raise KeyboardInterrupt
 
-    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [7, 20]}, on_trial=interrupt)
+    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [7, 20]}, observer=observing(trial=interrupt))
     assert record.interrupted
     assert [pin.name for pin in record.pins] == [name_of(7), name_of(20)]
     assert record.search is not None

@@ -17,6 +17,7 @@ from ampdbg.record.pins import PinSite
 from ampdbg.record.run import Record
 from ampdbg.search import Seen, atom_tree
 from tests.bisection.spiked import CULPRITS, interrupted_at, names, spiked, told, write_culprits
+from tests.observing import observing
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_a_resumed_search_says_what_an_uninterrupted_one_does(
     assert all(pin.sites for pin in whole.pins)
     assert interrupted_at(trials, config, journal_folder=folder).interrupted
     begun: list[tuple[str, ...]] = []
-    resumed = bisect_run(config, journal_folder=folder, on_trial_start=begun.append)
+    resumed = bisect_run(config, journal_folder=folder, observer=observing(trial_start=begun.append))
     assert told(resumed) == told(whole)
     proof = 4  # the set once more, and on three further batches: that is not for the journal
     assert len(begun) == max(proof, len(whole.trials) - trials)
@@ -93,7 +94,7 @@ def test_a_journal_that_the_proof_contradicts_is_discarded(workload: tuple[Confi
     # As if one of the culprits were none: the set would be too small.
     file.write_text(file.read_text().replace('"healthy": false', '"healthy": true'))
     searched: list[tuple[str, ...]] = []
-    resumed = bisect_run(config, journal_folder=folder, on_search=searched.append)
+    resumed = bisect_run(config, journal_folder=folder, observer=observing(search=searched.append))
     assert told(resumed) == told(whole)
     assert len(searched) == 2
     assert list(folder.iterdir()) == []
@@ -116,7 +117,9 @@ def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeyp
     # 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
     monkeypatch.setattr(FailsNowAndThen, "healthy", frozenset({4, 5, 6, 9, 11, 13}))
     searched: list[tuple[str, ...]] = []
-    record = bisect_run(spiked(tmp_path), on_search=searched.append, journal_folder=tmp_path / "trials")
+    record = bisect_run(
+        spiked(tmp_path), observer=observing(search=searched.append), journal_folder=tmp_path / "trials"
+    )
     assert len(searched) == 2
     assert record.search is not None
     assert (record.search.outcome, record.search.minimal, record.search.repeats) == ("found", True, 3)

@@ -67,10 +67,10 @@ class Faked:
     def __call__(self, config: Config, **options: Any) -> Record:
         self.configs.append(config)
         self.options = options
-        options["on_search"](("", "block"))
+        options["observer"].search(("", "block"))
         for trial in self.record.trials:
-            options["on_trial_start"](trial.pins)
-            options["on_trial"](trial)
+            options["observer"].trial_start(trial.pins)
+            options["observer"].trial(trial)
         return self.record
 
 

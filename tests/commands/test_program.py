@@ -15,6 +15,7 @@ import ampdbg
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.run import Step
 from tests.commands.program import command, environment, start
+from tests.observing import observing
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
 
@@ -256,7 +257,9 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
 
 def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Step] = []
-    record = ampdbg.scan(folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], on_step=seen.append)
+    record = ampdbg.scan(
+        folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], observer=observing(step=seen.append)
+    )
     assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("precision", 2, 5)
     assert tuple(seen) == record.steps
     assert not (folder / ".ampdbg").exists()

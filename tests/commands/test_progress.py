@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import sys
 import threading
@@ -12,6 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from ampdbg.commands import progress
+from ampdbg.commands.progress import has_a_line
+from ampdbg.observer import Observer
+from ampdbg.record.pins import Trial
 from tests.commands.test_terminal import Terminal
 from tests.report.records import healthy_step, overflow, skipped_step
 
@@ -26,8 +30,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @contextlib.contextmanager
-def watching(terminal: Terminal) -> Iterator[progress.Progress]:
-    with contextlib.redirect_stderr(terminal), progress.shown(quiet=False) as watcher:
+def watching(terminal: Terminal, **options: int) -> Iterator[Observer]:
+    with contextlib.redirect_stderr(terminal), progress.shown(quiet=False, **options) as watcher:
         yield watcher
 
 
@@ -38,9 +42,9 @@ def shown_on(terminal: Terminal) -> str:
 
 def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
-        watcher.on_start(50)
+        watcher.start(50)
         assert "loading model and data" in shown_on(terminal)
-        watcher.on_step(skipped_step(0, 65536.0, overflow(0)))
+        watcher.step(skipped_step(0, 65536.0, overflow(0)))
     assert re.search(
         r"step .* 1/50 .*loss 2\.5  scale 65536  skipped 1", re.sub(r"\x1b\[[0-9;]*m", "", shown_on(terminal))
     )
@@ -52,10 +56,10 @@ def test_the_bar_is_drawn_ten_times_a_second_however_fast_the_steps(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with watching(terminal) as watcher:
-        watcher.on_start(1000)
+        watcher.start(1000)
         for number in range(1000):
             now = 100.0 + number / 1000
-            watcher.on_step(healthy_step(number))
+            watcher.step(healthy_step(number))
         drawn = shown_on(terminal).count("skipped 0")
     assert 9 <= drawn <= 11
 
@@ -63,15 +67,15 @@ def test_the_bar_is_drawn_ten_times_a_second_however_fast_the_steps(
 def test_no_thread_is_left_running_that_a_forked_worker_could_wait_for(terminal: Terminal) -> None:
     before = threading.active_count()
     with watching(terminal) as watcher:
-        watcher.on_start(5)
+        watcher.start(5)
         assert threading.active_count() == before
 
 
 def test_what_is_printed_meanwhile_is_not_lost(terminal: Terminal) -> None:
     with watching(terminal) as watcher:
-        watcher.on_start(5)
+        watcher.start(5)
         sys.stderr.write("from the user\n")
-        watcher.on_step(healthy_step(0))
+        watcher.step(healthy_step(0))
     assert "from the user" in shown_on(terminal)
 
 
@@ -84,6 +88,66 @@ def test_stderr_is_given_back_when_the_run_raises(terminal: Terminal) -> None:
 
 def test_quiet_shows_nothing(terminal: Terminal) -> None:
     with contextlib.redirect_stderr(terminal), progress.shown(quiet=True) as watcher:
-        watcher.on_start(5)
-        watcher.on_step(healthy_step(0))
+        watcher.start(5)
+        watcher.step(healthy_step(0))
     assert shown_on(terminal) == ""
+
+
+NAMES = ("", "embed", "block", "block.attn", "block.mlp", "head")
+FAILED = Trial((), healthy=False, why="loss NaN", stage="candidates", suspects=("block.attn",))
+HEALTHY = Trial(("block.attn", "head"), healthy=True, why="", stage="suspects")
+
+
+def without_codes(terminal: Terminal) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
+
+
+def test_a_terminal_sees_the_bar_over_steps_and_then_over_trials(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
+    with watching(terminal, max_trials=40) as watcher:
+        watcher.start(3)
+        watcher.step(healthy_step(0))
+        assert "1/3" in without_codes(terminal)
+        watcher.search(NAMES)
+        assert "0/40" in without_codes(terminal)
+        watcher.trial_start(("block.attn", "head"))
+        watcher.trial(HEALTHY)
+        assert "trial 1: suspects: block.attn and head" in without_codes(terminal)
+        assert "1/40" in without_codes(terminal)
+        watcher.stage("planning the patch")
+        assert without_codes(terminal).endswith("planning the patch\n")
+
+
+def test_the_cursor_comes_back_when_the_search_raises(terminal: Terminal) -> None:
+    def search() -> None:
+        with watching(terminal) as watcher:
+            watcher.search(NAMES)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search()
+    assert shown_on(terminal).rstrip("\r\n").rfind("\x1b[?25h") > shown_on(terminal).rfind("\x1b[?25l")
+
+
+def test_without_a_terminal_each_trial_is_a_line() -> None:
+    stream = io.StringIO()
+    with contextlib.redirect_stderr(stream), progress.shown(quiet=False) as watcher:
+        watcher.search(NAMES)
+        watcher.trial_start(())
+        watcher.trial(FAILED)
+        watcher.trial(HEALTHY)
+        watcher.stage("planning the patch")
+        watcher.stage("")
+    assert stream.getvalue().splitlines() == [
+        "searching 6 modules for the smallest set that must run in FP32",
+        "trial 1: candidates: nothing in FP32: fails: loss NaN",
+        "trial 2: suspects: block.attn and head in FP32: healthy",
+        "planning the patch",
+    ]
+
+
+def test_a_thousand_trials_are_told_in_forty_lines() -> None:
+    assert sum(map(has_a_line, range(1, 1001))) == 37
+    assert all(map(has_a_line, range(1, 21)))

@@ -34,10 +34,10 @@ def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any
 
         def scan(config: Path, **options: Any) -> Record:
             called.update(options, config=config)
-            options["on_start"](len(record.steps))
+            options["observer"].start(len(record.steps))
             sys.stdout.write("printed by the user's code\n")
             for step in record.steps:
-                options["on_step"](step)
+                options["observer"].step(step)
             return record
 
         monkeypatch.setattr(scan_file, "scan", scan)

@@ -66,9 +66,9 @@ class Faked:
     def __call__(self, config: Config, **options: Any) -> Suggestion:
         self.configs.append(config)
         self.options = options
-        if "on_stage" in options:
-            options["on_search"](("", "block"))
-            options["on_stage"]("planning the patch")
+        if "observer" in options:
+            options["observer"].search(("", "block"))
+            options["observer"].stage("planning the patch")
         return self.found
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ampdbg.config import Config, load_config
-from ampdbg.proof.jobs import Patched
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
-from ampdbg.proof.runs import OnStage
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Investigation
 from ampdbg.replay.failing_step import FailingStep, failing_step
@@ -82,8 +82,7 @@ def failing_steps(config: Config) -> list[FailingStep]:
 
         train_prepared(
             run,
-            on_step=lambda step: None,
-            on_replay=lambda step, doing: None,
+            observer=UNOBSERVED,
             command="bisect",
             replays=1,
             on_investigated=keep,
@@ -98,20 +97,12 @@ def proven(
     *,
     failing: Sequence[FailingStep] | None = None,
     train_steps: int = 8,
-    on_stage: OnStage = lambda stage: None,
+    observer: Observer = UNOBSERVED,
 ) -> Proof:
     """The proof of a patch of the failing step, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
-    return prove(
-        config,
-        steps,
-        _patched(patch),
-        {title: _patched(rest) for title, rest in (without or {}).items()},
-        train_steps=train_steps,
-        is_silent=False,
-        keeps_scale=[False] * len(steps),
-        on_stage=on_stage,
-    )
+    job = Job("patched", config, _patched(patch), (False,) * len(steps), is_silent=False, train_steps=train_steps)
+    return prove(job, steps, {title: _patched(rest) for title, rest in (without or {}).items()}, observer)
 
 
 def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:

@@ -10,6 +10,7 @@ import pytest
 from ampdbg.config import load_config
 from ampdbg.proof.fp32_twin import distance, fp32_losses, last_quarter
 from ampdbg.training.loop import train
+from tests.observing import observing
 from tests.proof.overflowing import CONFIG, written
 
 
@@ -36,8 +37,8 @@ def test_rounded_weights_make_a_small_difference(tmp_path: Path) -> None:
 
 
 def test_each_step_is_told(tmp_path: Path) -> None:
-    told: list[None] = []
-    fp32_losses(written(tmp_path), on_step=lambda: told.append(None))
+    told: list[str] = []
+    fp32_losses(written(tmp_path), observer=observing(stage=told.append))
     assert len(told) == 3
 
 

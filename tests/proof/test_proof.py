@@ -19,6 +19,7 @@ from ampdbg.proof.saved_steps import Uncarried
 from ampdbg.record.pins import Proof
 from ampdbg.replay.run import prepared
 from tests.commands.program import ROOT
+from tests.observing import observing
 from tests.proof.overflowing import CONFIG, GOOD, IN_FP32, NET, OVERFLOWS, failing_steps, proven, step_of, written
 
 TITLE = "line 15 of net.py"
@@ -64,7 +65,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         failing = failing_steps(config)
         capfd.readouterr()
         patch, without = {path: cured.encode("latin-1")}, {"line 6 of scaling.py": {path: scaling.encode("latin-1")}}
-        proof = proven(config, patch, without, failing=failing, on_stage=stages.append)
+        proof = proven(config, patch, without, failing=failing, observer=observing(stage=stages.append))
     finally:
         os.chdir(here)
 
@@ -312,7 +313,7 @@ def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing, on_stage=interrupt)
+        proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing, observer=observing(stage=interrupt))
     assert sys.meta_path == finders
     with prepared(config) as run:
         assert "enabled=False" not in inspect.getsource(type(run.workload.model))

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import Config
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import process as proof_process
 from ampdbg.proof.jobs import Job, Patched, Seen
 from ampdbg.proof.process import in_fresh_process
-from ampdbg.proof.runs import OnStage
 from ampdbg.proof.saved_steps import Uncarried
+from tests.observing import observing
 from tests.proof.overflowing import written
 
 
@@ -27,12 +28,12 @@ def run(
     config: Config,
     program: str,
     monkeypatch: pytest.MonkeyPatch,
-    on_stage: OnStage = lambda stage: None,
+    observer: Observer = UNOBSERVED,
     stalled: float = 60.0,
 ) -> Seen:
     """A job whose process runs ``program`` and not a proof: it starts at once."""
     monkeypatch.setattr(proof_process, "_START", program)
-    return in_fresh_process(Job("dropped", config, Patched(), (False,), False), Path("steps"), on_stage, stalled)
+    return in_fresh_process(Job("dropped", config, Patched(), (False,), False), Path("steps"), observer, stalled)
 
 
 def result(seen: Seen) -> str:
@@ -43,7 +44,7 @@ def result(seen: Seen) -> str:
 def test_stages_are_passed_on_and_signs_of_life_are_not(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     stages: list[str] = []
     program = result(Seen()) + "print('one'); print(); print('two')"
-    assert run(config, program, monkeypatch, stages.append) == Seen()
+    assert run(config, program, monkeypatch, observing(stage=stages.append)) == Seen()
     assert stages == ["one", "two"]
 
 
@@ -107,7 +108,7 @@ def test_an_interrupt_ends_the_process_and_its_workers(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(config, program, monkeypatch, interrupt)
+        run(config, program, monkeypatch, observing(stage=interrupt))
     assert not is_alive(int(started[0]))
     if os.name != "nt":
         assert not is_alive(int(started[1]))

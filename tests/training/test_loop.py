@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import yaml
 from ampdbg.config import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.run import Record, Step
 from ampdbg.training.loop import train
+from tests.observing import observing
 
 WORKLOAD = """
 import math
@@ -89,12 +90,12 @@ def penalised(model, batch):
 LOSS = {"target": "torch.nn.functional:mse_loss"}
 
 
-def run(folder: Path, *, on_step: Callable[[Step], None] = lambda step: None, **keys: Any) -> Record:
+def run(folder: Path, *, observer: Observer = UNOBSERVED, **keys: Any) -> Record:
     (folder / "work.py").write_text(WORKLOAD)
     spec = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS, **keys}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-    return diagnose(train(load_config(path), on_step=on_step))
+    return diagnose(train(load_config(path), observer=observer))
 
 
 def step_function(name: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def step_function(name: str) -> dict[str, Any]:
 
 def test_a_healthy_run(tmp_path: Path) -> None:
     seen: list[Step] = []
-    record = run(tmp_path, on_step=seen.append, train={"steps": 12})
+    record = run(tmp_path, observer=observing(step=seen.append), train={"steps": 12})
     assert record.verdict == "healthy"
     assert tuple(seen) == record.steps
     assert [step.step for step in record.steps] == list(range(12))
@@ -265,6 +266,6 @@ def test_an_interrupt_keeps_what_was_seen(tmp_path: Path) -> None:
         if step.step == 4:
             raise KeyboardInterrupt
 
-    record = train(load_config(path), on_step=interrupt)
+    record = train(load_config(path), observer=observing(step=interrupt))
     assert record.interrupted
     assert [step.step for step in record.steps] == [0, 1, 2, 3, 4]

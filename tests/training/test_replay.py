@@ -25,6 +25,7 @@ from ampdbg.replay.replay import Manner, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import Snapshot, rewound, take_snapshot
 from ampdbg.training.loop import train
+from tests.observing import observing
 
 WORKLOAD = """
 import random
@@ -150,7 +151,7 @@ def test_an_interrupt_in_a_replay_leaves_no_trace(tmp_path: Path, why: Why) -> N
         snapshot = after_a_step(run)
         before = state(run)
         with pytest.raises(KeyboardInterrupt):
-            investigate(run, snapshot, why, 1024.0, before=(), on_replay=interrupt)
+            investigate(run, snapshot, why, 1024.0, before=(), observer=observing(replay=interrupt))
         assert same(state(run), before)
 
 
@@ -182,7 +183,9 @@ def test_a_scan_trains_the_same_weights_with_and_without_replays(
 
 def test_the_number_of_replayed_steps_is_bounded(tmp_path: Path) -> None:
     said: list[int] = []
-    record = train(config(tmp_path, "train.steps=40", factor=1e6), on_replay=lambda step, doing: said.append(step))
+    record = train(
+        config(tmp_path, "train.steps=40", factor=1e6), observer=observing(replay=lambda step, doing: said.append(step))
+    )
     assert len(set(said)) == len(record.investigations) <= 2
     assert len(said) < 30
 

@@ -1,0 +1,34 @@
+"""What a run, a search or a proof reports while it goes on."""
+
+from __future__ import annotations
+
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Step
+
+
+class Observer:
+    """Sees a run as it goes on, and does nothing. What a method raises ends the run, a KeyboardInterrupt too."""
+
+    def start(self, planned: int) -> None:
+        """So many steps are planned; model and data are about to be loaded."""
+
+    def step(self, step: Step) -> None:
+        """An optimizer step has ended."""
+
+    def replay(self, step: int, doing: str) -> None:
+        """The step of this number is about to be replayed, in the precision that ``doing`` names."""
+
+    def search(self, modules: tuple[str, ...]) -> None:
+        """A search for pins begins, or begins again, over modules of these names, in the order of their first calls."""
+
+    def trial_start(self, pins: tuple[str, ...]) -> None:
+        """An experiment with these pins is about to run."""
+
+    def trial(self, trial: Trial) -> None:
+        """An experiment has ended."""
+
+    def stage(self, doing: str) -> None:
+        """A part of planning or proving a patch is about to run; "" says only that the last one still goes on."""
+
+
+UNOBSERVED = Observer()

@@ -1,0 +1,17 @@
+"""An observer made of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ampdbg.observer import Observer
+
+
+def observing(**calls: Callable[..., Any]) -> Observer:
+    """An observer that calls these functions, each named like the method that it stands for."""
+    observer = Observer()
+    for name, call in calls.items():
+        assert hasattr(Observer, name), name
+        setattr(observer, name, call)
+    return observer
