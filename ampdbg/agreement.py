@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ampdbg.record.run import Investigation, Replay
+from ampdbg.record.replays import Investigation, Replay
 
 AGREEMENT = 0.05
 """A loss that differs from FP32's by less than this share agrees with it."""

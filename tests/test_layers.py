@@ -15,8 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "ampdbg"
 # thing in several files. A new module needs a place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("replacing",),
-    ("staged_files",),
+    ("files",),
     ("formats",),
     ("formats",),
     ("levels", "ops"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ampdbg.errors import PatchError
-from ampdbg.staged_files import put
+from ampdbg.files import replace_file
 
 from .patch_output import Output, PatchFormat
 
@@ -53,7 +53,7 @@ def write_suggestion(
         return Written(None, failure)
     if output is not None:
         try:
-            put(output, ready.content)
+            replace_file(output, ready.content)
             return Written(output, failure)
         except OSError as error:
             failure = failure or PatchError(f"{output}: cannot be written: {error.strerror or error}")
@@ -86,7 +86,7 @@ def apply_patch(found: Suggestion, force: bool) -> None:
 def _is_written(path: Path, content: bytes) -> bool:
     """A copy that nobody asked for may be missing."""
     try:
-        put(path, content)
+        replace_file(path, content)
     except OSError:
         return False
     return True

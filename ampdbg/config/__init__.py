@@ -1,8 +1,8 @@
 """The YAML config: validated, frozen, every mistake reported at once with its line (no torch)."""
 
-from ampdbg.config.loading import config_of, config_of_record, load_config
+from ampdbg.config.file import config_of, config_of_record, load_config
 from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
-from ampdbg.config.target_names import Target, parse_target
+from ampdbg.config.targets import Target, parse_target
 
 __all__ = [
     "Config",

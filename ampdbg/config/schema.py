@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from ampdbg.config.target_names import TARGET_FORMS, parse_target, why_absent, why_no_file
+from ampdbg.config.targets import TARGET_FORMS, parse_target, why_absent, why_no_file
 from ampdbg.formats import FLOAT32, FloatFormat
 from ampdbg.levels import CHOICES, LEVELS, lowest_format
 

@@ -11,7 +11,8 @@ from ampdbg.diagnosis.mathematics import divergence, first_divergence, wrong_in_
 from ampdbg.diagnosis.producers import culprit, precision_cause
 from ampdbg.diagnosis.remedies import finding_at
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Record
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record
 
 
 def cause_of(made: Investigation, record: Record) -> Finding:

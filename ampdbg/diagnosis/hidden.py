@@ -8,7 +8,8 @@ from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, is_same_run, noise_
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import finding_at, named
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Record, Replay
+from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Record
 
 
 def hidden_faults(record: Record) -> Iterator[Finding]:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from ampdbg.agreement import climbs_on, is_finite, rose
 from ampdbg.diagnosis.remedies import finding_at, named
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Producer, Record
+from ampdbg.record.replays import Investigation, Producer
+from ampdbg.record.run import Record
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""

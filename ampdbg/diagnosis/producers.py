@@ -9,7 +9,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import finding_at, named
 from ampdbg.formats import FLOAT16, FORMATS
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Producer, Replay
+from ampdbg.record.replays import Investigation, Producer, Replay
 
 NEAR = 0.9
 """FP16's own rounding upstream moves a value by less than a tenth: so near the limit FP32 may still be below it."""

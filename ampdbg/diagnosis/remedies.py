@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
 from ampdbg.record.findings import Finding, Severity
-from ampdbg.record.run import Investigation, Producer
+from ampdbg.record.replays import Investigation, Producer
 
 REMEDIES = {
     "forward-overflow": "run this op in FP32 with its inputs cast up",

@@ -15,7 +15,8 @@ from ampdbg.calibration import SKIPS_IN_A_ROW, settling_steps
 from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.remedies import REMEDIES
 from ampdbg.record.findings import Finding, Severity
-from ampdbg.record.run import Investigation, Record, Step
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record, Step
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""

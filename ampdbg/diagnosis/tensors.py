@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Producer, Record, Step, TensorCounts
+from ampdbg.record.replays import Producer
+from ampdbg.record.run import Record, Step, TensorCounts
 
 
 def data_nonfinite(record: Record) -> Iterator[Finding]:

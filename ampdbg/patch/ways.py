@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ampdbg.config import Config
-from ampdbg.config.target_names import parse_target
+from ampdbg.config.targets import parse_target
 from ampdbg.patch.by_name.helper_form import applies_to, edit_factory
 from ampdbg.patch.by_name.name_sets import in_words
 from ampdbg.patch.by_name.plain_layers import takes_one_tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ampdbg.errors import PatchError
-from ampdbg.staged_files import staged
+from ampdbg.files import staged_file
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     done: list[FileEdit] = []
     try:
         with contextlib.ExitStack() as stack:
-            staged = [(edit, stack.enter_context(_staged(edit))) for edit in edits]
-            for edit, temporary in staged:
+            staged_file = [(edit, stack.enter_context(_staged(edit))) for edit in edits]
+            for edit, temporary in staged_file:
                 os.replace(temporary, edit.path)
                 done.append(edit)
     except BaseException as error:
@@ -104,7 +104,7 @@ def _check_committed(paths: Sequence[Path]) -> None:
 
 def _staged(edit: FileEdit) -> contextlib.AbstractContextManager[str]:
     edit.path.parent.mkdir(parents=True, exist_ok=True)
-    return staged(edit.path, edit.after, keeps_mode=edit.before is not None)
+    return staged_file(edit.path, edit.after, keeps_mode=edit.before is not None)
 
 
 def _undo(edit: FileEdit) -> None:

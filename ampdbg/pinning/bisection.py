@@ -15,7 +15,8 @@ from ampdbg.pinning.journals import Journals
 from ampdbg.pinning.pin_search import search_pins
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
-from ampdbg.record.run import Investigation, Record
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record
 from ampdbg.replay.failing_step import FailingStep, failing_step, weights_of
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import Snapshot

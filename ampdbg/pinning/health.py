@@ -9,7 +9,7 @@ from pathlib import PurePath
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, suspects
 from ampdbg.diagnosis.remedies import named
-from ampdbg.record.run import Investigation, Producer, Replay
+from ampdbg.record.replays import Investigation, Producer, Replay
 
 
 @dataclass(frozen=True)

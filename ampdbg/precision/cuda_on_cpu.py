@@ -19,7 +19,7 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.jit import _builtins
 from torch.utils import _device
 
-from ampdbg.replacing import replaced
+from ampdbg.precision.attributes import replaced
 
 from . import autocast_policy, cuda_runtime
 

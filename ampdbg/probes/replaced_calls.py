@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampdbg.replacing import replaced
+from ampdbg.precision.attributes import replaced
 
 from .calls import Calls
 from .loss_graph import scaler_of

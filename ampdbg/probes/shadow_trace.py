@@ -16,12 +16,12 @@ import torch
 from torch.amp import autocast_mode
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents
+from ampdbg.precision.attributes import replaced
 from ampdbg.probes.exponents import exponents_of
 from ampdbg.probes.magnitudes import Magnitude, magnitude_of, magnitude_of_number, together
 from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.op_traits import OpTraits
 from ampdbg.probes.ops import Place, PlacedOps
-from ampdbg.replacing import replaced
 
 LOW = (torch.bfloat16, torch.float16)
 """float16 is met only where user code writes into a half tensor that was there before the step."""

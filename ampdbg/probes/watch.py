@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.precision.attributes import replaced
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.record.run import Misuse, Record, Step, TensorCounts, Unseen
-from ampdbg.replacing import replaced
 
 from .calls import Calls
 from .environment import environment_of

@@ -13,7 +13,7 @@ from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from ampdbg.replacing import replaced
+from ampdbg.precision.attributes import replaced
 
 GetCode = Callable[[SourceFileLoader, str], CodeType | None]
 GetData = Callable[[SourceFileLoader, str], bytes]

@@ -27,7 +27,7 @@ from ampdbg.proof.verdict import (
 )
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.replay.failing_step import FailingStep
-from ampdbg.workload.imports import forget_user_modules
+from ampdbg.workload.targets import forget_user_modules
 
 Perform = Callable[[Job], Seen]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.errors import RecordError
+from ampdbg.files import replace_file
 from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Record
-from ampdbg.staged_files import put
 
 
 def to_json(record: Record) -> str:
@@ -80,7 +80,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        put(path, text.encode("utf-8"))
+        replace_file(path, text.encode("utf-8"))
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 

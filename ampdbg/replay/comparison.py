@@ -13,7 +13,7 @@ from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.probes.ops import OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
-from ampdbg.record.run import Producer, Replay
+from ampdbg.record.replays import Producer, Replay
 from ampdbg.replay.replay import Replayed
 
 PRODUCERS_KEPT = 20

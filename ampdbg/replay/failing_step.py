@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ampdbg.record.run import Investigation
+from ampdbg.record.replays import Investigation
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import RandomState, Snapshot
 

@@ -15,7 +15,8 @@ from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_ri
 from ampdbg.observer import Observer
 from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record.run import Investigation, Replay, Step
+from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
 from ampdbg.replay.replay import Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run

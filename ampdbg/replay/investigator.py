@@ -14,7 +14,8 @@ from ampdbg.calibration import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.nonfinite import is_finite
 from ampdbg.probes.watch import Watch
-from ampdbg.record.run import Investigation, Producer, Step
+from ampdbg.record.replays import Investigation, Producer
+from ampdbg.record.run import Step
 from ampdbg.replay.attributes import Versions
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.run import Run

@@ -11,7 +11,7 @@ from functools import cached_property
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.record.run import Investigation, Replay
+from ampdbg.record.replays import Investigation, Replay
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
 from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.replay import Manner, Replayed, TraceKind, replay_step

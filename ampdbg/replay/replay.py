@@ -18,7 +18,7 @@ from ampdbg.precision.modes import DTYPES
 from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.nonfinite import float_values, is_finite
 from ampdbg.probes.ops import OpTrace, placed
-from ampdbg.record.run import Replay
+from ampdbg.record.replays import Replay
 from ampdbg.replay.kept_weights import weights_kept
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ampdbg.workload.calls import Found, a
+from ampdbg.workload.targets import Found, a
 
 _END = object()
 

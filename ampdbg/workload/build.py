@@ -13,14 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ampdbg.config import Config, TargetSpec, parse_target
-from ampdbg.config.target_names import listed
+from ampdbg.config.targets import listed
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.batches import BatchSource
-from ampdbg.workload.calls import Found, a
 from ampdbg.workload.checkpoints import load_checkpoint
-from ampdbg.workload.imports import Importer, forget_user_modules
 from ampdbg.workload.losses import StepFunction, choose_step, losses_in
 from ampdbg.workload.optimizers import build_optimizers, trainable
+from ampdbg.workload.targets import Found, Importer, a, forget_user_modules
 from ampdbg.workload.user_code import UserCode
 
 _TARGETS = ("model", "data", "loss", "step", "optimizer")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampdbg.config.target_names import listed
+from ampdbg.config.targets import listed
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.user_code import UserCode
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.calls import Found, a
+from ampdbg.workload.targets import Found, a
 
 _NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["loss"]'
 

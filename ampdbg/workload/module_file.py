@@ -11,9 +11,9 @@ from types import ModuleType
 from torch import nn
 
 from ampdbg.config import Config, config_of
-from ampdbg.config.target_names import did_you_mean, listed, why_no_file
+from ampdbg.config.targets import did_you_mean, listed, why_no_file
 from ampdbg.errors import ConfigError, WorkloadError
-from ampdbg.workload.imports import import_ahead
+from ampdbg.workload.targets import import_ahead
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
 """Keys of the config, and the names in the file that they are taken from where it defines them."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload.calls import Found, a
+from ampdbg.workload.targets import Found, a
 from ampdbg.workload.user_code import UserCode
 
 Group = dict[str, Any]

@@ -10,7 +10,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
 from ampdbg.record.pins import Proof, ProofStep
-from ampdbg.record.run import Investigation
+from ampdbg.record.replays import Investigation
 from ampdbg.replay.failing_step import FailingStep, failing_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import Snapshot

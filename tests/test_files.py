@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.staged_files import put
+from ampdbg.files import replace_file
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
 
 def test_a_new_file_has_ordinary_permissions_and_nothing_stays_beside_it(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    put(tmp_path / "new" / "record.json", b"all of it")
+    replace_file(tmp_path / "new" / "record.json", b"all of it")
     (tmp_path / "touched").touch()
     assert [item.name for item in (tmp_path / "new").iterdir()] == ["record.json"]
     assert (tmp_path / "new" / "record.json").read_bytes() == b"all of it"
@@ -26,7 +26,7 @@ def test_a_new_file_has_ordinary_permissions_and_nothing_stays_beside_it(tmp_pat
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
-    put(tmp_path / "link", b"new")
+    replace_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
 
@@ -38,6 +38,6 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    put(pipe, b"through it")
+    replace_file(pipe, b"through it")
     reader.join(10)
     assert (read, pipe.is_fifo()) == ([b"through it"], True)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train, load_config, parse_target
-from ampdbg.config.target_names import defined_names
+from ampdbg.config.targets import defined_names
 from ampdbg.errors import ConfigError
 from ampdbg.formats import FLOAT32
 

@@ -1,4 +1,4 @@
-"""Setting an attribute for a while, and putting back exactly what was there."""
+"""Attributes replaced for a while, and restored exactly as they were."""
 
 from __future__ import annotations
 

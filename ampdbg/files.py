@@ -1,4 +1,4 @@
-"""What a file is to hold, written in full beside it: it takes the file's place in one step, or is gone."""
+"""Files written whole: the content is staged beside the file and takes its place in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def staged(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[str]:
+def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[str]:
     """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards.
 
     ``keeps_mode`` gives it the permissions that ``path`` has, else it has those of any new file.
@@ -35,7 +35,7 @@ def staged(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[
             os.unlink(temporary)
 
 
-def put(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Makes ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
 
     A link stays a link. A pipe or a device, such as ``/dev/stdout``, is written to and never replaced.
@@ -47,7 +47,7 @@ def put(path: Path, content: bytes) -> None:
     if target.exists() and not target.is_file():
         target.write_bytes(content)
         return
-    with staged(target, content) as temporary:
+    with staged_file(target, content) as temporary:
         os.replace(temporary, target)
 
 

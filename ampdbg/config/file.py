@@ -1,0 +1,334 @@
+"""Reads a config file and the ``--set`` options into a Config, or says everything that is wrong with them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from ampdbg.config.schema import Config, ConfigFile, TargetSpec
+from ampdbg.config.targets import did_you_mean, which_instead
+from ampdbg.config.yaml_lines import KeyPath, YamlDocument, YamlError, read_yaml
+from ampdbg.errors import ConfigError
+
+# Options come after every line of the file.
+_AFTER_THE_FILE = 10**9
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads and checks a config.
+
+    Args:
+        path: the YAML file; targets and the checkpoint are relative to its folder.
+        overrides: ``"dotted.key=value"``, the value being YAML; they replace what the file says.
+
+    Raises:
+        ConfigError: the message lists every mistake, each with its line or its ``--set`` option.
+    """
+    document = _read(path)
+    data = {} if document.data is None else document.data
+    places = {keys: Place(line, f"{path}:{line}") for keys, line in document.lines.items()}
+    mistakes = [
+        Mistake(Place(line, f"{path}:{line}"), dotted(keys), f"given twice; the first is in line {first}")
+        for keys, line, first in document.duplicates
+    ]
+    return _checked(data, places, overrides, path.parent, str(path), mistakes)
+
+
+def config_of(data: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Checks a config that stands in no YAML file; messages name ``source`` in the place of a line.
+
+    Args:
+        data: the keys and values of a config file; it is left as it is.
+        source: what the user gave instead of a config, such as ``"--module model.py"``.
+        folder: targets and the checkpoint are relative to it.
+        overrides: as for :func:`load_config`.
+
+    Raises:
+        ConfigError: the message lists every mistake.
+    """
+    places: dict[KeyPath, Place] = {keys: Place(0, source) for keys in ((), *((key,) for key in data))}
+    return _checked(copy.deepcopy(dict(data)), places, overrides, folder, source, [])
+
+
+def config_of_record(resolved: Mapping[str, Any], source: str, folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Checks the config of a record again; the arguments are those of :func:`config_of`.
+
+    A key that holds its default is taken as not given: a record does not tell the two apart, and an optimizer
+    that is given would come before the model's own ``configure_optimizers``.
+    """
+    given = {key: value for key, value in resolved.items() if value != _default(key)}
+    return config_of(given, source, folder, overrides)
+
+
+def _default(key: str) -> object:
+    """The default of a key as plain data."""
+    field = ConfigFile.model_fields.get(key)
+    value = field.default if field is not None else None
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def _checked(
+    data: dict[Any, Any],
+    places: dict[KeyPath, Place],
+    overrides: Sequence[str],
+    folder: Path,
+    source: str,
+    mistakes: list[Mistake],
+) -> Config:
+    """The config that ``data`` and ``overrides`` make; raises with ``mistakes`` and all that are found here."""
+    for index, override in enumerate(overrides):
+        place = Place(_AFTER_THE_FILE + index, f"--set {override}")
+        mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
+    try:
+        parsed = ConfigFile.model_validate(data, context={"folder": folder})
+    except ValidationError as error:
+        mistakes += explain(error, places)
+    if mistakes:
+        raise ConfigError(in_one_message(mistakes, source))
+    given = {name: getattr(parsed, name) for name in parsed.model_fields_set}
+    return Config(**given, folder=folder, places={dotted(keys): place.text for keys, place in places.items()})
+
+
+def _read(path: Path) -> YamlDocument:
+    """The file as YAML: a mapping, or nothing at all."""
+    try:
+        raw = path.read_bytes()
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path}: a folder; give a config file.{which_instead(path.name, _yaml_files(path))}"
+        ) from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file.{_configs_near(path)}") from None
+    except OSError as error:
+        # Windows says "permission denied" for a folder.
+        what = "a folder; give a config file" if path.is_dir() else f"cannot be read: {error.strerror or error}"
+        raise ConfigError(f"{path}: {what}") from None
+    try:
+        document = read_yaml(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
+    except YamlError as mistake:
+        raise ConfigError(f"{path}:{mistake.line}: {mistake.text}") from None
+    if document.data is not None and not isinstance(document.data, dict):
+        keys = ", ".join(ConfigFile.model_fields)
+        raise ConfigError(f"{path}:{document.lines[()]}: got {shown(document.data)}; allowed: a mapping of {keys}")
+    return document
+
+
+def _configs_near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" There is no folder {path.parent}."
+    return which_instead(path.name, _yaml_files(path.parent))
+
+
+def _yaml_files(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml") and item.is_file())
+
+
+def _override(data: dict[Any, Any], override: str, place: Place, places: dict[KeyPath, Place]) -> list[str]:
+    """Puts one ``--set`` into ``data`` and its place into ``places``; returns what is wrong with it."""
+    key, equals, text = override.partition("=")
+    path: KeyPath = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        return ["write it as dotted.key=value, for example --set train.steps=100"]
+    try:
+        document = read_yaml(text)
+    except YamlError as mistake:
+        return [f"the value is {mistake.text}"]
+    for keys in [keys for keys in places if keys[: len(path)] == path]:
+        del places[keys]
+    inner: Any = data
+    for depth, part in enumerate(path[:-1], start=1):
+        if inner.get(part) is None:
+            inner[part] = {}
+            places[path[:depth]] = place
+        inner = inner[part]
+        if not isinstance(inner, dict):
+            above = dotted(path[:depth])
+            return [f"{above} is {shown(inner)}, which has no keys; set {above} as a whole"]
+    inner[path[-1]] = document.data
+    places.update({path + keys: place for keys in document.lines})
+    return [f"{dotted(path + keys)} is given twice" for keys, _, _ in document.duplicates]
+
+
+class Place(NamedTuple):
+    """Where a key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``; mistakes are sorted by ``order``."""
+
+    order: int
+    text: str
+
+
+Places = Mapping[KeyPath, Place]
+
+# Other names of the formats, too far from the config's for difflib.
+_SAID_AS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
+# What pydantic adds to a location: which kind of a union was tried, and that a key is meant, not its value.
+_MARKERS = ("<mapping>", "<number>", "[key]")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake; ``key`` is dotted, and empty where the mistake lies in no key."""
+
+    place: Place
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.place.text, self.key, self.text) if part)
+
+
+def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
+    """The message of a ConfigError: the mistake itself, or a list of them in the file's order."""
+    ordered = sorted(mistakes, key=lambda mistake: mistake.place.order)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    return "\n  ".join([f"{source}: {len(ordered)} mistakes", *map(str, ordered)])
+
+
+def explain(error: ValidationError, places: Places) -> list[Mistake]:
+    """pydantic's errors as mistakes."""
+    return [_explain_one(typing.cast(Mapping[str, Any], item), places) for item in error.errors(include_url=False)]
+
+
+def place_of(path: KeyPath, places: Places) -> Place:
+    """Where ``path`` was given, or the nearest key above it that was."""
+    while path not in places:
+        as_written = (*path[:-1], str(path[-1]))  # a key that YAML reads as a number
+        if as_written in places:
+            return places[as_written]
+        path = path[:-1]
+    return places[path]
+
+
+def dotted(path: KeyPath) -> str:
+    """``("precision", "pins", 0)`` is ``precision.pins[0]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A key path in the schema: its ``field``, and the ``owner`` section that has or would have it."""
+
+    path: KeyPath
+    owner: type[BaseModel]
+    field: FieldInfo | None
+    item: Mapping[str, Any]
+
+    @property
+    def allowed(self) -> str:
+        if self.field is None:
+            return ""
+        section = _section(self.field.annotation)
+        return self.field.description or (f"a mapping with the keys {_keys(section)}" if section else "")
+
+
+def _explain_one(item: Mapping[str, Any], places: Places) -> Mistake:
+    spot = _find(item)
+    text = _EXPLAIN.get(item["type"], _wrong_value)(spot)
+    return Mistake(place_of(spot.path, places), dotted(spot.path), text)
+
+
+def _find(item: Mapping[str, Any]) -> _Spot:
+    """Walks the schema along the error's location, leaving out pydantic's own markers such as ``<number>``."""
+    path = tuple(part for part in item["loc"] if part not in _MARKERS)
+    owner: type[BaseModel] = ConfigFile
+    field: FieldInfo | None = None
+    for depth, part in enumerate(path):
+        field = owner.model_fields.get(part) if isinstance(part, str) else field
+        section = _section(field.annotation) if field else None
+        if section is None or depth == len(path) - 1:
+            break
+        owner = section
+    return _Spot(path, owner, field, item)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation such as ``TargetSpec | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := _section(part))), None)
+
+
+def _keys(section: type[BaseModel]) -> str:
+    return ", ".join(section.model_fields)
+
+
+def _missing(spot: _Spot) -> str:
+    return f"missing; needed: {spot.allowed}"
+
+
+def _unknown_key(spot: _Spot) -> str:
+    key = str(spot.path[-1])
+    elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
+    hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, spot.owner.model_fields)
+    if not hint and issubclass(spot.owner, TargetSpec):
+        hint = f" Arguments of the target go under args: {dotted(spot.path[:-1])}.args.{key}"
+    return f"unknown key; allowed: {_keys(spot.owner)}.{hint}"
+
+
+def _dotted_fields(section: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        inner = _section(field.annotation)
+        if inner is not None and not issubclass(inner, TargetSpec):
+            yield from _dotted_fields(inner, f"{prefix}{name}.")
+
+
+def _not_a_section(spot: _Spot) -> str:
+    section = _section(spot.field.annotation) if spot.field else ConfigFile
+    given, keys = spot.item["input"], _keys(section or ConfigFile)
+    written = ""
+    if section and issubclass(section, TargetSpec) and isinstance(given, str):
+        written = f", written as {dotted(spot.path)}: {{target: {given}}}"
+    return f"got {shown(given)}; allowed: a mapping with the keys {keys}{written}"
+
+
+def _own_words(spot: _Spot) -> str:
+    return str(spot.item["ctx"]["error"])
+
+
+def _bad_key(spot: _Spot) -> str:
+    # YAML 1.1 reads on, off, yes and no as booleans, and dates and numbers as such.
+    return f"got {shown(spot.path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
+
+
+def _wrong_value(spot: _Spot) -> str:
+    if spot.item["loc"][-1] == "[key]":
+        return _bad_key(spot)
+    given = spot.item["input"]
+    hint = ""
+    if isinstance(given, str) and spot.item["type"] == "literal_error" and spot.field:
+        hint = did_you_mean(_SAID_AS.get(given, given), map(str, typing.get_args(spot.field.annotation)))
+    return f"got {shown(given)}; allowed: {spot.allowed}{'.' if hint else ''}{hint}"
+
+
+_EXPLAIN: Mapping[str, Callable[[_Spot], str]] = {
+    "missing": _missing,
+    "extra_forbidden": _unknown_key,
+    "model_type": _not_a_section,
+    "model_attributes_type": _not_a_section,
+    "value_error": _own_words,
+    "invalid_key": _bad_key,
+}
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value as the config would write it, cut to ``most`` characters."""
+    if value is None:
+        return "nothing"
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = str(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
