@@ -77,7 +77,7 @@ def apply_patch(found: Suggestion, force: bool) -> None:
     Raises:
         PatchError: a file cannot be written, or git sees uncommitted changes in it and it is not forced.
     """
-    from ampdbg.patch.writing import write_edits
+    from ampdbg.patch.file_edits import write_edits
 
     if found.patch is not None:
         write_edits(found.patch.edits, force=force)
@@ -102,7 +102,7 @@ def with_places(failure: PatchError, file: Path | None, record: Path | None) -> 
 def uncommitted_sources(config: Config) -> Iterator[Path]:
     """The files named in the config that git has not got as they are now: a patch of them would not be written."""
     from ampdbg.config import parse_target
-    from ampdbg.patch.writing import uncommitted
+    from ampdbg.patch.file_edits import uncommitted
 
     specs = (spec for spec in (config.model, config.data, config.loss, config.step) if spec is not None)
     files = dict.fromkeys(target.path(config.folder) for spec in specs if (target := parse_target(spec.target)).file)

@@ -146,7 +146,7 @@ def command(
     if module is not None:
         raise _module_refused(module, f"got --module {module}")
     if output is not None:
-        from ampdbg.patch.writing import check_writable
+        from ampdbg.patch.file_edits import check_writable
 
         check_writable(output)
     path = _path(config)

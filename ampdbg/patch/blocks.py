@@ -7,17 +7,28 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ampdbg.patch.casting import cast_statements
-from ampdbg.patch.devices import device_type_of
-from ampdbg.patch.half_casts import PinnedStatement, cast
-from ampdbg.patch.later_reads import is_read_later
-from ampdbg.patch.modes import Mode
+from ampdbg.patch.casts import PinnedStatement, cast, cast_statements
+from ampdbg.patch.modes import Mode, TensorNames, viewed
 from ampdbg.patch.pieces import Mark, Piece, may_run_in_either, pieces_of_head, pieces_of_line
-from ampdbg.patch.tensor_names import TensorNames
-from ampdbg.source.autocast_names import autocast_in
+from ampdbg.patch.steps import value_of
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import assigned_codes
-from ampdbg.source.source_text import EditError
+from ampdbg.source.expressions import (
+    assigned_codes,
+    code_of,
+    find,
+    names_assigned,
+    names_bound_inside,
+    names_in,
+    names_read,
+    spelled,
+    target_names,
+    walk,
+)
+from ampdbg.source.imports import dotted, imports_of
+from ampdbg.source.source_file import EditError
+
+AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
+"""The class that takes ``device_type``, by all its names; the one of ``torch.cuda.amp`` does not."""
 
 BETWEEN = 2
 """At most so many unpinned lines in a row are taken into a block, so that there is one block and not two."""
@@ -165,3 +176,160 @@ def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> 
             break
         made |= assigned_codes(piece.statement)
     return end
+
+
+_TENSOR_TYPES = ("torch.Tensor", "Tensor")
+
+
+def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> str:
+    """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
+
+    Args:
+        pinned: what stands in the block.
+        cast: the expressions that are cast in it; they are tensors.
+
+    Raises:
+        EditError: no such tensor has a name.
+    """
+    inner = {name for item in pinned for name in names_bound_inside(item.statement)}
+    bindings = pinned[0].names.bindings
+    local, uncertain = bindings.local, (bindings.maybe_numbers | bindings.maybe_none) - _asked(pinned)
+    # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
+    read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
+    named = (text for text in read if "(" not in text)
+    candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner | uncertain)
+    found = next(candidates, "")
+    if not found:
+        raise EditError("no tensor that the device could be taken from has a name there")
+    return f"{found}.device.type"
+
+
+def _asked(pinned: Sequence[PinnedStatement]) -> set[str]:
+    """The names that are asked for a method or an attribute: tensors, whatever else they may be elsewhere."""
+    attributes = (attribute for item in pinned for attribute in find(item.statement, cst.Attribute))
+    return {attribute.value.value for attribute in attributes if isinstance(attribute.value, cst.Name)}
+
+
+def _root(text: str) -> str:
+    text = text.removeprefix("next(iter(")
+    return text.partition(".")[0].partition("[")[0].strip()
+
+
+def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> list[str]:
+    """Tensors that the statements read before they assign to them, as the source spells them, in its order."""
+    found: list[str] = []
+    made: set[str] = set()
+    for item in pinned:
+        known = item.names.half | item.names.full | set(cast)
+        value = value_of(item.statement)
+        for node in walk(value) if value is not None else ():
+            if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)) and (code := code_of(node)) not in made:
+                found += [spelled(node)] if code in known else []
+        made |= assigned_codes(item.statement)
+    return found
+
+
+def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
+    """What a pinned call is given; parameters annotated as tensors; the first element that a comprehension takes."""
+    bindings = pinned[0].names.bindings
+    yield from (name for item in pinned for name in _given(item))
+    yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
+    seen = frozenset().union(*(item.names.half | item.names.full for item in pinned))
+    made: set[str] = set()
+    for item in pinned:
+        for loop in find(item.statement, cst.CompFor):
+            iterated = loop.iter.args[0].value if isinstance(loop.iter, cst.Call) and loop.iter.args else loop.iter
+            if isinstance(iterated, cst.Name) and iterated.value not in made:
+                yield f"{iterated.value}[0]"
+            elif (held := viewed(iterated)) in bindings.local - made:
+                yield f"next(iter({held}.values()))"
+        made |= assigned_codes(item.statement)
+    # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
+    yield from (name for name in bindings.parameters if name in seen)
+
+
+def _given(pinned: PinnedStatement) -> Iterator[str]:
+    """The plain names among the arguments of the pinned calls: tensors, as far as can be told."""
+    for call in find(pinned.statement, cst.Call):
+        if code_of(call.func) in pinned.callees:
+            yield from (
+                arg.value.value
+                for arg in call.args
+                if isinstance(arg.value, cst.Name) and pinned.names.is_tensor(arg.value)
+            )
+
+
+def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:
+    annotation = bindings.parameters[name].annotation
+    return annotation is not None and dotted(annotation.annotation) in _TENSOR_TYPES
+
+
+_Loop = cst.For | cst.While
+
+
+def is_read_later(name: str, block: Sequence[cst.CSTNode], scope: cst.CSTNode) -> bool:
+    """Whether anything that may run after ``block`` reads what ``name`` held in it. In doubt it is read.
+
+    Args:
+        name: a plain name of the function.
+        block: consecutive statements, as nodes of ``scope``.
+        scope: the function's body.
+    """
+    order = {id(node): index for index, node in enumerate(walk(scope))}
+    if not block or any(id(node) not in order for node in block):
+        return True
+    end = max(order[id(node)] for statement in block for node in walk(statement))
+    if any(order[id(node)] > end for node in _reads(name, scope)):
+        return True
+    first = id(block[0])
+    loops = [loop for loop in walk(scope) if isinstance(loop, _Loop) and any(id(node) == first for node in walk(loop))]
+    return not all(_binds_first(name, loop) for loop in loops)
+
+
+def _reads(name: str, scope: cst.CSTNode) -> list[cst.Name]:
+    targets = (target.target for item in find(scope, cst.Assign) for target in item.targets)
+    bound = {id(item) for target in targets for item in target_names(target)}
+    return [item for item in names_in(scope) if item.value == name and id(item) not in bound]
+
+
+def _binds_first(name: str, loop: _Loop) -> bool:
+    """Whether every turn of a loop binds the name before anything in it reads the name."""
+    if isinstance(loop, cst.For) and name in names_assigned(cst.AssignTarget(loop.target)):
+        return True
+    if isinstance(loop, cst.While) and name in names_read(loop.test):
+        return False
+    for statement in loop.body.body:
+        if name in names_read(statement):  # what is assigned to counts among these
+            return _binds(name, statement)
+    return True
+
+
+def _binds(name: str, statement: cst.CSTNode) -> bool:
+    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    return isinstance(small, cst.Assign) and name in names_assigned(small) and not _reads(name, small)
+
+
+def autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
+    """The expression for autocast in a function, and whether the file must import torch for it.
+
+    Raises:
+        EditError: the function has a variable of its own named torch.
+    """
+    usable = {name: origin for name, origin in bindings.imports.items() if _means_itself(name, bindings)}
+    for name, origin in usable.items():
+        if origin in AUTOCASTS:
+            return cst.Name(name), False
+    for name, origin in usable.items():
+        if origin == "torch":
+            return cst.Attribute(cst.Name(name), cst.Name("autocast")), False
+    if "torch" in bindings.taken:
+        raise EditError("the name torch stands for something else here; import torch under its own name first")
+    return cst.parse_expression("torch.autocast"), True
+
+
+def _means_itself(name: str, bindings: Bindings) -> bool:
+    """Whether no variable of the function hides the import."""
+    if bindings.function is None:
+        return True
+    imported_here = imports_of(bindings.function.body.body)
+    return name in imported_here or name not in bindings.local

@@ -9,17 +9,15 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampdbg.patch.blocks import Suite
-from ampdbg.patch.casting import cast_statements
-from ampdbg.patch.half_casts import PinnedStatement
-from ampdbg.patch.marking import Marks, marks_of
+from ampdbg.patch.casts import PinnedStatement, cast_statements
+from ampdbg.patch.marks import Marks, marks_of
+from ampdbg.patch.modes import TensorNames
 from ampdbg.patch.pieces import Mark
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
-from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.patch.whole_functions import function_of, with_body_in_fp32
-from ampdbg.source.autocast_names import with_torch_imported
-from ampdbg.source.bindings import Bindings, imports_of
-from ampdbg.source.locating import SourceMap
-from ampdbg.source.source_text import EditError, SourceText, read_source
+from ampdbg.source.bindings import Bindings
+from ampdbg.source.imports import imports_of, with_imported
+from ampdbg.source.source_file import EditError, SourceMap, SourceText, read_source
 
 __all__ = ["CallPin", "Edited", "FunctionPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
 
@@ -70,7 +68,7 @@ def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Mod
     rewriter = _Rewriter(source, marks, {key: pin for key, (_, pin) in wholes.items()})
     edited = text.module.visit(rewriter)
     if rewriter.needs_import:
-        edited = with_torch_imported(edited)
+        edited = with_imported(edited, "torch")
     return edited, [*refused, *marks.refused, *rewriter.refused]
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from ampdbg.patch.modes import Kind, Mode, Modes, kind_of, writes_in_place
+from ampdbg.patch.modes import Kind, Mode, Modes, TensorNames, kind_of, writes_in_place
 from ampdbg.patch.steps import VALUE_FIELDS, Apart, Statement, Step, take_apart, value_of
-from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import find, names_read, walk
-from ampdbg.source.source_text import EditError
+from ampdbg.source.source_file import EditError
 
 AUGMENTED: dict[type[cst.BaseAugOp], type[cst.BaseBinaryOp]] = {
     cst.AddAssign: cst.Add,

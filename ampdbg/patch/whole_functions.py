@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from ampdbg.patch.blocks import rebinding, with_autocast_off
-from ampdbg.patch.half_casts import cast
+from ampdbg.patch.blocks import autocast_in, rebinding, with_autocast_off
+from ampdbg.patch.casts import cast, root_name
 from ampdbg.patch.modes import writes_in_place
-from ampdbg.patch.operands import root_name
 from ampdbg.patch.source_pins import FunctionPin
-from ampdbg.source.autocast_names import autocast_in, disables_autocast
-from ampdbg.source.bindings import Bindings, dotted
+from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import walk
-from ampdbg.source.locating import functions_in, parts_of
-from ampdbg.source.source_text import EditError
+from ampdbg.source.imports import disables_autocast, dotted
+from ampdbg.source.source_file import EditError, functions_in, parts_of
 
 _TENSOR_TYPES = ("torch.Tensor", "Tensor")
 _NOT_FLOATING = ("mask", "ids", "index", "indices", "idx", "positions", "targets", "labels")

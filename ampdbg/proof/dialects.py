@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampdbg.patch.by_name.name_sets import in_words
 from ampdbg.patch.diffs import new_file_diff, unified_diff
-from ampdbg.patch.writing import FileEdit
+from ampdbg.patch.file_edits import FileEdit
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Record
 

@@ -15,9 +15,9 @@ from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.patch.half_names import Seen, names_seen
 from ampdbg.patch.other_remedies import other_remedies
 from ampdbg.patch.own_lines import OwnLines, own_lines
-from ampdbg.patch.patch import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
+from ampdbg.patch.placements import lines_that_may_be_edited
+from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.patch.source_pins import Refused
-from ampdbg.patch.ways import lines_that_may_be_edited
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.found_pins import digest
 from ampdbg.pinning.pin_search import keeps_scale

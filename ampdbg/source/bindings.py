@@ -3,55 +3,18 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import libcst as cst
 
 from ampdbg.source.expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
+from ampdbg.source.imports import dotted, imports_of, origin_of
 from ampdbg.source.vocabulary import METADATA, PLAIN_MODULES, SHARES_MEMORY
 
 _NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
-
-
-def imports_of(body: Iterable[cst.CSTNode]) -> dict[str, str]:
-    """What the import statements among ``body`` bind: local name to dotted name, ``F`` to torch.nn.functional.
-
-    Those in an ``if`` or ``try`` count (``if is_torch_available():``), but for what is there for types alone.
-    """
-    bound: dict[str, str] = {}
-    for line in body:
-        for statement in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-            bound.update(_imported(statement))
-        if isinstance(line, cst.Try) or (isinstance(line, cst.If) and not _is_for_types(line.test)):
-            bound.update(imports_of(line.body.body))
-    return bound
-
-
-def _is_for_types(test: cst.BaseExpression) -> bool:
-    return any(name.value == "TYPE_CHECKING" for name in find(test, cst.Name))
-
-
-def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
-    if isinstance(statement, cst.Import):
-        for alias in statement.names:
-            name = alias.evaluated_name
-            # `import torch.nn` binds torch; `import torch.nn as nn` binds torch.nn.
-            yield (alias.evaluated_alias, name) if alias.evaluated_alias else (name.partition(".")[0],) * 2
-    elif isinstance(statement, cst.ImportFrom) and not isinstance(statement.names, cst.ImportStar):
-        origin = "." * len(statement.relative) + (dotted(statement.module) if statement.module else "")
-        for alias in statement.names:
-            yield alias.evaluated_alias or alias.evaluated_name, f"{origin}.{alias.evaluated_name}"
-
-
-def dotted(node: cst.BaseExpression) -> str:
-    """``a.b.c`` as text; "" for anything that is not names and dots."""
-    if isinstance(node, cst.Name):
-        return node.value
-    base = dotted(node.value) if isinstance(node, cst.Attribute) else ""
-    return f"{base}.{node.attr.value}" if base and isinstance(node, cst.Attribute) else ""
 
 
 @dataclass(frozen=True)
@@ -73,9 +36,7 @@ class Bindings:
 
     def origin(self, node: cst.BaseExpression) -> str:
         """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or ""."""
-        name = dotted(node)
-        first, dot, rest = name.partition(".")
-        return f"{self.imports[first]}{dot}{rest}" if name and first in self.imports else ""
+        return origin_of(dotted(node), self.imports)
 
     def is_plain_module(self, origin: str) -> bool:
         """Whether a dotted name belongs to a module whose functions run none of the user's."""

@@ -15,7 +15,7 @@ import pytest
 import ampdbg
 from ampdbg.config import Config, load_config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
-from ampdbg.patch import writing
+from ampdbg.patch import file_edits
 from ampdbg.proof import suggestion as suggestions
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.file import read_record, write_record
@@ -170,7 +170,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(here: Here,
 def test_a_place_that_is_lost_during_the_search_costs_nothing_that_was_found(here: Here, fake: Fake) -> None:
     fake()
     Path("out").mkdir()
-    here.monkeypatch.setattr(writing, "check_writable", lambda path: Path("out").rmdir())
+    here.monkeypatch.setattr(file_edits, "check_writable", lambda path: Path("out").rmdir())
     result = here("suggest-fp32", "config.yaml", "--output", "out/x.patch")
     assert (result.code, result.stdout) == (2, "")
     patch, record = saved("*.patch"), saved("*-suggest-fp32.json")

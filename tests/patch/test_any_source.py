@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ampdbg.patch.diffs import unified_diff
 from ampdbg.patch.edits import StatementPin, edit_source
-from ampdbg.source.source_text import EditError, SourceText, read_source
+from ampdbg.source.source_file import EditError, SourceText, read_source
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 EVERY = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.errors import PatchError
-from ampdbg.patch.writing import FileEdit, write_edits
+from ampdbg.patch.file_edits import FileEdit, write_edits
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ampdbg.patch.patch import FileEdit, Patch, PatchUnit
+from ampdbg.patch.plan import FileEdit, Patch, PatchUnit
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Record

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.patch import FileEdit, PatchUnit
+from ampdbg.patch.plan import FileEdit, PatchUnit
 from ampdbg.proof.dialects import as_json, base_folder, diff, module
 from ampdbg.proof.suggestion import Suggestion
 from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion

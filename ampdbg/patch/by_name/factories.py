@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import libcst as cst
 
 from ampdbg.patch.by_name.returns import is_call, models_of, returns_early, with_returns_kept
-from ampdbg.source.bindings import dotted
 from ampdbg.source.expressions import find, plain_parameters
-from ampdbg.source.source_text import EditError
+from ampdbg.source.imports import dotted
+from ampdbg.source.source_file import EditError
 
 Statements = Sequence[cst.BaseStatement]
 

@@ -14,8 +14,8 @@ from ampdbg.patch.by_name.written_helpers import pins_kept, spelling_in, with_fu
 from ampdbg.patch.edits import Edited
 from ampdbg.patch.source_pins import Refused
 from ampdbg.record.pins import OWN
-from ampdbg.source.autocast_names import with_imported
-from ampdbg.source.source_text import EditError, read_source
+from ampdbg.source.imports import with_imported
+from ampdbg.source.source_file import EditError, read_source
 
 MODULE_NAME = "ampdbg_pins"
 """What a file of :func:`module_text` is called; with ``.py`` behind it."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from ampdbg.source.bindings import dotted
 from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, find, walk
-from ampdbg.source.source_text import EditError
+from ampdbg.source.imports import dotted
+from ampdbg.source.source_file import EditError
 
 MODEL = "model"
 LONG = 72

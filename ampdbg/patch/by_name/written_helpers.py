@@ -9,9 +9,9 @@ import libcst as cst
 
 from ampdbg.patch.by_name.helper_text import DOCSTRING, INDENT, OWN_LINES_FUNCTION, WHOLE_FUNCTION, Spelling
 from ampdbg.record.pins import OWN
-from ampdbg.source.bindings import dotted, imports_of
 from ampdbg.source.expressions import code_of, find, names_assigned
-from ampdbg.source.source_text import EditError
+from ampdbg.source.imports import dotted, imports_of
+from ampdbg.source.source_file import EditError
 
 BLANK = cst.EmptyLine(indent=False)
 

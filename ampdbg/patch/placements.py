@@ -16,10 +16,8 @@ from ampdbg.patch.by_name.helper_form import applies_to, edit_factory
 from ampdbg.patch.by_name.name_sets import in_words
 from ampdbg.patch.by_name.plain_layers import takes_one_tensor
 from ampdbg.patch.edits import CallPin, Edited, FunctionPin, Refused, SourcePin, StatementPin, edit_source
-from ampdbg.patch.half_names import Seen
-from ampdbg.patch.own_lines import OwnLines
-from ampdbg.patch.writing import FileEdit
-from ampdbg.patch.written_functions import (
+from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.functions import (
     Written,
     call_of,
     function_at,
@@ -29,6 +27,8 @@ from ampdbg.patch.written_functions import (
     modules_running,
     parameters_of,
 )
+from ampdbg.patch.half_names import Seen
+from ampdbg.patch.own_lines import OwnLines
 from ampdbg.record.pins import Pin
 from ampdbg.source.ownership import is_users_file
 

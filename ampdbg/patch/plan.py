@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.patch.edits import CallPin, FunctionPin, Refused, StatementPin
-from ampdbg.patch.ways import WAYS, Edit, Materials, Way, applied, layers_of_one_tensor, lines_title, why_not
-from ampdbg.patch.writing import FileEdit
-from ampdbg.patch.written_functions import modules_running
+from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.functions import modules_running
+from ampdbg.patch.placements import WAYS, Edit, Materials, Way, applied, layers_of_one_tensor, lines_title, why_not
 from ampdbg.pinning.tying import tied_together
 from ampdbg.record.pins import Pin
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
+from ampdbg.patch.modes import TensorNames
 from ampdbg.patch.pieces import Mark, entries_of
 from ampdbg.patch.source_pins import CallPin, NamesSeen, Refused, StatementPin
 from ampdbg.patch.steps import value_of
-from ampdbg.patch.tensor_names import TensorNames
-from ampdbg.source.bindings import Bindings, dotted
+from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import assigned_codes, canonical, code_of, find
-from ampdbg.source.locating import Line, Located, Place, SourceMap, functions_in, parts_of
-from ampdbg.source.source_text import EditError
+from ampdbg.source.imports import dotted
+from ampdbg.source.source_file import EditError, Line, Located, Place, SourceMap, functions_in, parts_of
 
 LinePin = StatementPin | CallPin
 

@@ -1,0 +1,349 @@
+"""The casts of statements that run in FP32: ``.float()`` on what holds half tensors, at each use or once in front."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from ampdbg.patch.modes import CONDITIONAL, Kind, TensorNames, called_name, kind_of
+from ampdbg.source.bindings import Bindings
+from ampdbg.source.expressions import assigned_codes, bare, code_of, find, names_assigned, names_bound_inside, walk
+from ampdbg.source.source_file import EditError
+from ampdbg.source.vocabulary import CASTS, JOINS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS, TRANSPOSED
+
+
+@dataclass(frozen=True)
+class PinnedStatement:
+    """A statement of a block, what is known of the names in it, and the callees that are themselves pinned."""
+
+    statement: cst.BaseSmallStatement
+    names: TensorNames
+    callees: frozenset[str] = frozenset()
+
+
+def cast(node: cst.BaseExpression) -> cst.Call:
+    """``node.float()``."""
+    if isinstance(node, cst.IfExp) and not node.lpar:
+        node = node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return cst.Call(cst.Attribute(node, cst.Name("float")))
+
+
+class HalfCasts(cst.CSTTransformer):
+    """Casts the half expressions of one statement and lists them, in their order.
+
+    ``sure`` are those that are computed whenever the statement runs.
+    """
+
+    def __init__(self, pinned: PinnedStatement, made: frozenset[str]) -> None:
+        super().__init__()
+        self.cast: list[str] = []
+        self.sure: set[str] = set()
+        self._names, self._callees, self._made = pinned.names, pinned.callees, made
+        self._around: list[cst.CSTNode] = []
+        self._operands: set[int] = set()
+        self._left: set[int] = set()
+        self._cast_already: set[int] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        goes_in = self._goes_in(node)
+        self._around.append(node)
+        return goes_in
+
+    def _goes_in(self, node: cst.CSTNode) -> bool:
+        if id(node) in self._left or isinstance(node, (cst.AssignTarget, cst.Annotation)):
+            return False
+        if isinstance(node, cst.Attribute) and node.attr.value in CASTS:
+            self._cast_already.add(id(node.value))
+        for part in (*not_read(node), *self._promoted(node)):
+            self._left.add(id(part))
+        if not self._names.is_traced:
+            self._operands |= {id(part) for part in operands_of(node, self._names, self._callees)}
+        return not self._is_half(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        self._around.pop()
+        if isinstance(updated_node, cst.BinaryOperation):
+            return _spaced(updated_node)
+        if id(original_node) in self._left or not self._is_half(original_node):
+            return updated_node
+        if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
+            return updated_node
+        code = self._tensor_of(original_node)
+        parent = self._around[-1] if self._around else None
+        # What is asked for a method or an attribute is a tensor there, and neither a number nor None.
+        if code in self._names.bindings.maybe_numbers and not isinstance(parent, cst.Attribute):
+            raise EditError(f"{code} may be a number there, which has no .float()")
+        self.cast.append(code)
+        if not any(isinstance(node, CONDITIONAL) for node in self._around):
+            self.sure.add(code)
+        if code in self._names.bindings.maybe_none and isinstance(parent, cst.Arg):
+            return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
+        return cast(updated_node)
+
+    def _promoted(self, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+        """The side of an operator that may hold a number: beside an FP32 tensor it is promoted without a cast."""
+        if not isinstance(node, cst.BinaryOperation) or isinstance(node.operator, cst.MatrixMultiply):
+            return
+        for side, other in ((node.left, node.right), (node.right, node.left)):
+            if isinstance(side, cst.Name) and side.value in self._names.bindings.maybe_numbers and self._is_fp32(other):
+                yield side
+
+    def _is_fp32(self, node: cst.BaseExpression) -> bool:
+        """Whether a tensor in it holds FP32 when the statement has its casts."""
+        uncertain = self._names.bindings.maybe_numbers
+        asked = {id(part.value) for part in find(node, cst.Attribute)}
+        for part in walk(node):
+            if isinstance(part, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
+                code = code_of(part)
+                is_tensor = code not in uncertain or id(part) in asked
+                if is_tensor and (self._is_half(part) or code in self._made or code in self._names.full):
+                    return True
+        return False
+
+    def _tensor_of(self, node: cst.BaseExpression) -> str:
+        """What is cast, as a text: of an element, the tensor that it is taken from."""
+        code = code_of(node)
+        is_element = isinstance(node, cst.Subscript) and code not in self._names.half and id(node) not in self._operands
+        return self._tensor_of(node.value) if is_element and isinstance(node, cst.Subscript) else code
+
+    def _is_half(self, node: cst.CSTNode) -> bool:
+        """A half tensor, or an element of one: ``x``, ``x[:, 0]``."""
+        if isinstance(node, cst.IfExp):
+            return self._chooses_unknown(node)
+        if not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
+            return False
+        if isinstance(node, cst.Attribute) and node.attr.value in TRANSPOSED and self._is_half(node.value):
+            return False  # `x.float().T`, as a person writes it
+        code = code_of(node)
+        if code in self._made or root_name(node) in self._made:
+            return False
+        if code in self._names.half or id(node) in self._operands or self._joins_unknown(node):
+            return code not in self._names.full
+        return isinstance(node, cst.Subscript) and self._is_half(node.value)
+
+    def _chooses_unknown(self, node: cst.IfExp) -> bool:
+        """``x if y is None else y``: the trace saw one of the two, and the other may be in half as well."""
+        sides = (node.body, node.orelse)
+        if not all(isinstance(side, (cst.Name, cst.Attribute, cst.Subscript)) for side in sides):
+            return False
+        known = self._names.half | self._names.full | self._made
+        unknown = [side for side in sides if code_of(side) not in known]
+        return (
+            len(unknown) == 1 and any(map(self._is_half, sides)) and _is_there(unknown[0], node, self._names.bindings)
+        )
+
+    def _joins_unknown(self, node: cst.CSTNode) -> bool:
+        """``torch.stack(rows)``: a trace tells of tensors, and not what lists hold."""
+        if not isinstance(node, cst.Call) or called_name(node) not in JOINS or not node.args:
+            return False
+        if id(node) in self._cast_already:
+            return False
+        joined = node.args[0].value
+        return isinstance(joined, cst.Name) and joined.value not in self._made | self._names.half | self._names.full
+
+
+def _is_there(side: cst.BaseExpression, choice: cst.IfExp, bindings: Bindings) -> bool:
+    """Whether that side of a choice holds a tensor where it is chosen, as far as the source tells."""
+    code = code_of(side)
+    asks = code_of(choice.test)
+    if asks in (f"{code} is None", f"{code} is not None"):
+        return (side is choice.orelse) == asks.endswith("is None")
+    return code not in bindings.maybe_none | bindings.maybe_numbers | bindings.numbers | {"None", "True", "False"}
+
+
+def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:
+    """``x**2`` becomes ``x.float() ** 2``: formatters set spaces where an operand is a call."""
+    is_tight = isinstance(node.operator, cst.Power) and node.operator.whitespace_before.empty
+    if not is_tight or not any(isinstance(side, cst.Call) for side in (node.left, node.right)):
+        return node
+    return node.with_changes(operator=cst.Power())
+
+
+_LOOKED_AT = PLAIN_BUILTINS - {"list", "tuple", "zip", "enumerate", "reversed", "min", "max", "iter", "next"}
+"""Builtins that read no values of a tensor that they are given."""
+
+
+def operands_of(node: cst.CSTNode, names: TensorNames, callees: frozenset[str]) -> list[cst.BaseExpression]:
+    """Where no trace was made: the names that an operation or a pinned call takes, each of which may be in half."""
+    if isinstance(node, cst.Call) and code_of(node.func) in callees:
+        return [_tensor_in(arg.value) for arg in node.args[:1]]
+    if kind_of(node, names) is not Kind.OPERATION:
+        return []
+    found = [_tensor_in(part) for part in _parts(node, names.bindings)]
+    return [part for part in found if _is_plain(part) and (_is_product(node) or names.is_tensor(part))]
+
+
+def _parts(node: cst.CSTNode, bindings: Bindings) -> list[cst.BaseExpression]:
+    if isinstance(node, cst.BinaryOperation):
+        return [node.left, node.right]
+    if not isinstance(node, cst.Call):
+        return []
+    base = [node.func.value] if isinstance(node.func, cst.Attribute) and not bindings.origin(node.func) else []
+    arguments = [arg.value for arg in node.args if arg.keyword is None]
+    return base + (arguments if called_name(node) in PRODUCTS else arguments[: 1 - len(base)])
+
+
+def _is_product(node: cst.CSTNode) -> bool:
+    if isinstance(node, cst.BinaryOperation):
+        return isinstance(node.operator, cst.MatrixMultiply)
+    return isinstance(node, cst.Call) and called_name(node) in PRODUCTS
+
+
+def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
+    """``k`` of ``k[0]`` and of ``k.transpose(-2, -1)``."""
+    match node:
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CASTS:
+            return _tensor_in(base)
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in TRANSPOSED:
+            return _tensor_in(base)
+        case cst.Subscript(value=cst.Name() as base):
+            return base
+        case _:
+            return bare(node)
+
+
+def not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """The parts of a node whose values are not computed with, or that are cast already."""
+    match node:
+        case cst.Attribute(value=base, attr=cst.Name(value=name) as attribute):
+            is_asked = name in METADATA | CASTS and (_is_plain(base) or isinstance(base, cst.IfExp))
+            return [base, attribute] if is_asked else [attribute]
+        case cst.Arg(keyword=cst.Name() as keyword):
+            return [keyword]
+        case cst.Call():
+            return _not_read_by_call(node)
+        case cst.Comparison(comparisons=[cst.ComparisonTarget(operator=cst.Is() | cst.IsNot())]):
+            return [node.left]
+        case cst.AugAssign(target=target) | cst.AnnAssign(target=target):
+            return [target]
+        case cst.CompFor(target=target) | cst.NamedExpr(target=target) | cst.Param(name=target):
+            return [target]
+        case _:
+            return []
+
+
+def _not_read_by_call(call: cst.Call) -> list[cst.CSTNode]:
+    match call.func:
+        case cst.Attribute(value=base, attr=cst.Name(value="to")) if _is_plain(base) and _to_float32(call):
+            return [base]
+        case cst.Name(value=name):
+            return [call.func, *(call.args if name in _LOOKED_AT else ())]
+        case _:
+            return []
+
+
+def _is_plain(node: cst.BaseExpression) -> bool:
+    return isinstance(node, (cst.Name, cst.Attribute, cst.Subscript))
+
+
+def root_name(node: cst.CSTNode) -> str:
+    """``x`` of ``x[i].T``, ``self`` of ``self.weight``."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=base) | cst.Subscript(value=base) | cst.Call(func=base):
+            return root_name(base)
+        case _:
+            return ""
+
+
+def _to_float32(node: cst.CSTNode) -> bool:
+    return any(name.value == "float32" for name in find(node, cst.Name))
+
+
+REBIND_FROM = 3
+"""From so many uses on, a name is cast once at the block's start: ``q = q.float()``."""
+
+_TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class CastStatements:
+    """The statements with their casts; ``cast`` are the expressions that were, ``rebound`` names at the start first.
+
+    ``sure`` are those of them that are cast whenever the statements run, and not in a branch alone.
+    """
+
+    statements: tuple[cst.BaseSmallStatement, ...]
+    rebound: tuple[str, ...]
+    cast: tuple[str, ...]
+    sure: frozenset[str]
+
+
+def cast_statements(
+    pinned: Sequence[PinnedStatement],
+    made: frozenset[str] = frozenset(),
+    may_rebind: Callable[[str], bool] = lambda name: False,
+) -> CastStatements:
+    """Casts the half names of consecutive statements, those left out that the statements made before (in FP32).
+
+    Args:
+        pinned: what stands in the block.
+        made: what already holds FP32 when the block is entered.
+        may_rebind: whether nothing behind the block reads what a name held before it, so that a name that is used
+            often may be cast once, in front of the statements.
+
+    Raises:
+        EditError: a name that would be cast may hold a number.
+    """
+    once = _cast_in_order(pinned, made)
+    uses = Counter(once.cast)
+    often = [
+        code
+        for code, count in uses.items()
+        if count >= REBIND_FROM and code in once.sure and _can_rebind(code, pinned, may_rebind)
+    ]
+    if not often:
+        return once
+    again = _cast_in_order(pinned, made | set(often))
+    return CastStatements(again.statements, tuple(often), tuple(dict.fromkeys(once.cast)), once.sure)
+
+
+def _cast_in_order(pinned: Sequence[PinnedStatement], made: frozenset[str]) -> CastStatements:
+    statements, cast, sure, known = [], [], set(), set(made)
+    for item in pinned:
+        casts = HalfCasts(item, frozenset(known))
+        statements.append(_visited(item.statement, casts))
+        cast += casts.cast
+        sure |= casts.sure
+        assigned = assigned_codes(item.statement)
+        known = known - assigned if _asks_for_a_dtype(item.statement) else known | assigned
+    return CastStatements(tuple(statements), (), tuple(cast), frozenset(sure))
+
+
+def _visited(statement: cst.BaseSmallStatement, casts: HalfCasts) -> cst.BaseSmallStatement:
+    result = statement.visit(casts)
+    return result if isinstance(result, cst.BaseSmallStatement) else statement
+
+
+def _can_rebind(code: str, pinned: Sequence[PinnedStatement], may_rebind: Callable[[str], bool]) -> bool:
+    """Plain names of the function alone; not those of a comprehension, nor those that another function sees.
+
+    What is asked for its dtype keeps its meaning, and nobody must read the name afterwards: written in place, asked
+    for its dtype, or stored, it would no longer be what it was.
+    """
+    statements = [item.statement for item in pinned]
+    inner = {name for statement in statements for name in names_bound_inside(statement)}
+    bindings = pinned[0].names.bindings
+    if code not in bindings.local or code in inner or code in bindings.shared or _asks_its_dtype(code, statements):
+        return False
+    is_replaced = any(code in names_assigned(item) for item in statements if isinstance(item, cst.Assign))
+    return is_replaced or may_rebind(code)
+
+
+def _asks_its_dtype(code: str, statements: Sequence[cst.CSTNode]) -> bool:
+    return any(
+        attribute.attr.value in ("dtype", "type") and code_of(attribute.value) == code
+        for statement in statements
+        for attribute in find(statement, cst.Attribute)
+    )
+
+
+def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:
+    """Whether what it assigns may be in half for all that its operands are not: ``.to(q.dtype)``, ``dtype=``."""
+    calls = list(find(statement, cst.Call))
+    keywords = {arg.keyword.value for call in calls for arg in call.args if arg.keyword is not None}
+    return "dtype" in keywords or not _TO_A_DTYPE.isdisjoint(called_name(call) for call in calls)
