@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
-from ampdbg.probes.ops import OpTrace
+from ampdbg.probes.op_trace import OpTrace
 from ampdbg.probes.source_lines import Line
 from ampdbg.record.pins import Pin
 from ampdbg.replay.failing_step import FailingStep, weights_of

@@ -27,8 +27,8 @@ from ampdbg.patch.functions import (
     modules_running,
     parameters_of,
 )
-from ampdbg.patch.half_names import Seen
 from ampdbg.patch.own_lines import OwnLines
+from ampdbg.probes.half_names import NamesByLine
 from ampdbg.record.pins import Pin
 from ampdbg.source.ownership import is_users_file
 
@@ -41,7 +41,7 @@ class Materials:
     model: torch.nn.Module
     pins: tuple[Pin, ...]
     lines: OwnLines
-    names: Seen
+    names: NamesByLine
 
 
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
@@ -161,13 +161,13 @@ WAYS: tuple[tuple[Way, ...], ...] = ((_own_code, _forward, _call, _helper), (_fo
 """The narrowest first; each next one is for where the patch of the one before does not cure the step."""
 
 
-def _statement(file: str, function: str, lines: Sequence[int], names: Seen) -> StatementPin:
+def _statement(file: str, function: str, lines: Sequence[int], names: NamesByLine) -> StatementPin:
     half, full = _names_in(file, names)
     texts = {line: linecache.getline(file, line).strip() for line in lines}
     return StatementPin(function, tuple(lines), half_names=half, full_names=full, texts=texts)
 
 
-def _names_in(file: str, names: Seen) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
+def _names_in(file: str, names: NamesByLine) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
     """What held half tensors in a file, by line, and what held other tensors and nowhere half ones."""
     here = {line: found for (other, line), found in names.items() if other == file}
     half = {line: tuple(found.half) for line, found in here.items()}

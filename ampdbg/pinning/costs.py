@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.pins import pin_fp32
-from ampdbg.probes.ops import OpTrace
+from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.pins import OWN, PinCost
 from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.replay import Manner, replay_step

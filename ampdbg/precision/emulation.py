@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from ampdbg.precision.cuda_names import cuda_names_on_cpu
+
 from .autocast_policy import cuda_autocast_policy
-from .cuda_on_cpu import cuda_names_on_cpu
 from .half_kernels import half_kernels
 
 _entered: list[ExitStack] = []

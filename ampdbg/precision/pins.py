@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
-from types import TracebackType
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CodeType, TracebackType
+from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from ampdbg.errors import WorkloadError
 from ampdbg.record.pins import OWN
-
-from .pinned_forward import OWN_LINES, WHOLE, LinesInFP32, PinnedForward, pinned_forward
 
 
 class PinHandle:
@@ -103,3 +105,168 @@ def _some_names(pattern: str, modules: dict[str, torch.nn.Module]) -> str:
 def _eager_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
     """All that own lines may call: the module itself too, should it recur."""
     return [inner for inner in module.modules() if not isinstance(inner, torch.jit.ScriptModule)]
+
+
+WHOLE, OWN_LINES = "whole module", "own lines"
+
+Region = tuple[torch.dtype, bool]
+"""The dtype of autocast for a type of device, and whether it is on."""
+
+Regions = tuple[Region, Region]
+"""For CUDA and for the CPU."""
+
+
+class PinnedForward:
+    """The ``forward`` of a module while anything pins it; several pins may, and they may go in any order.
+
+    An object of this module and no closure, so that it goes where the module goes: a deep copy runs the
+    copy's weights, a pickled model comes back pinned, and ``torch.compile`` traces a whole module's pin.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        # By name through the class otherwise: a bound method that is pickled may come back as this very object.
+        self._replaced: Callable[..., Any] | None = vars(module).get("forward")
+        self._pins: list[str | LinesInFP32] = []
+        self.lines = LinesInFP32()
+        """The module's own lines, in force while ``OWN_LINES`` is among the pins."""
+        self._last_around: Regions | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The ``forward`` behind, for ``inspect.signature``."""
+        return self._replaced or type(self._module).forward.__get__(self._module)
+
+    @property
+    def __code__(self) -> CodeType:
+        """For ``torch.export``, which reads where the ``forward`` of a model is written."""
+        code: CodeType = self.__wrapped__.__code__
+        return code
+
+    def add(self, pin: str | LinesInFP32) -> None:
+        """``WHOLE``, ``OWN_LINES``, or the lines in FP32 that may call this module, which is as before in them."""
+        self._pins.append(pin)
+        self._module.forward = self
+
+    def drop(self, pin: str | LinesInFP32) -> None:
+        """Takes one pin away; the last gives the module its own ``forward`` back, unless another one is in front."""
+        self._pins.remove(pin)
+        if self._pins or vars(self._module).get("forward") is not self:
+            return
+        if self._replaced is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._replaced
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        around = self._around_its_caller()
+        if around is None:
+            return self._pinned(*args, **kwargs)
+        cuda, cpu = around
+        with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
+            output = self._pinned(*args, **kwargs)
+        # It is an input of the lines that called.
+        return _cast_up(output)
+
+    def _around_its_caller(self) -> Regions | None:
+        """The regions around a pin, if it is the lines of that pin that call this module now."""
+        callers = [pin for pin in self._pins if isinstance(pin, LinesInFP32)]
+        if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
+            # A checkpoint in those lines computes its part of them again, without them.
+            return self._last_around
+        self._last_around = around = next((lines.around for lines in callers if lines.are_innermost()), None)
+        return around
+
+    def _pinned(self, *args: Any, **kwargs: Any) -> Any:
+        if WHOLE in self._pins:
+            return _in_fp32(self._forward, args, kwargs)
+        if OWN_LINES in self._pins:
+            return self.lines.run(self._forward, args, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+def pinned_forward(module: torch.nn.Module) -> PinnedForward:
+    """What stands in front of the module's ``forward``, or will with its first pin."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, PinnedForward) else PinnedForward(module)
+
+
+class LinesInFP32(threading.local):
+    """The calls of a module whose own lines run in FP32, the innermost last; each thread sees its own."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+
+    def __reduce__(self) -> tuple[type[LinesInFP32], tuple[()]]:
+        """Calls stay in their thread: a copy of the model has none."""
+        return LinesInFP32, ()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls the ``forward`` that these lines are of."""
+        around = _region("cuda"), _region("cpu")
+
+        def lines(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append(_Call(around, _autocast_depth()))
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._calls.pop()
+
+        return _in_fp32(lines, args, kwargs)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a call of the lines has not ended."""
+        return bool(self._calls)
+
+    @property
+    def around(self) -> Regions:
+        """The regions around the innermost call."""
+        return self._calls[-1].around
+
+    def are_innermost(self) -> bool:
+        """Whether no region has been entered since: neither the user's own, nor that of another module."""
+        return self.are_running and self._calls[-1].depth == _autocast_depth()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The regions of autocast around a call, and how deep in regions its own lines are."""
+
+    around: Regions
+    depth: int
+
+
+def _region(device_type: str) -> Region:
+    return torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+
+
+def _is_recomputing() -> bool:
+    """Whether this is inside a backward pass, where modules run only for a checkpoint; traced code never is."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _autocast_depth() -> int:
+    """In how many nested autocast regions this is; torch tells only by counting up and down."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    args, kwargs = _cast_up((args, kwargs))
+    # Plain statements: torch.compile breaks the graph at an ExitStack.
+    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        return forward(*args, **kwargs)
+
+
+def _cast_up(value: Any) -> Any:
+    return _pytree.tree_map_only(torch.Tensor, _widened, value)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
+CallKind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Call:
         raised: what the call raised.
     """
 
-    kind: Kind
+    kind: CallKind
     step: int = 0
     optimizers: tuple[int, ...] = ()
     line: tuple[str, int, str] | None = None
@@ -54,7 +54,7 @@ class Hit:
 
 
 @dataclass
-class Gradients:
+class GradientState:
     """What the calls so far say about the gradients of one optimizer.
 
     ``scaled`` is the backward pass that wrote them, while they still carry the scale; ``unscaled`` the
@@ -77,7 +77,7 @@ class Gradients:
 
 
 @dataclass
-class Progress:
+class StepCount:
     """One optimizer's steps: how many, whether the last was skipped, and how often each scheduler has moved."""
 
     steps: int = 0
@@ -90,8 +90,8 @@ class CallOrder:
     """The state machine; feed it each call in order."""
 
     def __init__(self, optimizers: int) -> None:
-        self.gradients = [Gradients() for _ in range(optimizers)]
-        self.progress = [Progress() for _ in range(optimizers)]
+        self.gradients = [GradientState() for _ in range(optimizers)]
+        self.progress = [StepCount() for _ in range(optimizers)]
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
@@ -109,7 +109,7 @@ class CallOrder:
 
     def clear(self, optimizer: int) -> None:
         """Forgets what is known of an optimizer's gradients: they are gone, or others'."""
-        self.gradients[optimizer] = Gradients()
+        self.gradients[optimizer] = GradientState()
 
 
 def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -127,7 +127,7 @@ def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
         yield from _written(order.gradients[index], call)
 
 
-def _written(held: Gradients, call: Call) -> Iterator[Hit]:
+def _written(held: GradientState, call: Call) -> Iterator[Hit]:
     if held.kept:
         held.stale = call
     if not call.actor:
@@ -169,11 +169,11 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
         yield from _scale_has_changed(held)
         if call.skipped and held.stale is not None:
             yield Hit("misuse-stale-gradients", held.stale)
-        order.gradients[index] = Gradients(kept=call.skipped)
+        order.gradients[index] = GradientState(kept=call.skipped)
         _count_step(order.progress[index], call.skipped)
 
 
-def _scale_has_changed(held: Gradients) -> Iterator[Hit]:
+def _scale_has_changed(held: GradientState) -> Iterator[Hit]:
     if held.updated is not None:
         yield Hit("misuse-accumulate" if held.mixed else "misuse-many-updates", held.updated)
 
@@ -192,7 +192,7 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         _count_step(order.progress[index], skipped=False)
 
 
-def _count_step(progress: Progress, skipped: bool) -> None:
+def _count_step(progress: StepCount, skipped: bool) -> None:
     progress.steps += 1
     progress.on_skip, progress.written_since = skipped, False
 
@@ -222,7 +222,7 @@ def _schedule(order: CallOrder, call: Call) -> Iterator[Hit]:
         progress.on_skip = False
 
 
-RULES: Mapping[Kind, Callable[[CallOrder, Call], Iterator[Hit]]] = {
+RULES: Mapping[CallKind, Callable[[CallOrder, Call], Iterator[Hit]]] = {
     "backward": _backward,
     "grad": _grad,
     "clip": _clip,

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch._utils import _flatten_dense_tensors
 
+from ampdbg.probes.tensors import count_nonfinite, float_values, is_finite
 from ampdbg.record.run import GroupOverflow, ParameterCounts
-
-from .nonfinite import count_nonfinite, float_values, is_finite
 
 SMALL = 4096
 """Gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them

@@ -7,7 +7,7 @@ are half in the real run. No overflow hides another one behind an inf.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch.amp import autocast_mode
 
-from ampdbg.formats import BFLOAT16, FLOAT16, Exponents
+from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.precision.attributes import replaced
-from ampdbg.probes.exponents import exponents_of
-from ampdbg.probes.magnitudes import Magnitude, magnitude_of, magnitude_of_number, together
 from ampdbg.probes.module_paths import ModulePaths
-from ampdbg.probes.op_traits import OpTraits
-from ampdbg.probes.ops import Place, PlacedOps
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps
+from ampdbg.probes.source_lines import source_of
+from ampdbg.probes.tensors import Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
+from ampdbg.record.run import Site
 
 LOW = (torch.bfloat16, torch.float16)
 """float16 is met only where user code writes into a half tensor that was there before the step."""
@@ -42,7 +42,7 @@ class RangeSeen:
     """
 
     op: str
-    place: Place
+    place: OpPlace
     output: Magnitude
     exponents: Exponents
     overflow: Overflow
@@ -88,7 +88,7 @@ class ShadowTrace(PlacedOps):
         return _Inputs(lost, max((magnitude.largest for magnitude in low), default=0.0))
 
     def after(
-        self, traits: OpTraits, place: Place, parameter: str, before: _Inputs, made: Sequence[torch.Tensor]
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: _Inputs, made: Sequence[torch.Tensor]
     ) -> None:
         """Measures what FP16 would hold of the op's output."""
         for tensor in made:
@@ -109,7 +109,7 @@ def _overflow(output: Magnitude, lost: bool) -> Overflow:
     return "carried" if lost else "starts"
 
 
-def _is_noise(traits: OpTraits, place: Place, inputs: _Inputs, output: Magnitude) -> bool:
+def _is_noise(traits: OpTraits, place: OpPlace, inputs: _Inputs, output: Magnitude) -> bool:
     """A sum that is smaller than one rounding of its largest term: the terms have cancelled."""
     if place.phase != "backward" or not traits.name.startswith("aten.sum."):
         return False
@@ -180,3 +180,55 @@ def _finfo_of_float16(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*(torch.float16 if one is torch.bfloat16 else one for one in dtype))
 
     return finfo
+
+
+def sites_of(ranges: Iterable[RangeSeen], dtype: str = "float16") -> tuple[Site, ...]:
+    """Gathers ops by phase, module, op and source line, in order of first execution.
+
+    Args:
+        ranges: the ops of one step.
+        dtype: what the real run has where the shadow has bfloat16.
+    """
+    gathered: dict[Any, list[RangeSeen]] = {}
+    for seen in ranges:
+        place = seen.place
+        gathered.setdefault((place.phase, place.module, seen.op, place.line), []).append(seen)
+    return tuple(_site(order, ranges, dtype) for order, ranges in enumerate(gathered.values()))
+
+
+def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
+    place = ranges[0].place
+    output = together(seen.output for seen in ranges)
+    exponents = sum((seen.exponents for seen in ranges), Exponents())
+    is_gradient = place.phase == "backward"
+    return Site(
+        phase=place.phase,
+        module=place.module,
+        op=ranges[0].op,
+        source=source_of(place.line) if place.line else None,
+        dtype=dtype,
+        order=order,
+        calls=len(ranges),
+        call=max(ranges, key=lambda seen: seen.output.largest).place.call,
+        size=output.size,
+        inf=output.inf,
+        nan=output.nan,
+        abs_max=output.largest,
+        headroom_bits=_rounded(output),
+        overflow=_overflow_of_site(ranges),
+        lowest_exponent=exponents.lowest,
+        exponents=exponents.counts,
+        scale_ceiling=scale_ceiling(output.largest) if is_gradient else None,
+        scale_floor=scale_floor(exponents) if is_gradient else None,
+        is_noise=all(seen.is_noise for seen in ranges),
+    )
+
+
+def _rounded(output: Magnitude) -> float:
+    # Two decimals tell all there is to a value that was rounded to eight bits.
+    return round(headroom_bits(output.largest), 2)
+
+
+def _overflow_of_site(ranges: Sequence[RangeSeen]) -> Overflow:
+    kinds = {seen.overflow for seen in ranges}
+    return "starts" if "starts" in kinds else "carried" if "carried" in kinds else ""

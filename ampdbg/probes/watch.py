@@ -21,14 +21,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.precision.attributes import replaced
 from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes.calls import calls_noted, classes_with_own
+from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import Misuse, Record, Step, TensorCounts, Unseen
 
 from .calls import Calls
 from .environment import environment_of
 from .gradients import gradient_norm, group_name, nonfinite_groups
-from .open_step import OpenStep, is_finite_scalar
-from .replaced_calls import calls_noted, classes_with_own
-from .step_log import StepLog
 
 _NO_SCALER = 0
 """The key of the open step that belongs to no scaler; ids are never 0."""

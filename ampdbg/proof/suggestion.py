@@ -12,7 +12,6 @@ from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
-from ampdbg.patch.half_names import Seen, names_seen
 from ampdbg.patch.other_remedies import other_remedies
 from ampdbg.patch.own_lines import OwnLines, own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
@@ -22,6 +21,7 @@ from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.found_pins import digest
 from ampdbg.pinning.pin_search import keeps_scale
 from ampdbg.pinning.tying import tied_together
+from ampdbg.probes.half_names import NamesByLine, names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
 from ampdbg.record.pins import EVERYTHING, Proof, Strategy
@@ -215,7 +215,7 @@ def _materials(ended: Bisected) -> Materials:
     return Materials(run.config, run.workload.model, pins, lines, _names_on(lines, ended))
 
 
-def _names_on(lines: OwnLines, ended: Bisected) -> Seen:
+def _names_on(lines: OwnLines, ended: Bisected) -> NamesByLine:
     """What holds half tensors in the functions that may be edited, as the failing step runs."""
     model = ended.run.workload.model
     wanted = lines_that_may_be_edited(ended.record.pins, lines, model)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampdbg.probes.nonfinite import is_finite
+from ampdbg.probes.tensors import is_finite
 from ampdbg.replay.held import CONSTANTS, LARGEST, MOST, distinct, own_attributes
 
 WRITTEN = -1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
-from ampdbg.probes.ops import OpSeen, OpTrace
+from ampdbg.probes.op_trace import OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.replays import Producer, Replay

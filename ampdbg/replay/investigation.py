@@ -13,8 +13,8 @@ from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_risen
 from ampdbg.observer import Observer
-from ampdbg.probes.nonfinite import float_values
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
+from ampdbg.probes.tensors import float_values
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of

@@ -12,7 +12,7 @@ import torch
 
 from ampdbg.calibration import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
-from ampdbg.probes.nonfinite import is_finite
+from ampdbg.probes.tensors import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Step

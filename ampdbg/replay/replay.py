@@ -16,8 +16,8 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.precision.lifting import LIFTS, lifted
 from ampdbg.precision.modes import DTYPES
 from ampdbg.probes.module_paths import ModulePaths
-from ampdbg.probes.nonfinite import float_values, is_finite
-from ampdbg.probes.ops import OpTrace, placed
+from ampdbg.probes.op_trace import OpTrace, placed
+from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay
 from ampdbg.replay.kept_weights import weights_kept
 from ampdbg.replay.run import Run

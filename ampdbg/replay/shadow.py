@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 
 from ampdbg.errors import UserCodeError
-from ampdbg.probes.compiled import compiled_notes
-from ampdbg.probes.coverage import coverage
-from ampdbg.probes.ops import placed
+from ampdbg.probes.coverage import compiled_notes, coverage
+from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.record.run import Unseen
 from ampdbg.replay.environment import FUSED_ATTENTION_NOTE

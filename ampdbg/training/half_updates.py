@@ -9,7 +9,7 @@ import torch
 
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.lifting import LIFTS
-from ampdbg.probes.nonfinite import is_finite
+from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.comparison import MOST_OF_IT
 from ampdbg.replay.kept_weights import KeptWeights

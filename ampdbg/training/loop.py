@@ -14,9 +14,8 @@ import torch
 from ampdbg.config import Config
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.probes.compiled import compiled_notes
-from ampdbg.probes.coverage import coverage
-from ampdbg.probes.nonfinite import is_finite, nonfinite_in_batch
+from ampdbg.probes.coverage import compiled_notes, coverage
+from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record, Unseen
 from ampdbg.replay.environment import describe_environment, folder_from_here

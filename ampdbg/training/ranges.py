@@ -10,7 +10,7 @@ from typing import Any
 from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.probes.sites import sites_of
+from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.replay.environment import describe_environment, folder_from_here

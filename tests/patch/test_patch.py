@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ampdbg.config import load_config
-from ampdbg.patch.half_names import names_seen
 from ampdbg.patch.own_lines import OwnLines
 from ampdbg.patch.placements import lines_that_may_be_edited, lines_title
 from ampdbg.patch.plan import Materials, Patch, planned
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.half_names import names_seen
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import Pin, PinSite
 

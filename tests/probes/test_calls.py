@@ -17,7 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.probes import calls, replaced_calls, source_lines
+from ampdbg.probes import calls, source_lines
+from ampdbg.probes import calls as replaced_calls
 from ampdbg.probes.watch import watch
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ampdbg.formats import Exponents
-from ampdbg.probes.exponents import MAX_SAMPLE, exponents_of
-from ampdbg.probes.magnitudes import magnitude_of
-from ampdbg.probes.ops import placed
+from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.tensors import MAX_SAMPLE, exponents_of, magnitude_of
 
 
 def shadow_of(code: Callable[[], object], model: nn.Module | None = None) -> list[RangeSeen]:

@@ -13,8 +13,7 @@ from torch import nn
 
 from ampdbg.config import load_config
 from ampdbg.errors import UserCodeError
-from ampdbg.probes.shadow_trace import RangeSeen
-from ampdbg.probes.sites import sites_of
+from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Record, Site
 from ampdbg.replay.run import Run, prepared

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampdbg.probes.compiled import compiled_modules
-from ampdbg.probes.ops import OpSeen, trace_ops
+from ampdbg.probes.coverage import compiled_modules
+from ampdbg.probes.op_trace import OpSeen, trace_ops
 
 
 def line_of(code: Any, text: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ampdbg.probes.module_paths import ModulePaths
-from ampdbg.probes.ops import placed
+from ampdbg.probes.op_trace import placed
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ampdbg.patch.half_names import names_seen
+from ampdbg.probes.half_names import names_seen
 
 CODE = """\
 import collections

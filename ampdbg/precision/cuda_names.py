@@ -10,7 +10,8 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,9 +20,8 @@ from torch.amp import autocast_mode, grad_scaler
 from torch.jit import _builtins
 from torch.utils import _device
 
+from ampdbg.precision import autocast_policy
 from ampdbg.precision.attributes import replaced
-
-from . import autocast_policy, cuda_runtime
 
 
 @contextlib.contextmanager
@@ -91,13 +91,13 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield torch.Tensor, "record_stream", _stays
     yield torch.Tensor, "type", _tensor_type_named
     yield torch, "set_default_tensor_type", _tensor_type_named
-    yield torch, "Generator", lambda original: cuda_runtime.Generator
+    yield torch, "Generator", lambda original: Generator
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
     yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
-    for module, values in ((torch.cuda, cuda_runtime.RUNTIME), (torch.cuda.nvtx, cuda_runtime.NVTX)):
+    for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
         yield from ((module, name, _value(value)) for name, value in values.items())
 
 
@@ -248,3 +248,91 @@ def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _value(value: Any) -> Replacement:
     return lambda original: value
+
+
+def _does_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _gives(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class Stream:
+    """The stream that everything runs on: what was launched is done."""
+
+    synchronize = wait_stream = wait_event = staticmethod(_does_nothing)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what a stream of CUDA takes: a device and a priority."""
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+class Event:
+    """A moment on that stream."""
+
+    synchronize = wait = staticmethod(_does_nothing)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what an event of CUDA takes: ``enable_timing`` and others."""
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+class _OnAnyDevice(type):
+    """What a subclass of ``torch.Generator`` would not do: torch's own generators are instances too."""
+
+    def __call__(cls, device: Any = "cpu") -> torch._C.Generator:
+        return torch._C.Generator("cpu")
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(metaclass=_OnAnyDevice):
+    """Makes a generator of the CPU, whatever the device."""
+
+
+TENSOR_TYPES = tuple(
+    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+)
+
+RUNTIME: Mapping[str, Any] = {
+    **{name: getattr(torch, name) for name in TENSOR_TYPES},
+    "Event": Event,
+    "Stream": Stream,
+    "current_device": _gives(0),
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+    "initial_seed": torch.initial_seed,
+    "memory_reserved": _gives(0),
+    "max_memory_reserved": _gives(0),
+    # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
+    "_exchange_device": _gives(-1),
+    "_maybe_exchange_device": _gives(-1),
+    **dict.fromkeys(
+        ("init", "synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"), _does_nothing
+    ),
+}
+"""What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch."""
+
+NVTX: Mapping[str, Any] = dict.fromkeys(("range_push", "range_pop", "mark"), _does_nothing)
+"""The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""

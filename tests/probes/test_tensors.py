@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.probes.nonfinite import count_nonfinite, is_finite, nonfinite_in_batch, nonfinite_in_model
+from ampdbg.probes.tensors import count_nonfinite, is_finite, nonfinite_in_batch, nonfinite_in_model
 from ampdbg.record.run import TensorCounts
 
 ANY_FLOAT = st.floats(width=16, allow_nan=True, allow_infinity=True)

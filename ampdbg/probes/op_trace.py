@@ -8,7 +8,7 @@ is the op's own, and in the backward pass the running node tells its number.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -16,11 +16,90 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.probes.compiled import run_eagerly
-from ampdbg.probes.magnitudes import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.coverage import run_eagerly
 from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, module_paths
-from ampdbg.probes.op_traits import OpTraits, numbers_in, tensors_in, traits_of, written_by
 from ampdbg.probes.source_lines import Line, innermost_line, is_recomputing
+from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """``written`` and ``numeric`` are argument names with their positions: tensors that the op writes into, and
+    arguments whose plain numbers are values and not sizes or dimensions. ``allocates`` says that what it
+    returns is memory as it was found, ``overwrites`` that it does not read what it writes over."""
+
+    name: str
+    is_view: bool
+    allocates: bool
+    overwrites: bool
+    written: tuple[tuple[int, str], ...]
+    numeric: tuple[tuple[int, str], ...]
+
+
+_known: dict[Any, OpTraits] = {}
+
+_ALLOCATING = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_".split())
+_OVERWRITING = frozenset("copy_ fill_ zero_ uniform_ normal_ bernoulli_ random_ exponential_ log_normal_".split())
+_TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "float", "Optional[float]")
+
+
+def traits_of(op: Any) -> OpTraits:
+    """The traits of an op overload, looked up once."""
+    known = _known.get(op)
+    if known is None:
+        known = _known[op] = _read(op)
+    return known
+
+
+def _read(op: Any) -> OpTraits:
+    arguments = [(position, argument) for position, argument in enumerate(op._schema.arguments)]
+    base_name = op._schema.name.rpartition("::")[2]
+    return OpTraits(
+        name=str(op),
+        is_view=_is_view(op, base_name),
+        allocates=base_name in _ALLOCATING,
+        overwrites=base_name in _OVERWRITING or any(a.is_out for _, a in arguments),
+        written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
+    )
+
+
+def _is_view(op: Any, base_name: str) -> bool:
+    # _unsafe_view only promises that nobody else looks at what it views; what lift_fresh returns is no view of
+    # anything but a tensor that the user's code wrote out.
+    if base_name in ("_unsafe_view", "lift_fresh"):
+        return base_name == "_unsafe_view"
+    aliases = [item.alias_info for item in op._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
+    """The plain numbers that were given as values."""
+    values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
+    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the op writes into."""
+    return tensors_in([_argument(position, name, args, kwargs) for position, name in traits.written])
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists and tuples."""
+    return list(_tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _argument(position: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[position] if position < len(args) else kwargs.get(name)
+
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -29,7 +108,7 @@ Trace = TypeVar("Trace", bound="PlacedOps")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OpPlace:
     """Where an op stands: its phase, module, call of the module, and source line (None where none is known).
 
     A forward pass that a checkpoint computes again is ``forward`` too, and the same call.
@@ -47,7 +126,7 @@ class OpSeen:
     is accumulated into one. A number given to the op counts among its inputs."""
 
     op: str
-    place: Place
+    place: OpPlace
     inputs: Magnitude
     output: Magnitude
     parameter: str = ""
@@ -97,7 +176,9 @@ class PlacedOps(TorchDispatchMode):
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
         """What is to be known of an op's inputs; no tensor is to be kept."""
 
-    def after(self, traits: OpTraits, place: Place, parameter: str, before: Any, made: Sequence[torch.Tensor]) -> None:
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
+    ) -> None:
         """Looks at what the op has made; ``before`` is what :meth:`before` returned."""
 
 
@@ -113,7 +194,7 @@ class OpTrace(PlacedOps):
         return together([*map(self.known.of, given), *map(magnitude_of_number, numbers)])
 
     def after(
-        self, traits: OpTraits, place: Place, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op, unless its outputs hold no floating-point values."""
         output = together(map(self.known.of, made))
@@ -142,16 +223,16 @@ class _Places:
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         self._paths = paths
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._by_node: dict[int, Place] = {}
+        self._by_node: dict[int, OpPlace] = {}
         self._newest: int = _next_sequence_number() - 1
-        self._last = Place("forward", *OUTSIDE, None)
+        self._last = OpPlace("forward", *OUTSIDE, None)
 
-    def of_op(self, given: Sequence[torch.Tensor]) -> tuple[Place, str]:
+    def of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
         """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         parameter = ""
         if node is None or self._is_recomputed():
-            place = Place("forward", *self._paths.current, innermost_line(depth=3))
+            place = OpPlace("forward", *self._paths.current, innermost_line(depth=3))
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
             place = self._of_backward_op(node, parameter)
@@ -161,14 +242,14 @@ class _Places:
     def _is_recomputed(self) -> bool:
         return innermost_line(depth=4) is not None and (self._paths.is_recomputing or is_recomputing(depth=4))
 
-    def _of_backward_op(self, node: Any, parameter: str) -> Place:
+    def _of_backward_op(self, node: Any, parameter: str) -> OpPlace:
         made_by = self._by_node.get(node._sequence_nr())
         own_line = innermost_line(depth=4)
         if made_by is None:
-            return Place("backward", parameter.rpartition(".")[0], 0, own_line)
-        return Place("backward", made_by.module, made_by.call, own_line or made_by.line)
+            return OpPlace("backward", parameter.rpartition(".")[0], 0, own_line)
+        return OpPlace("backward", made_by.module, made_by.call, own_line or made_by.line)
 
-    def _claim_new_nodes(self, place: Place, given: Sequence[torch.Tensor]) -> None:
+    def _claim_new_nodes(self, place: OpPlace, given: Sequence[torch.Tensor]) -> None:
         """Notes whose nodes were made since the last op.
 
         The newest is this op's own if it can have one; without gradients it is the custom Function's whose

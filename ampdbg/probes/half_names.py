@@ -26,12 +26,12 @@ class LineNames:
     full: dict[str, None] = field(default_factory=dict)
 
 
-Seen = Mapping[tuple[str, int], LineNames]
+NamesByLine = Mapping[tuple[str, int], LineNames]
 """By file and line (from 1)."""
 
 
 @contextlib.contextmanager
-def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[Seen]:
+def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
     """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``.
 
     Values are looked at just before a line runs, in this thread. A debugger's or a coverage tool's own trace

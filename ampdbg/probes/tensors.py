@@ -1,0 +1,183 @@
+"""What is kept of a tensor: how much of it is inf or NaN, its largest finite magnitude, the exponents of its values.
+
+Dense or sparse, any float dtype; nothing is changed or kept alive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree
+
+from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
+from ampdbg.record.run import TensorCounts
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is finite, in one pass over memory; True for integers and empty tensors.
+
+    ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are. On a GPU this syncs.
+    """
+    values = float_values(tensor)
+    if values is None or values.numel() == 0:
+        return True
+    low, high = torch.aminmax(values.detach())
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int]:
+    """The numbers of infinite and of NaN elements."""
+    values = float_values(tensor)
+    if values is None:
+        return 0, 0
+    values = values.detach()
+    return int(torch.isinf(values).sum()), int(torch.isnan(values).sum())
+
+
+def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's floating-point values as a dense tensor, or None when it has none.
+
+    A sparse gradient is coalesced first, as the scaler does: entries that are finite one by one can
+    overflow in their sum. Complex numbers are seen as pairs.
+    """
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not tensor.is_floating_point() or tensor.device.type == "meta":
+        return None
+    # aminmax and isfinite have no kernels for the 8-bit formats.
+    return tensor.float() if tensor.element_size() == 1 else tensor
+
+
+def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
+    """The leaves of a batch that hold inf or NaN, with the index of the first such element."""
+    leaves, _ = _pytree.tree_flatten_with_path(batch)
+    named = ((_pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
+    return tuple(_counts("batch", named))
+
+
+def nonfinite_in_model(
+    model: torch.nn.Module, when: When = "before", but: Container[str] = ()
+) -> tuple[TensorCounts, ...]:
+    """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
+    parameters = (pair for pair in model.named_parameters() if pair[0] not in but)
+    buffers = (pair for pair in model.named_buffers() if pair[0] not in but)
+    return (*_counts("parameter", parameters, when), *_counts("buffer", buffers, when))
+
+
+When = Literal["before", "after"]
+
+
+def _counts(
+    kind: Literal["batch", "parameter", "buffer"], named: Iterable[tuple[str, torch.Tensor]], when: When = "before"
+) -> Iterator[TensorCounts]:
+    for name, tensor in named:
+        if not is_finite(tensor):
+            inf, nan = count_nonfinite(tensor)
+            yield TensorCounts(kind, name, inf, nan, tensor.numel(), _first_index(tensor), when)
+
+
+def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.layout is not torch.strided:
+        return ()
+    index = torch.nonzero(~torch.isfinite(tensor.detach()))[0]
+    return tuple(int(number) for number in index)
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The numbers of one tensor, or of several together.
+
+    ``largest`` is the largest finite magnitude (0 for an empty tensor); ``inf`` and ``nan`` are element
+    counts out of ``size``; ``dtype`` is torch's name without ``torch.``, empty when there was no float tensor.
+    """
+
+    largest: float = 0.0
+    inf: int = 0
+    nan: int = 0
+    size: int = 0
+    dtype: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element is infinite or NaN."""
+        return self.inf == 0 and self.nan == 0
+
+
+NOTHING = Magnitude()
+
+
+def magnitude_of(tensor: torch.Tensor) -> Magnitude:
+    """The magnitude of a tensor of any dtype and layout: one pass over memory when it is finite."""
+    values = float_values(tensor)
+    if values is None or values.numel() == 0:
+        return NOTHING
+    values = values.detach()
+    dtype = str(tensor.dtype)[len("torch.") :]
+    low, high = (end.item() for end in torch.aminmax(values))
+    if low - low == 0.0 and high - high == 0.0:
+        return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel(), dtype)
+    finite = torch.isfinite(values)
+    nan = int(torch.count_nonzero(values != values))
+    inf = values.numel() - int(torch.count_nonzero(finite)) - nan
+    low, high = (end.item() for end in torch.aminmax(torch.where(finite, values, 0)))
+    return Magnitude(max(abs(low), abs(high)), inf, nan, values.numel(), dtype)
+
+
+def magnitude_of_number(number: float) -> Magnitude:
+    """A plain number as a tensor of one element, of no dtype."""
+    if number - number == 0.0:
+        return Magnitude(largest=abs(float(number)), size=1)
+    is_nan = number != number
+    return Magnitude(inf=int(not is_nan), nan=int(is_nan), size=1)
+
+
+def together(parts: Iterable[Magnitude]) -> Magnitude:
+    """Several tensors seen as one; the dtype is that of the first."""
+    largest, inf, nan, size, dtype = 0.0, 0, 0, 0, ""
+    for part in parts:
+        largest = max(largest, part.largest)
+        inf, nan, size = inf + part.inf, nan + part.nan, size + part.size
+        dtype = dtype or part.dtype
+    return Magnitude(largest, inf, nan, size, dtype)
+
+
+MAX_SAMPLE = 16_384
+"""So many evenly spaced elements are counted. Below torch's grain size (32,768) an op stays on one thread, which
+here is 30 times faster than waking the others; a share of 1 % is known to 0.1 % from so many."""
+
+_BIAS = 127  # of the exponent in bfloat16 and float32
+_HIGHEST_FIELD = 254  # 255 is inf and NaN; 0 is zero (and what is subnormal in float32)
+
+
+def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
+    """Counts the exponents of a bfloat16 tensor of any strides.
+
+    The largest value (``magnitude.largest``) is always among the counted; the others stand for those between them.
+    """
+    values = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    step = -(-values.numel() // MAX_SAMPLE)
+    bits = values[::step].view(torch.int16)
+    fields = torch.bincount((bits >> 7) & 0xFF, minlength=_HIGHEST_FIELD + 2).tolist()
+    counts = [count * step for count in fields[: _HIGHEST_FIELD + 1]]
+    if magnitude.largest > 0.0:
+        field = max(0, _BIAS + math.frexp(magnitude.largest)[1] - 1)
+        counts[field] = max(counts[field], 1)
+    return _trimmed(counts[1:], lowest=1 - _BIAS)
+
+
+def _trimmed(counts: list[int], lowest: int) -> Exponents:
+    """Gathers both tails into the outermost bins, and leaves out the empty ones at the ends."""
+    first, last = LOWEST_EXPONENT - lowest, HIGHEST_EXPONENT - lowest
+    kept = [sum(counts[: first + 1]), *counts[first + 1 : last], sum(counts[last:])]
+    filled = [position for position, count in enumerate(kept) if count]
+    if not filled:
+        return Exponents()
+    return Exponents(LOWEST_EXPONENT + filled[0], tuple(kept[filled[0] : filled[-1] + 1]))
