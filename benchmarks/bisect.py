@@ -24,7 +24,7 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.pins import Search, Strategy
 from ampdbg.record.run import Record
 from benchmarks.steps import machine, threads
-from tests.bisection.planted import name_of
+from tests.pinning.planted import name_of
 
 ALLOWED: Mapping[Strategy, Callable[[int, int], int]] = {
     "guided": lambda modules, culprits: 2 * culprits + 3,
@@ -81,7 +81,7 @@ def measured(strategy: Strategy, modules: int, culprits: int) -> Row:
 
 
 def _bisected(folder: Path, strategy: Strategy, modules: int, planted: list[int]) -> Record:
-    home = "tests.bisection.planted"
+    home = "tests.pinning.planted"
     config = {
         "model": {"target": f"{home}:Planted", "args": {"modules": modules, "culprits": planted}},
         "data": {"target": f"{home}:batches"},

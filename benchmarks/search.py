@@ -67,7 +67,7 @@ def row(name: str, tree: AtomTree, count: int, rounds: int) -> str:
         start = time.perf_counter()
         found = STRATEGIES[name].search(made, culprits, false)
         seconds.append(time.perf_counter() - start)
-        trials.append(made.count)
+        trials.append(len(made.made))
         exact += found.minimal and found.pins == tree.compress(culprits)
     allowed = STRATEGIES[name].allowed(len(tree.atoms), count)
     return (

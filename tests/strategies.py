@@ -147,7 +147,7 @@ trials = st.builds(
 )
 searches = st.builds(
     Search,
-    strategy=st.sampled_from(["guided", "ddmin", "prefix"]),
+    strategy=st.sampled_from(["guided", "ddmin"]),
     outcome=st.sampled_from(["found", "nothing-to-pin", "fp32-fails"]),
     message=texts,
     step=st.none() | counts,

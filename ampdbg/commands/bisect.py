@@ -19,13 +19,10 @@ from ampdbg.record.run import Record
 from . import options, progress
 from .config_sources import config_given, told_of_watched_loop
 from .options import FailOn, Searching, as_overrides, as_typed
-from .record_files import FOLDER, tell_unsaved, try_to_save
+from .record_files import tell_unsaved, try_to_save
 from .scan import diagnosed
 from .scan import exit_code as exit_code_of_findings
 from .terminal import Look, look_of, results_only, shown_as, write_result
-
-JOURNALS = FOLDER / "trials"
-"""Trials are noted here as they end, so that a search that was killed does not make them again."""
 
 
 def bisect(
@@ -40,7 +37,6 @@ def bisect(
     strategy: Strategy = "guided",
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
-    journal_folder: Path | None = None,
 ) -> Record:
     """Finds the smallest set of modules that makes the failing step healthy; returns the diagnosed record.
 
@@ -58,11 +54,9 @@ def bisect(
         policy: whose autocast op lists apply.
         seed: the random seed.
         overrides: any keys, as ``"dotted.key=YAML value"``.
-        strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree, ``prefix`` by
-            binary search in order of execution.
+        strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
         observer: sees the run and the search as they go on.
-        journal_folder: experiments are noted in it as they end, and those noted there are not run again.
 
     Raises:
         ConfigError: the config is missing or holds mistakes, or both or none of ``config`` and ``module`` are given.
@@ -88,7 +82,6 @@ def bisect(
             strategy=strategy,
             max_trials=max_trials,
             observer=observer,
-            journal_folder=journal_folder,
         )
 
 
@@ -131,7 +124,6 @@ def command(
                 strategy=strategy.value,
                 max_trials=max_trials,
                 observer=observer,
-                journal_folder=JOURNALS,
             )
         written, failure = try_to_save(seen, record)
         given = shlex.quote(str(config)) if config is not None else f"--module {shlex.quote(str(module))}"

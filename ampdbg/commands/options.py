@@ -24,7 +24,6 @@ class Searching(str, Enum):
 
     guided = "guided"
     ddmin = "ddmin"
-    prefix = "prefix"
 
 
 class FailOn(str, Enum):
@@ -57,9 +56,7 @@ PolicyChoice = Annotated[
     Policy | None,
     typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
 ]
-SearchingChoice = Annotated[
-    Searching, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind; prefix: by execution.")
-]
+SearchingChoice = Annotated[Searching, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")]
 Replays = Annotated[

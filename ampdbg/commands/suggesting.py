@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from ampdbg.record.run import Record
 
 from . import progress
-from .bisect import JOURNALS
 from .config_sources import told_of_watched_loop
 from .options import Searching
 from .patch_files import uncommitted_sources
@@ -69,6 +68,5 @@ def searched(
                 strategy=strategy.value,
                 max_trials=max_trials,
                 observer=observer,
-                journal_folder=JOURNALS,
             )
     return found, config.folder

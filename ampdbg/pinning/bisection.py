@@ -6,12 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import PRECISION, diagnose
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.pinning.journals import Journals
 from ampdbg.pinning.pin_search import search_pins
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
@@ -49,18 +47,15 @@ def bisect_run(
     strategy: Strategy = "guided",
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
-    journal_folder: Path | None = None,
 ) -> Record:
     """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
 
     Args:
         config: a checked config.
-        strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree, ``prefix`` by execution order.
+        strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
         observer: sees steps and replays, and the search; that begins again where a step turns out to fail only
             sometimes.
-        journal_folder: experiments are noted here as they are made, so that a search that was killed or
-            interrupted goes on where it was; those of one that has ended are deleted.
 
     Returns:
         The diagnosed record with ``pins``, ``trials`` and ``search``; after an interrupt the best set so far.
@@ -69,7 +64,7 @@ def bisect_run(
         WorkloadError: a target cannot be used, or the device is not there.
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
-    with bisected(config, strategy, max_trials, observer, journal_folder) as ended:
+    with bisected(config, strategy, max_trials, observer) as ended:
         return ended.record
 
 
@@ -79,14 +74,9 @@ def bisected(
     strategy: Strategy,
     max_trials: int | None,
     observer: Observer,
-    journal_folder: Path | None,
 ) -> Iterator[Bisected]:
-    """As :func:`bisect_run`, for what has to be done with the run after the search.
-
-    Where that is interrupted too, the experiments stay noted.
-    """
+    """As :func:`bisect_run`, for what has to be done with the run after the search."""
     started = time.monotonic()
-    journals = Journals(journal_folder)
     kept: Kept = {}
     with prepared(config) as run:
 
@@ -107,11 +97,9 @@ def bisected(
         if told is not None or record.interrupted:
             record = replace(record, search=told)
         else:
-            record = _searched(run, record, failing, strategy, max_trials, observer, journals)
+            record = _searched(run, record, failing, strategy, max_trials, observer)
         record = replace(record, elapsed=round(time.monotonic() - started, 3))
         yield Bisected(run, record, tuple(failing))
-        if not record.interrupted:
-            journals.discard()
 
 
 def _searched(
@@ -121,7 +109,6 @@ def _searched(
     strategy: Strategy,
     max_trials: int | None,
     observer: Observer,
-    journals: Journals,
 ) -> Record:
     try:
         with weights_of(run.workload.model, failing[0]):
@@ -132,7 +119,6 @@ def _searched(
                 strategy=strategy,
                 max_trials=max_trials,
                 observer=observer,
-                journals=journals,
             )
     except KeyboardInterrupt:  # before the first trial has ended
         return replace(record, interrupted=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.diagnosis.producers import Suspect
@@ -21,15 +21,6 @@ class Case:
 
     failing: FailingStep
     replays: PinnedReplays
-
-
-@dataclass(frozen=True)
-class Learnt:
-    """What an experiment has learnt from trials up to some moment: ops by their atoms, and the steps' loss scales."""
-
-    outside: tuple[PinSite, ...]
-    sites: Mapping[str, tuple[PinSite, ...]]
-    scales: tuple[float, ...]
 
 
 class Experiment:
@@ -70,27 +61,7 @@ class Experiment:
             suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
-            sites=sites,
-            scales=tuple(case.replays.scale for case in self.cases),
         )
-
-    def recall(self, pins: Sequence[str], seen: Seen) -> None:
-        """Learns from a trial that an earlier process has made what it learns from those that it makes itself."""
-        self._note(seen.sites, pins)
-        for case, scale in zip(self.cases, seen.scales, strict=False):  # none of what killed its process
-            case.replays.scale = scale
-
-    def learnt(self) -> Learnt:
-        """What it has learnt so far."""
-        sites = {atom: tuple(known) for atom, known in self._sites.items()}
-        return Learnt(tuple(self.outside), sites, tuple(case.replays.scale for case in self.cases))
-
-    def forget_all_but(self, learnt: Learnt) -> None:
-        """Goes back to that moment: what was learnt since does not hold."""
-        self.outside = list(learnt.outside)
-        self._sites = {atom: list(known) for atom, known in learnt.sites.items()}
-        for case, scale in zip(self.cases, learnt.scales, strict=True):
-            case.replays.scale = scale
 
     def _tried(self, case: Case, pins: Sequence[str]) -> tuple[Health, float]:
         made = case.replays.with_pins(pins)
@@ -100,11 +71,6 @@ class Experiment:
     def seen_atoms(self) -> tuple[str, ...]:
         """The atoms in which something was seen to go wrong, in any trial."""
         return tuple(self._sites)
-
-    @property
-    def seen_sites(self) -> tuple[PinSite, ...]:
-        """What was seen to go wrong in any trial, in modules and outside."""
-        return (*self.sites(self.seen_atoms), *self.outside)
 
     def sites(self, atoms: Iterable[str]) -> tuple[PinSite, ...]:
         """What was seen to go wrong in these atoms, each op once."""

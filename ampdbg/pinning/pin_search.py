@@ -11,7 +11,6 @@ from ampdbg.config import Config
 from ampdbg.observer import Observer
 from ampdbg.pinning.candidates import proposed_by_shadow
 from ampdbg.pinning.experiment import Case, Experiment
-from ampdbg.pinning.journals import Journals
 from ampdbg.pinning.set_found import (
     Contradiction,
     Setting,
@@ -26,7 +25,7 @@ from ampdbg.record.run import Record
 from ampdbg.replay.failing_step import FailingStep, weights_of
 from ampdbg.replay.pinned import PinnedReplays
 from ampdbg.replay.run import Run
-from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_debug, first_overflowing, guided
+from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_debug, guided
 
 TRIES = 10
 """A step that does not fail every time it is run is run so often to learn how often it does."""
@@ -48,7 +47,6 @@ def search_pins(
     strategy: Strategy,
     max_trials: int | None,
     observer: Observer,
-    journals: Journals,
 ) -> Record:
     """Searches on the first of the failing steps, whose weights the model must have; the set has to cure all of them.
 
@@ -71,7 +69,7 @@ def search_pins(
     if search.failed == 0:
         message = f"the step failed while it was trained, and in none of {search.tried} replays"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    return _searched(Asked(run, first, experiment, covered.callable, observer, max_trials, journals), record, search)
+    return _searched(Asked(run, first, experiment, covered.callable, observer, max_trials), record, search)
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,6 @@ class Asked:
     order: tuple[str, ...]
     observer: Observer
     max_trials: int | None
-    journals: Journals
 
     def setting(self, repeats: int) -> Setting:
         """A search that begins, with that many runs to a trial."""
@@ -93,8 +90,6 @@ class Asked:
             self.experiment.tree,
             max_trials=self.max_trials,
             repeats=repeats,
-            journal=self.journals.journal(self.run, self.experiment, repeats),
-            on_recall=self.experiment.recall,
             on_trial=self.observer.trial,
             together=tied_modules(self.run.workload.model, self.experiment.tree),
         )
@@ -102,20 +97,13 @@ class Asked:
 
 
 def _searched(asked: Asked, record: Record, search: Search) -> Record:
-    """Searches; where what was seen does not fit together, again from the start: first without what an earlier
-    process has seen, then with repeats."""
-    before = asked.experiment.learnt()
-    setting = asked.setting(search.repeats)
+    """Searches; where the answers contradict each other, once more from the start, with repeats."""
     try:
-        return _concluded(setting, record, search)
+        return _concluded(asked.setting(search.repeats), record, search)
     except Contradiction:
-        asked.journals.discard()
-    asked.observer.search(asked.order)
-    if setting.trials.recalled:
-        asked.experiment.forget_all_but(before)
-    else:
+        asked.observer.search(asked.order)
         search = replace(_how_often(asked.experiment, search, TRIES), repeats=MOST_REPEATS)
-    return _searched(asked, record, search)
+        return _concluded(asked.setting(search.repeats), record, search)
 
 
 def _case(run: Run, record: Record, failing: FailingStep) -> Case:
@@ -178,7 +166,6 @@ def _guided(setting: Setting) -> Found:
 STRATEGIES: dict[Strategy, Callable[[Setting], Found]] = {
     "guided": _guided,
     "ddmin": lambda setting: delta_debug(setting.trials),
-    "prefix": lambda setting: first_overflowing(setting.trials, setting.order),
 }
 
 

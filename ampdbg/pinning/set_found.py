@@ -28,8 +28,8 @@ FURTHER_BATCHES = 3
 AGAIN = "the whole set once more"
 
 
-class Contradiction(Exception):  # noqa: N818 - not an error: what was learnt, by which the search begins again
-    """A step that seemed to fail every time does not, or no longer as an earlier process has seen it."""
+class Contradiction(Exception):  # noqa: N818 - not an error: the search begins again
+    """A step that seemed to fail every time does not: the search begins again, with repeats."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, found: Fou
     bad = next((trial.why for trial in again if not trial.healthy), None)
     search = replace(
         search,
-        message=found.note if bad is None else f"run once more, the set is not healthy: {bad}",
+        message="" if bad is None else f"run once more, the set is not healthy: {bad}",
         minimal=found.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
@@ -87,7 +87,7 @@ def _close(setting: Setting, closing: Closing) -> None:
         raise Contradiction
     closing.pins = _library_modules_whole(setting, closing.pins)
     _run_beside(setting, setting.experiment, AGAIN, closing)
-    if not closing.made[0].healthy and (setting.repeats == 1 or setting.trials.recalled):
+    if not closing.made[0].healthy and setting.repeats == 1:
         raise Contradiction
     for number, experiment in enumerate(_on_further_batches(setting), start=1):
         _run_beside(setting, experiment, f"further batch {number}", closing)

@@ -75,7 +75,6 @@ def suggest(
     strategy: Strategy = "guided",
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
-    journal_folder: Path | None = None,
 ) -> Suggestion:
     """Trains, bisects, plans the patch or the pins by name, and proves it.
 
@@ -98,7 +97,7 @@ def suggest(
     _refuse_stale(known)
     found: Suggestion | None = None
     try:
-        with bisected(config, strategy, max_trials, observer, journal_folder) as searched:
+        with bisected(config, strategy, max_trials, observer) as searched:
             ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
             found = _without_patch(ended)
             return _suggested(found, ended, form, observer, verify=verify)

@@ -14,8 +14,8 @@ OWN = ":own"
 EVERYTHING = "*"
 """The root as a pin of the config: the pattern that every name matches."""
 
-Strategy = Literal["guided", "ddmin", "prefix"]
-"""How a set is searched for: by what overflows in a wider format, blind, or by order of execution."""
+Strategy = Literal["guided", "ddmin"]
+"""How a set is searched for: by what overflows in a wider format, or blind."""
 
 Outcome = Literal[
     "found",

@@ -70,7 +70,7 @@ def headline(ended: Ended) -> Headline:
 def next_step(ended: Ended) -> NextStep | None:
     """What to type next; None where no command helps."""
     if ended.record.interrupted:
-        return NextStep("to go on; the trials that were made are kept", ended.again)
+        return NextStep("to search again", ended.again)
     return OUTCOMES[ended.search.outcome].next_step(ended)
 
 
@@ -84,8 +84,6 @@ def _found(ended: Ended) -> str:
     them = "it" if count == 1 else "them"
     if not ended.holds:
         return f"{some} in FP32 made the failing step healthy once, but not when it was run again."
-    if not ended.search.minimal:
-        return f"With {some} in FP32 the failing step is healthy{_further(ended.search)}."
     healthy = f"with {them} the failing step is healthy{_further(ended.search)}"
     return f"{some} must run in FP32{_own_lines(ended)}; {healthy}."
 
@@ -206,7 +204,7 @@ def _every_trial(ended: Ended) -> NextStep | None:
 
 
 def _more_trials(ended: Ended) -> NextStep:
-    return NextStep("to go on without that limit; the trials that were made are kept", ended.again)
+    return NextStep("to search without that limit", ended.again)
 
 
 def _patch_of_lines(ended: Ended) -> NextStep | None:

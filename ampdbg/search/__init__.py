@@ -8,8 +8,6 @@ from ampdbg.search.delta import delta_debug as delta_debug
 from ampdbg.search.found import Found as Found
 from ampdbg.search.found import best_so_far as best_so_far
 from ampdbg.search.guided import guided as guided
-from ampdbg.search.journal import Journal as Journal
-from ampdbg.search.prefix import first_overflowing as first_overflowing
 from ampdbg.search.trial import OutOfTrials as OutOfTrials
 from ampdbg.search.trial import Seen as Seen
 from ampdbg.search.trial import Trials as Trials

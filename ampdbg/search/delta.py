@@ -18,6 +18,6 @@ def delta_debug(trials: Trials) -> Found:
     everything = trials.test(trials.tree.atoms, "everything")
     start = trials.tree.atoms if everything.healthy else trials.best
     if start is None:
-        return Found((), healthy=False, minimal=False, note=f"unhealthy with everything pinned: {everything.why}")
+        return Found((), healthy=False, minimal=False)
     trials.test((), "nothing")
     return certified(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))

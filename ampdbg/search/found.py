@@ -18,8 +18,7 @@ class Found:
     ``pins`` are the fewest names for it, in tree order; none where the step is healthy without, or never was.
     ``minimal`` says that it is 1-minimal: dropping any one pin, and any one of the parts that it was put together
     from, was tried and is unhealthy. ``dropped`` has the trial of each pin that was dropped alone, with all that is
-    tied to it. ``decisive`` is the last pin of the shortest healthy prefix, of that search alone. ``note`` says
-    what a reader must know besides, in a sentence.
+    tied to it.
     """
 
     pins: tuple[str, ...]
@@ -27,8 +26,6 @@ class Found:
     minimal: bool
     dropped: Mapping[str, Trial] = field(default_factory=dict)
     out_of_trials: bool = False
-    decisive: str = ""
-    note: str = ""
 
 
 def without(trials: Trials, pins: tuple[str, ...], pin: str) -> frozenset[str]:

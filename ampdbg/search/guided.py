@@ -32,7 +32,7 @@ def guided(trials: Trials, candidates: Sequence[str]) -> Found:
             stage, joining = "widened", _wider(trials, trial, chosen)
             widened += joining
         if not joining:
-            return Found((), healthy=False, minimal=False, note=f"no candidates are left to try: {trial.why}")
+            return Found((), healthy=False, minimal=False)
         chosen += joining
         trial = trials.test(chosen, stage)
     parts = drop_superfluous(trials, [trials.closed([pin]) for pin in chosen])

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ampdbg.record.pins import PinSite, Trial
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree
-
-if TYPE_CHECKING:
-    from ampdbg.search.journal import Journal  # which keeps what is seen here
 
 
 @dataclass(frozen=True)
@@ -20,8 +16,7 @@ class Seen:
 
     ``suspects`` are the pins' names of what went wrong, the first to run first; ``why`` says what that was.
     ``healthy_runs`` of ``runs`` were healthy; None means all of a healthy one and none of another.
-    ``seconds`` is the time it took. ``sites`` are the ops that went wrong, ``scales`` the loss scales that the
-    steps that were run stand at behind it: what the experiment has learnt from it.
+    ``seconds`` is the time it took.
     """
 
     healthy: bool
@@ -31,8 +26,6 @@ class Seen:
     healthy_runs: int | None = None
     loss: float | None = None
     seconds: float = 0.0
-    sites: tuple[PinSite, ...] = ()
-    scales: tuple[float, ...] = ()
 
 
 Try = Callable[[tuple[str, ...]], Seen]
@@ -51,17 +44,13 @@ class Trials:
     Args:
         try_: runs one experiment; what it raises, a KeyboardInterrupt say, goes through, and what was made stays.
         tree: what can be pinned.
-        max_trials: how many experiments may be run; None is no limit. What the journal answers does not count.
+        max_trials: how many experiments may be run; None is no limit.
         repeats: how often a set is run before it is called healthy; the first unhealthy run ends its trial.
-        journal: answers what an earlier process has tried already, and keeps what this one tries.
-        on_recall: told of each answer of the journal in its turn, with its pins: of what ``try_`` has not seen.
         on_trial: told of every trial once, as it ends.
         together: groups of pins' names.
 
     Attributes:
-        made: the trials, in order; those from the journal are among them.
-        count: how many of them were run here, and not answered by the journal.
-        recalled: how many the journal has answered.
+        made: the trials, in order.
         best: the pins of the healthy set of the fewest atoms so far; None before there is one.
     """
 
@@ -72,21 +61,15 @@ class Trials:
         *,
         max_trials: int | None = None,
         repeats: int = 1,
-        journal: Journal | None = None,
-        on_recall: Callable[[tuple[str, ...], Seen], None] = lambda pins, seen: None,
         on_trial: Callable[[Trial], None] = lambda trial: None,
         together: Sequence[frozenset[str]] = (),
     ) -> None:
         self.tree = tree
         self.made: tuple[Trial, ...] = ()
-        self.count = 0
-        self.recalled = 0
         self.best: tuple[str, ...] | None = None
         self._try = try_
         self._max_trials = max_trials
         self._repeats = repeats
-        self._journal = journal
-        self._on_recall = on_recall
         self._on_trial = on_trial
         self._answers: dict[Atoms, Trial] = {}
         self._units = _units(tree, together)
@@ -102,8 +85,10 @@ class Trials:
         """
         atoms = self.closed(pins)
         if atoms not in self._answers:
+            if self._max_trials is not None and len(self.made) >= self._max_trials:
+                raise OutOfTrials
             pins = self.tree.compress(atoms)
-            self._keep(atoms, pins, self._answer(pins), stage)
+            self._keep(atoms, pins, self._run(pins), stage)
         return self._answers[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
@@ -119,18 +104,6 @@ class Trials:
         """What can be pinned on its own of these, in tree order: single atoms, and tied ones as one."""
         ordered = sorted(atoms, key=self.tree.place)
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
-
-    def _answer(self, pins: tuple[str, ...]) -> Seen:
-        if self._journal is not None and pins in self._journal.answers:
-            seen = self._journal.answers[pins]
-            self.recalled += 1
-            self._on_recall(pins, seen)
-            return seen
-        if self._max_trials is not None and self.count >= self._max_trials:
-            raise OutOfTrials
-        seen = self._run(pins) if self._journal is None else self._journal.keep(pins, self._run)
-        self.count += 1
-        return seen
 
     def _run(self, pins: tuple[str, ...]) -> Seen:
         runs = [self._try(pins)]

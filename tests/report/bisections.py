@@ -122,17 +122,6 @@ def flaky() -> Record:
     return searched(search, pins=(BLOCK,), trials=(replace(trials[0], pins=()), replace(trials[1], pins=(BLOCK.name,))))
 
 
-def not_minimal() -> Record:
-    search = replace(
-        FOUND,
-        strategy="prefix",
-        minimal=False,
-        further=0,
-        message="blocks.3:own alone is not enough: some of the 1 before it must be pinned too",
-    )
-    return searched(search, pins=(ATTENTION, BLOCK), trials=TRIALS[:3])
-
-
 def not_again() -> Record:
     last = trial(NAMES, "the whole set once more", NAN)
     search = replace(FOUND, minimal=False, message=f"run once more, the set is not healthy: {NAN}", further=0)
@@ -221,7 +210,6 @@ BISECTIONS = {
         found,
         every_instance,
         flaky,
-        not_minimal,
         not_again,
         nothing_to_pin,
         fp32_fails,

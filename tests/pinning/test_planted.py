@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping
@@ -12,11 +13,15 @@ import pytest
 import yaml
 
 from ampdbg.config import load_config
+from ampdbg.pinning import pin_search
 from ampdbg.pinning.bisection import bisect_run
+from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
-from tests.bisection.planted import name_of
+from ampdbg.search import Seen
 from tests.observing import observing
+from tests.pinning.planted import name_of
+from tests.pinning.spiked import CULPRITS, names, spiked
 
 PROOF = ("the whole set once more", "further batch")
 
@@ -24,7 +29,7 @@ PROOF = ("the whole set once more", "further batch")
 def bisected(
     folder: Path, model: str, args: Mapping[str, Any] | None = None, *, steps: int = 3, **kwargs: Any
 ) -> Record:
-    home = "tests.bisection.planted"
+    home = "tests.pinning.planted"
     config = {
         "model": {"target": f"{home}:{model}", "args": dict(args or {})},
         "data": {"target": f"{home}:batches"},
@@ -93,19 +98,6 @@ def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: 
     assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
 
 
-def test_prefix_names_the_first_module_that_overflows(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [20]}, strategy="prefix")
-    assert_found(record, name_of(20))
-    assert len(searched(record)) <= math.log2(50) + 6
-
-
-def test_prefix_says_where_one_module_is_not_enough(tmp_path: Path) -> None:
-    record = bisected(tmp_path, "Planted", {"modules": 50, "culprits": [7, 20]}, strategy="prefix")
-    assert record.search is not None
-    assert not record.search.minimal
-    assert record.search.message.startswith(f"{name_of(20)} alone is not enough")
-
-
 @pytest.mark.parametrize("strategy", ["guided", "ddmin"])
 def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
@@ -158,6 +150,21 @@ def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
     # 0.7 ** 11 is less than 2 %.
     assert search.repeats == 11
     assert all(trial.runs == 11 for trial in record.trials if trial.healthy)
+
+
+def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Runs 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
+    healthy, ran, run = {4, 5, 6, 9, 11, 13}, itertools.count(1), Experiment.run
+    monkeypatch.setattr(Experiment, "run", lambda *given: Seen(healthy=True) if next(ran) in healthy else run(*given))
+    monkeypatch.setattr(pin_search, "MOST_REPEATS", 3)
+    searched: list[tuple[str, ...]] = []
+    record = bisect_run(spiked(tmp_path), observer=observing(search=searched.append))
+    assert len(searched) == 2
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal, record.search.repeats) == ("found", True, 3)
+    assert 2 < record.search.failed < record.search.tried == 12
+    assert tuple(pin.name for pin in record.pins) == names(*CULPRITS)
+    assert all(trial.runs == 3 for trial in record.trials if trial.healthy)
 
 
 def test_all_instances_of_a_class(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.pinning import set_found
 from ampdbg.pinning.bisection import bisect_run
-from tests.bisection.spiked import CULPRITS, interrupted_at, names, spiked
+from tests.pinning.spiked import CULPRITS, interrupted_at, names, spiked
 
 
 def interrupt(*args: object) -> None:
