@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("workload",),
     ("precision",),
+    ("environment",),
     ("probes",),
     ("replay",),
     ("training",),
@@ -41,7 +42,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
 # Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
-TORCH_LAYERS = frozenset({"workload", "precision", "probes", "replay", "training", "pinning", "patch", "proof"})
+TORCH_LAYERS = frozenset(
+    {"workload", "precision", "environment", "probes", "replay", "training", "pinning", "patch", "proof"}
+)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from ampdbg.formats import FLOAT16
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.probes.source_lines import Line
 from ampdbg.record.pins import Pin
-from ampdbg.replay.failing_step import FailingStep, weights_of
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.shadow import shadow_step
+from ampdbg.replay.snapshot import FailingStep, weights_of
 from ampdbg.source.ownership import is_users_file
 
 CLOSE_BITS = 2

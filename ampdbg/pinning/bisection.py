@@ -15,9 +15,8 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record
-from ampdbg.replay.failing_step import FailingStep, failing_step, weights_of
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2

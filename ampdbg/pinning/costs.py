@@ -13,10 +13,9 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.pins import OWN, PinCost
-from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import Snapshot, rewound
+from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 
 TIMED_STEPS = 3
 """The median of so many steps is the time of one; an untimed one goes before them."""

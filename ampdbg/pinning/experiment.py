@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from ampdbg.diagnosis.producers import Suspect
 from ampdbg.pinning.health import Health, health_of
 from ampdbg.record.pins import PinSite
-from ampdbg.replay.failing_step import FailingStep, weights_of
-from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import FailingStep, weights_of
 from ampdbg.search import AtomTree, Seen
 
 

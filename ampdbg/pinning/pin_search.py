@@ -22,9 +22,9 @@ from ampdbg.pinning.tying import tied_modules
 from ampdbg.probes.coverage import coverage
 from ampdbg.record.pins import Search, Strategy
 from ampdbg.record.run import Record
-from ampdbg.replay.failing_step import FailingStep, weights_of
-from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import FailingStep, weights_of
 from ampdbg.search import Found, Seen, Trials, atom_tree, best_so_far, delta_debug, guided
 
 TRIES = 10

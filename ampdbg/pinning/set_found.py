@@ -16,9 +16,9 @@ from ampdbg.pinning.found_pins import classes_of, described, digests, reason_of,
 from ampdbg.pinning.tying import tied_together
 from ampdbg.record.pins import OWN, PinSite, Search, Trial
 from ampdbg.record.run import Record
-from ampdbg.replay.failing_step import FailingStep, further_steps
-from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import FailingStep, further_steps
 from ampdbg.search import Found, OutOfTrials, Trials
 from ampdbg.source.ownership import is_library_class
 

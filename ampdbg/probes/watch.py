@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.environment import environment_of
 from ampdbg.precision.attributes import replaced
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import calls_noted, classes_with_own
@@ -26,7 +27,6 @@ from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import Misuse, Record, Step, TensorCounts, Unseen
 
 from .calls import Calls
-from .environment import environment_of
 from .gradients import gradient_norm, group_name, nonfinite_groups
 
 _NO_SCALER = 0

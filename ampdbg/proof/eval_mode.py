@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import rewound
+from ampdbg.replay.snapshot import FailingStep, rewound
 from ampdbg.workload.losses import call_model
 
 

@@ -13,8 +13,8 @@ import torch
 from ampdbg.config import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.widening import rounding_to
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.widening import rounding_to
 from ampdbg.training.loop import update_weights
 
 OfAStep = TypeVar("OfAStep")

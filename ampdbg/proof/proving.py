@@ -26,7 +26,7 @@ from ampdbg.proof.verdict import (
     without_a_unit,
 )
 from ampdbg.record.pins import Proof, ProofStep
-from ampdbg.replay.failing_step import FailingStep
+from ampdbg.replay.snapshot import FailingStep
 from ampdbg.workload.targets import forget_user_modules
 
 Perform = Callable[[Job], Seen]

@@ -25,9 +25,9 @@ from ampdbg.proof.settling import steps_to_train
 from ampdbg.proof.step_use import StepUse, step_use
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
-from ampdbg.replay.failing_step import FailingStep, further_steps, weights_of
-from ampdbg.replay.pinned import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.training.loop import train
 
 Load = Callable[[Run], Sequence[FailingStep]]

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ampdbg.errors import UserCodeError
-from ampdbg.replay.failing_step import FailingStep
-from ampdbg.replay.widening import altered_batch
+from ampdbg.replay.snapshot import FailingStep
+from ampdbg.replay.state import altered_batch
 from ampdbg.workload import Workload
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ampdbg.pinning.costs import as_it_was, seconds_of
-from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import FailingStep
 
 View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 """The offset, shape and strides by which a tensor looks at its memory."""

@@ -26,8 +26,8 @@ from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
 from ampdbg.record.pins import EVERYTHING, Proof, Strategy
 from ampdbg.record.run import Record
-from ampdbg.replay.failing_step import weights_of
 from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.snapshot import weights_of
 
 PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""

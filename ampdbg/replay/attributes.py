@@ -16,7 +16,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_finite
-from ampdbg.replay.held import CONSTANTS, LARGEST, MOST, distinct, own_attributes
 
 WRITTEN = -1
 

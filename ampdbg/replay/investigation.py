@@ -1,26 +1,34 @@
-"""The replays that decide what was wrong with a step: FP16 with every op, FP32, lower scales, FP64."""
+"""Which steps are replayed, the replays that decide what was wrong with one, and its replays with pins."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, may_have_risen
+from ampdbg.calibration import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
+from ampdbg.precision.pins import pin_fp32
+from ampdbg.probes import tensors
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.probes.watch import Watch
+from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
 from ampdbg.replay.replay import Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.snapshot import FailingStep, Snapshot, take_snapshot
+from ampdbg.replay.state import Versions
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -173,3 +181,182 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
         return leaf.float()
     values = float_values(leaf)
     return values if values is None else values.float()
+
+
+OnInvestigated = Callable[[Snapshot, float, Investigation], None]
+"""Called with a step that was replayed, its loss scale and what came of it, while the weights are still its own."""
+
+
+class Investigator:
+    """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
+
+    def __init__(
+        self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated
+    ) -> None:
+        self.found: list[Investigation] = []
+        self._run = run
+        self._watcher = watcher
+        self._limit = limit
+        self._observer = observer
+        self._on_investigated = on_investigated
+        self._is_low = run.mode.dtype is not torch.float32
+        self._versions = Versions()
+        first = self.snapshot(())
+        self._first = replace(first, attributes=first.attributes.settled())
+        self._tried: Counter[Why] = Counter()
+        self._skips_in_a_row = 0
+        self._lowest_that_worked = math.inf
+
+    def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
+        """The step that is about to run, with its batches."""
+        return take_snapshot(self._run.workload.model, len(self._watcher.steps), batches, self._versions)
+
+    def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
+        """To be called between the backward pass and the optimizer: the last moment with the step's weights."""
+        is_last = snapshot.step + 1 == self._run.config.train.steps
+        if not loss_is_finite:
+            self._investigate(snapshot, "loss", scale)
+        elif (
+            is_last
+            and self._is_low
+            and self._skips_in_a_row == 0
+            and not any(made.why == "loss" for made in self.found)
+        ):
+            self._investigate(snapshot, "end", scale)
+
+    def after_update(self, snapshot: Snapshot, step: Step) -> None:
+        """To be called after the update: a step that the scaler withheld still has its weights."""
+        if not step.skipped:
+            self._skips_in_a_row = 0
+            self._lowest_that_worked = min(self._lowest_that_worked, step.scale)
+        else:
+            self._skips_in_a_row += 1
+            # A skip right after growth is normal; one at a scale that has worked is looked at.
+            is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
+            if math.isfinite(step.loss) and (is_new_low or self._skips_in_a_row == SKIPS_IN_A_ROW):
+                self._investigate(snapshot, "gradients", step.scale)
+        if self.found and self.found[-1].step == step.step:
+            self.found[-1] = replace(self.found[-1], loss=step.loss)
+
+    def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
+        before = [made for made in self.found if made.why == why]
+        same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
+        if self._tried[why] >= self._limit or same_root or not self._weights_are_finite():
+            return
+        self._tried[why] += 1
+        steps = self._watcher.steps[: snapshot.step]
+        unpoisoned = self._unpoisoned(snapshot)
+        with self._watcher.paused():
+            made = investigate(self._run, unpoisoned, why, scale, before=steps, observer=self._observer)
+            if made.reproduced == 0 and unpoisoned is not snapshot and self.found:
+                return  # it went wrong by what the step that was found first has left behind
+            self._on_investigated(unpoisoned, scale, made)
+        self.found.append(made)
+
+    def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
+        """The step with what an earlier one has spoilt as the run began: replays show how it comes."""
+        first = self._first
+        attributes = snapshot.attributes.unpoisoned(first.attributes)
+        spoilt = {
+            name for name, buffer in snapshot.buffers.items() if name in first.buffers and not tensors.is_finite(buffer)
+        }
+        if attributes is snapshot.attributes and not spoilt:
+            return snapshot
+        buffers = {name: (first if name in spoilt else snapshot).buffers[name] for name in snapshot.buffers}
+        return replace(snapshot, buffers=buffers, attributes=attributes)
+
+    def _weights_are_finite(self) -> bool:
+        """Where weights are not finite, they are what is wrong, and no replay says more."""
+        return all(tensors.is_finite(parameter) for parameter in self._run.workload.model.parameters())
+
+
+def _root(made: Investigation) -> tuple[Any, ...] | None:
+    producer: Producer | None = next(iter(made.replays[0].producers), None)
+    return None if producer is None else (producer.phase, producer.module, producer.op, producer.source)
+
+
+LOWEST_SCALE = 1.0
+"""No dynamic scaler that works goes below it."""
+
+
+class PinnedReplays:
+    """Runs one step with any set of pins; the model must have the step's weights meanwhile.
+
+    The step's loss scale is kept with ``keeps_scale``: where it is the gradients that overflow at a scale which has
+    to be usable. Any other fault has hidden how large a scale the gradients bear: such a step goes on at S/4, S/16
+    … 1 until they are finite, as a dynamic scaler would, and stays there for later replays.
+    """
+
+    def __init__(self, run: Run, failing: FailingStep, *, keeps_scale: bool) -> None:
+        self.scale = failing.scale
+        self.keeps_scale = keeps_scale
+        self._run = run
+        self._failing = failing
+        self._low = run.mode.format.name
+
+    @cached_property
+    def fp32(self) -> Replayed:
+        """The step in FP32, with its trace and its gradients."""
+        return self._replay(Manner("float32"), ProducerTrace)
+
+    @cached_property
+    def floor(self) -> Replay:
+        """FP32 on weights and inputs rounded to half: the noise floor."""
+        return replace(self._floor.replay, **compared_gradients(self._floor, self.fp32))
+
+    def with_pins(self, pins: Sequence[str]) -> Investigation:
+        """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
+        noise floor, as an investigation of the step would hold them."""
+        low = self._at_a_usable_scale(pins)
+        if low.replay.error or not is_finite(self.fp32.replay):
+            return self._made(low.replay)
+        replay = replace(producers_of(low, self.fp32), **compared_gradients(low, self.fp32))
+        if not is_finite(replay) or (agrees(replay, self.fp32.replay, None) and keeps_its_gradients(replay)):
+            return self._made(replay)
+        replay = replace(replay, **compared_gradients(low, self.fp32, self._floor))
+        made = self._made(replay, self.floor)
+        if replay.producers or agrees(replay, self.fp32.replay, self.floor):
+            return made
+        return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
+
+    def _made(self, low: Replay, *more: Replay) -> Investigation:
+        made = self._failing.made
+        return replace(made, replays=(low, self.fp32.replay, *more), first_far=None, continuation=())
+
+    def _at_a_usable_scale(self, pins: Sequence[str]) -> Replayed:
+        for scale in self._scales():
+            with self._pinned(pins):
+                low = self._replay(Manner(self._low, scale, is_lifted=False), ProducerTrace)
+            if not math.isfinite(low.replay.loss):
+                return low
+            if is_finite(low.replay):
+                self.scale = scale
+                return low
+        return low
+
+    def _scales(self) -> Iterator[float]:
+        scale = self.scale
+        yield scale
+        while not self.keeps_scale and scale > LOWEST_SCALE:
+            scale = max(LOWEST_SCALE, scale / 4.0)
+            yield scale
+
+    @cached_property
+    def _floor(self) -> Replayed:
+        return self._replay(Manner("float32", rounds_to=self._low), SampleTrace)
+
+    @cached_property
+    def _references(self) -> tuple[Replayed, Replayed]:
+        return self._replay(Manner("float32"), SampleTrace), self._floor
+
+    def _sampled(self, pins: Sequence[str]) -> Replayed:
+        with self._pinned(pins):
+            return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
+
+    @contextlib.contextmanager
+    def _pinned(self, pins: Sequence[str]) -> Iterator[None]:
+        with pin_fp32(self._run.workload.model, pins):
+            yield
+
+    def _replay(self, manner: Manner, traced: TraceKind) -> Replayed:
+        return replay_step(self._run, self._failing.snapshot, manner, traced=traced, keep_gradients=True)

@@ -16,7 +16,6 @@ from ampdbg.probes.tensors import is_finite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Step
-from ampdbg.replay.attributes import Versions
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, take_snapshot

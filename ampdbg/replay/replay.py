@@ -13,16 +13,15 @@ from typing import Any
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.lifting import LIFTS, lifted
 from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.widening import LIFTS, Alteration, lifted, rounding_to, widening
 from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay
-from ampdbg.replay.kept_weights import weights_kept
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
-from ampdbg.replay.widening import Alteration, altered_batch, altered_model, rounding_to, widening
+from ampdbg.replay.state import altered_batch, altered_model, weights_kept
 
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import UserCodeError
 from ampdbg.probes.coverage import compiled_notes, coverage
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.record.run import Unseen
-from ampdbg.replay.environment import FUSED_ATTENTION_NOTE
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
 

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.lifting import LIFTS
+from ampdbg.precision.widening import LIFTS, altered, widening
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.comparison import MOST_OF_IT
-from ampdbg.replay.kept_weights import KeptWeights
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import RandomState
-from ampdbg.replay.widening import altered, widening
+from ampdbg.replay.state import KeptWeights
 
 _wider = widening(LIFTS["float32"])
 

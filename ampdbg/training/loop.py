@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from ampdbg.config import Config
+from ampdbg.environment import describe_environment, folder_from_here
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.coverage import compiled_notes, coverage
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record, Unseen
-from ampdbg.replay.environment import describe_environment, folder_from_here
-from ampdbg.replay.held import notes_on
-from ampdbg.replay.investigator import Investigator, OnInvestigated
+from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.state import notes_on
 from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.half_updates import ComparedUpdates
 

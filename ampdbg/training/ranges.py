@@ -8,12 +8,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ampdbg.config import Config
+from ampdbg.environment import describe_environment, folder_from_here
 from ampdbg.errors import UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
-from ampdbg.replay.environment import describe_environment, folder_from_here
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_and_unseen
 from ampdbg.replay.snapshot import take_snapshot

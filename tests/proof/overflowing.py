@@ -11,9 +11,8 @@ from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.replays import Investigation
-from ampdbg.replay.failing_step import FailingStep, failing_step
 from ampdbg.replay.run import prepared
-from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.training.loop import train_prepared
 
 NET = """\

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ampdbg.proof.eval_mode import raised_in_eval_mode
-from ampdbg.replay.failing_step import FailingStep
 from ampdbg.replay.run import prepared
-from ampdbg.replay.snapshot import RandomState
+from ampdbg.replay.snapshot import FailingStep, RandomState
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 COUNTING = NET.replace(

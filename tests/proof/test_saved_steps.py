@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ampdbg.proof.saved_steps import Uncarried, load_steps, save_steps
-from ampdbg.replay.failing_step import FailingStep, weights_of
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.snapshot import FailingStep, weights_of
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampdbg.replay.attributes import Attributes, Left, Versions
-from ampdbg.replay.held import LARGEST, MOST, put_back
+from ampdbg.replay.state import LARGEST, MOST, Attributes, Left, Versions, put_back
 
 
 class Net(torch.nn.Module):

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.replay.attributes import Attributes, Versions
-from ampdbg.replay.held import LARGEST, MOST, notes_on, put_back, tensors_in
+from ampdbg.replay.state import LARGEST, MOST, Attributes, Versions, notes_on, put_back, tensors_in
 
 
 class State:

@@ -16,14 +16,14 @@ import yaml
 
 from ampdbg.config import Config, load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.precision.lifting import lifted
+from ampdbg.precision.widening import lifted
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Record
-from ampdbg.replay.attributes import Attributes, Versions
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.replay import Manner, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import Snapshot, rewound, take_snapshot
+from ampdbg.replay.state import Attributes, Versions
 from ampdbg.training.loop import train
 from tests.observing import observing
 

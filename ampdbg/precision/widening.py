@@ -1,4 +1,4 @@
-"""Running code in wider formats than it asks for: casts and new tensors of half become what a replay is made in.
+"""Code and tensors in wider formats than a step asks for, or rounded to half; undone afterwards.
 
 Autocast's own casts are lifted too, so a region that the user's code enters has no effect.
 """
@@ -6,7 +6,7 @@ Autocast's own casts are lifted too, so a region that the user's code enters has
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,3 +50,42 @@ def lifted(dtype: str) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(default)
+
+
+Alteration = Callable[[torch.Tensor], torch.Tensor]
+
+
+def widening(wider: Wider) -> Alteration:
+    """Tensors of a dtype in ``wider`` become what it says; others are returned as they are."""
+    return lambda tensor: tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
+
+
+def rounding_to(dtype: torch.dtype) -> Alteration:
+    """Floating-point values are rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+            return tensor
+        return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
+
+    return rounded
+
+
+@contextlib.contextmanager
+def altered(tensors: Iterable[torch.Tensor], alter: Alteration) -> Iterator[None]:
+    """The tensors altered in place; afterwards they hold the very same memory again.
+
+    Gradients made inside do not fit what the tensors are afterwards, and are cleared.
+    """
+    kept = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, data in kept:
+            other = alter(data)
+            if other is not data:
+                tensor.data = other
+        yield
+    finally:
+        for tensor, data in kept:
+            if tensor.is_leaf:
+                tensor.grad = None
+            tensor.data = data

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import torch
 
+from ampdbg import __version__
 from ampdbg.config import Config
 from ampdbg.errors import WorkloadError
 from ampdbg.formats import FLOAT32
 from ampdbg.precision import half_kernels
-from ampdbg.probes.environment import environment_of
 from ampdbg.record.run import Environment
 
 FUSED_ATTENTION_NOTE = (
@@ -57,3 +58,25 @@ def folder_from_here(config: Config) -> str:
         return Path(os.path.relpath(config.folder)).as_posix()
     except ValueError:  # another drive, on Windows
         return config.folder.as_posix()
+
+
+def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: tuple[str, ...] = ()) -> Environment:
+    """The versions and the device of this run, as the record keeps them.
+
+    Args:
+        device: what the model is on.
+        policy: whose autocast op lists are in force: ``cuda`` or ``native``.
+        emulated: CUDA's autocast is emulated on a CPU.
+        notes: what the report has to say about it.
+    """
+    return Environment(
+        ampdbg=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        platform=platform.platform(),
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        policy=policy,
+        emulated=emulated,
+        notes=notes,
+    )
