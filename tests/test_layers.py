@@ -17,7 +17,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("files",),
     ("formats",),
-    ("formats",),
     ("levels", "ops"),
     ("source",),
     ("record",),

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from ampdbg.ops import CAST_METHODS, JOINS, MOVES, PRODUCTS
 from ampdbg.patch.modes import CONDITIONAL, Kind, TensorNames, called_name, kind_of
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import assigned_codes, bare, code_of, find, names_assigned, names_bound_inside, walk
 from ampdbg.source.source_file import EditError
-from ampdbg.source.vocabulary import CASTS, JOINS, METADATA, MOVES, PLAIN_BUILTINS, PRODUCTS, TRANSPOSED
+from ampdbg.source.vocabulary import METADATA, PLAIN_BUILTINS, TRANSPOSED
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class HalfCasts(cst.CSTTransformer):
     def _goes_in(self, node: cst.CSTNode) -> bool:
         if id(node) in self._left or isinstance(node, (cst.AssignTarget, cst.Annotation)):
             return False
-        if isinstance(node, cst.Attribute) and node.attr.value in CASTS:
+        if isinstance(node, cst.Attribute) and node.attr.value in CAST_METHODS:
             self._cast_already.add(id(node.value))
         for part in (*not_read(node), *self._promoted(node)):
             self._left.add(id(part))
@@ -195,7 +196,7 @@ def _is_product(node: cst.CSTNode) -> bool:
 def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
     """``k`` of ``k[0]`` and of ``k.transpose(-2, -1)``."""
     match node:
-        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CASTS:
+        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CAST_METHODS:
             return _tensor_in(base)
         case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in TRANSPOSED:
             return _tensor_in(base)
@@ -209,7 +210,7 @@ def not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
     """The parts of a node whose values are not computed with, or that are cast already."""
     match node:
         case cst.Attribute(value=base, attr=cst.Name(value=name) as attribute):
-            is_asked = name in METADATA | CASTS and (_is_plain(base) or isinstance(base, cst.IfExp))
+            is_asked = name in METADATA | CAST_METHODS and (_is_plain(base) or isinstance(base, cst.IfExp))
             return [base, attribute] if is_asked else [attribute]
         case cst.Arg(keyword=cst.Name() as keyword):
             return [keyword]

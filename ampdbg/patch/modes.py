@@ -7,6 +7,7 @@ from enum import Enum
 
 import libcst as cst
 
+from ampdbg.ops import CREATES, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import COMPREHENSIONS, bare, code_of, walk
 from ampdbg.source.imports import dotted
@@ -14,13 +15,8 @@ from ampdbg.source.source_file import EditError
 from ampdbg.source.vocabulary import (
     BUILTIN_OPERATIONS,
     CONSUMERS,
-    CREATES,
     METADATA,
-    MOVES,
     PLAIN_BUILTINS,
-    PRODUCTS,
-    RANDOM,
-    TENSOR_METHODS,
     TORCH_FUNCTIONS,
     TRANSPOSED,
     VIEWS,

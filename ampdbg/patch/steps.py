@@ -9,10 +9,10 @@ from keyword import iskeyword
 
 import libcst as cst
 
+from ampdbg.ops import MOVES, PRODUCTS, TENSOR_METHODS
 from ampdbg.patch.modes import Mode, Modes, called_name
 from ampdbg.source.expressions import bare, code_of, find, names_read, walk
 from ampdbg.source.source_file import EditError
-from ampdbg.source.vocabulary import MOVES, PRODUCTS, TENSOR_METHODS
 
 OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
     cst.Add: "total",

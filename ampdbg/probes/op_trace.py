@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdbg.ops import ALLOCATES, OVERWRITES
 from ampdbg.probes.coverage import run_eagerly
 from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, module_paths
 from ampdbg.probes.source_lines import Line, innermost_line, is_recomputing
@@ -38,8 +39,6 @@ class OpTraits:
 
 _known: dict[Any, OpTraits] = {}
 
-_ALLOCATING = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_".split())
-_OVERWRITING = frozenset("copy_ fill_ zero_ uniform_ normal_ bernoulli_ random_ exponential_ log_normal_".split())
 _TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "float", "Optional[float]")
 
 
@@ -57,8 +56,8 @@ def _read(op: Any) -> OpTraits:
     return OpTraits(
         name=str(op),
         is_view=_is_view(op, base_name),
-        allocates=base_name in _ALLOCATING,
-        overwrites=base_name in _OVERWRITING or any(a.is_out for _, a in arguments),
+        allocates=base_name in ALLOCATES,
+        overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
     )

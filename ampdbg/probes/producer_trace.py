@@ -13,16 +13,10 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.formats import FLOAT16
+from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, base_name
 from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits
 from ampdbg.probes.tensors import Magnitude, float_values
-
-POLES_AT_ZERO = frozenset("div reciprocal rsqrt log log2 log10 pow true_divide".split())
-"""Ops that are infinite where their last operand is zero."""
-
-PRODUCTS = frozenset({"mul", "multiply", "div"})
-
-CASTS = frozenset({"_to_copy", "copy"})
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
@@ -56,7 +50,7 @@ class ProducerTrace(OpTrace):
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
         self._given, self._numbers = given, numbers
-        self._origins.before(_base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
+        self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
         return super().before(traits, given, numbers)
 
     def after(
@@ -67,22 +61,22 @@ class ProducerTrace(OpTrace):
         super().after(traits, place, parameter, before, made)
         if len(self.ops) > count and self.ops[-1].produces:
             self.circumstances[count] = self._circumstances(self.ops[-1], made)
-        self._origins.after(_base_name(traits.name), self._given, made)
+        self._origins.after(base_name(traits.name), self._given, made)
         self._given = ()
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
-        base_name = _base_name(seen.op)
+        name = base_name(seen.op)
         return Circumstances(
-            is_constant=self._is_constant(base_name, seen, made),
-            divides_by_zero=base_name in POLES_AT_ZERO and bool(self._given) and bool((self._given[-1] == 0).any()),
-            leaf=self._origins.leaf(self._given[0]) if base_name in CASTS and self._given else None,
+            is_constant=self._is_constant(name, seen, made),
+            divides_by_zero=name in POLES and bool(self._given) and bool((self._given[-1] == 0).any()),
+            leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
         )
 
-    def _is_constant(self, base_name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
-        if base_name in CASTS:
+    def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+        if name in CASTS:
             return self._casts_a_constant()
         beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
-        if base_name in PRODUCTS and beyond:
+        if name in SCALINGS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
         return bool(beyond) or self._goes_below_the_lowest(seen, made)
@@ -143,24 +137,9 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
     return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
 
 
-def _base_name(op: str) -> str:
-    return op.split(".")[1].rstrip("_")
-
-
 def _float_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [values for values in map(float_values, tensors) if values is not None]
 
-
-MOVING = frozenset(
-    """
-    _to_copy alias_copy cat clone copy expand_copy flip gather index index_select masked_select permute_copy repeat
-    roll select_copy slice_copy stack t_copy take transpose_copy tril triu view_copy
-    """.split()
-)
-"""Ops that only move, repeat, leave out or cast values, or put zeros among them."""
-
-FILLING = frozenset({"fill", "index_fill", "masked_fill"})
-"""Ops that write the number they are given."""
 
 SAME = 1e-6
 """A constant is rounded when it is written into a tensor."""
@@ -192,20 +171,20 @@ class Origins:
 
     def before(
         self,
-        base_name: str,
+        name: str,
         given: Sequence[torch.Tensor],
         numbers: Sequence[float],
         largest: Callable[[torch.Tensor], float],
     ) -> None:
         """Notes the constants that an op is given, as large as FP16 can hold or larger."""
-        found = [abs(number) for number in numbers] if base_name in FILLING else []
+        found = [abs(number) for number in numbers] if name in FILLS else []
         found += [largest(tensor) for tensor in given if not self.is_of_weights(tensor)]
         self._constants.update(value for value in found if value >= FLOAT16.largest)
 
-    def after(self, base_name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+    def after(self, name: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
         """Notes where the values come from that an op has made of ``given``."""
-        of_weights = not _is_like(base_name) and any(map(self.is_of_weights, given))
-        leaf = self._moved(base_name, given)
+        of_weights = not _is_like(name) and any(map(self.is_of_weights, given))
+        leaf = self._moved(name, given)
         for tensor in made:
             key = _storage(tensor)
             if not key:
@@ -220,16 +199,16 @@ class Origins:
             elif is_whole:
                 self._of_weights.discard(key)
 
-    def _moved(self, base_name: str, given: Sequence[torch.Tensor]) -> str | None:
-        if base_name not in MOVING or not given:
+    def _moved(self, name: str, given: Sequence[torch.Tensor]) -> str | None:
+        if name not in ATEN_MOVES or not given:
             return None
         leaves = {self.leaf(tensor) for tensor in given if tensor is given[0] or tensor.is_floating_point()}
         return leaves.pop() if len(leaves) == 1 else None
 
 
-def _is_like(base_name: str) -> bool:
+def _is_like(name: str) -> bool:
     """Whether an op takes no more than shape and dtype from the tensor it is given."""
-    return base_name.endswith("_like") or base_name.startswith("new_")
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _leaves(batches: Iterable[Any]) -> Iterator[tuple[int, str]]:

@@ -9,9 +9,10 @@ from functools import cached_property
 
 import libcst as cst
 
+from ampdbg.ops import SHARES_MEMORY
 from ampdbg.source.expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
 from ampdbg.source.imports import dotted, imports_of, origin_of
-from ampdbg.source.vocabulary import METADATA, PLAIN_MODULES, SHARES_MEMORY
+from ampdbg.source.vocabulary import METADATA, PLAIN_MODULES
 
 _NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})

@@ -1,0 +1,103 @@
+"""Kinds of op, in one table: by base names of ATen (``mm``), of torch's functions, and of tensors' methods in source.
+
+Kinds overlap. What autocast does with an op is CUDA's to say: see :mod:`ampdbg.precision.op_lists`.
+"""
+
+from __future__ import annotations
+
+
+def base_name(op: str) -> str:
+    """``mul`` of ``aten.mul_.Tensor``."""
+    return op.split(".")[1].rstrip("_")
+
+
+def short_name(op: str) -> str:
+    """An op as a message names it: ``mm`` of ``aten.mm.default``, ``mul.Tensor`` of ``aten.mul.Tensor``."""
+    return op.removeprefix("aten.").removesuffix(".default")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MATRIX_PRODUCTS = _names("baddbmm bmm einsum matmul mm")
+"""Products of two tensors that may both be activations: ``(q * s) @ k`` is ``(q @ k) * s``."""
+
+PRODUCTS = MATRIX_PRODUCTS | _names(
+    """mv dot vdot vecdot inner outer tensordot chain_matmul multi_dot linear bilinear addmm addmv addbmm addr
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d prelu
+    scaled_dot_product_attention multi_head_attention_forward"""
+)
+"""What autocast runs in half: most of a model's time. Never moved to FP32 unless it is itself pinned."""
+
+SCALINGS = _names("mul multiply div divide true_divide")
+"""Element by element: every value times or by another one."""
+
+SUMS = _names("sum nansum mean cumsum prod var std linalg_vector_norm norm")
+"""What gathers many values into one."""
+
+POLES = _names("div reciprocal rsqrt log log2 log10 pow true_divide")
+"""Infinite where the last operand is zero."""
+
+CASTS = _names("_to_copy copy")
+"""ATen's casts."""
+
+CAST_METHODS = _names("float double half bfloat16")
+"""Casts by a tensor's own methods."""
+
+ATEN_MOVES = CASTS | _names(
+    """alias_copy cat clone expand_copy flip gather index index_select masked_select permute_copy repeat roll
+    select_copy slice_copy stack t_copy take transpose_copy tril triu view_copy"""
+)
+"""What only moves, repeats, leaves out or casts values, or puts zeros among them; ATen's views are no op of a trace."""
+
+SHARES_MEMORY = _names(
+    """view view_as reshape reshape_as contiguous transpose permute movedim swapaxes swapdims flatten unflatten ravel
+    squeeze unsqueeze expand expand_as broadcast_to chunk split tensor_split unbind narrow select unfold diagonal
+    detach t T mT H mH data real to type float half"""
+)
+"""What may hand out the memory of the tensor that it is asked of, and no copy."""
+
+MOVES = (
+    SHARES_MEMORY
+    | CAST_METHODS
+    | _names(
+        """adjoint repeat repeat_interleave tile index_select take_along_dim gather roll flip cat concat concatenate
+        stack hstack vstack pad tril triu clone type_as cpu cuda long int bool"""
+    )
+)
+"""What only moves, repeats or casts values: nothing overflows there, and FP32 gains nothing."""
+
+JOINS = _names("cat concat concatenate stack hstack vstack dstack")
+"""What makes one tensor of a list of them."""
+
+FILLS = _names("fill index_fill masked_fill")
+"""What writes the number that it is given."""
+
+ALLOCATES = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_")
+"""What returns memory as it was found."""
+
+OVERWRITES = _names("copy_ fill_ zero_ uniform_ normal_ bernoulli_ random_ exponential_ log_normal_")
+"""What writes into a tensor without reading it."""
+
+CREATES = _names(
+    """zeros ones empty full arange linspace logspace eye tensor as_tensor zeros_like ones_like empty_like full_like
+    new_zeros new_ones new_empty new_full new_tensor one_hot finfo iinfo device Size"""
+)
+"""What makes a tensor, or what describes one, of no other tensor's values."""
+
+RANDOM = _names(
+    """dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax bernoulli
+    multinomial normal poisson rand randn randint randperm rand_like randn_like randint_like
+    fractional_max_pool2d fractional_max_pool3d"""
+)
+"""What draws random numbers: their order must stay as it is."""
+
+TENSOR_METHODS = PRODUCTS | _names(
+    """sum nansum mean prod std var norm softmax log_softmax logsumexp exp exp2 expm1 log log2 log10 log1p sqrt rsqrt
+    pow square abs add sub mul div true_divide addcmul addcdiv neg reciprocal sigmoid tanh relu gelu clamp clip
+    clamp_min clamp_max minimum maximum min max amax amin cumsum cumprod sin cos tan erf masked_fill where lerp dist
+    cross sign round floor ceil logit sort argsort topk argmax argmin any all eq ne lt gt le ge scatter scatter_add
+    index_add masked_select nonzero median quantile"""
+)
+"""Methods by which a name of unknown kind is taken to be a tensor."""
