@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.codes import explanation, explanations
+from ampdbg.record.explanation import explanation, explanations
 
 from . import options
 from .terminal import look_of, write_result

@@ -53,7 +53,7 @@ def ranges(
     checked = config_of_yaml(Path(config), as_overrides(steps, device, policy, seed, overrides))
     observer.start(checked.train.steps)
     # Only now: importing torch takes seconds, and a mistake in the config must not.
-    from ampdbg.diagnosis.range_findings import diagnose_ranges
+    from ampdbg.diagnosis.ranges import diagnose_ranges
     from ampdbg.training.ranges import profile_ranges
 
     return diagnose_ranges(profile_ranges(checked, observer=observer))

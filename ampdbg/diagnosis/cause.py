@@ -6,24 +6,63 @@ only then which FP16 op is the producer and which code its numbers mean.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.mathematics import divergence, first_divergence, wrong_in_fp32_too
-from ampdbg.diagnosis.producers import culprit, precision_cause
-from ampdbg.diagnosis.remedies import finding_at
+from ampdbg.diagnosis.divergence import divergence, first_divergence
+from ampdbg.diagnosis.half_weights import spoilt_weights
+from ampdbg.diagnosis.producers import culprit, finding_at, named, number, precision_cause, undecided, undecided_step
+from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record
+from ampdbg.record.replays import Investigation, Producer
+from ampdbg.record.run import Record, Step
+
+LARGE = 1e15
+"""Some such values, multiplied or squared and summed, are beyond FP32."""
+
+TOO_LARGE = (
+    "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
+)
+TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
+
+
+def nonfinite_loss(record: Record) -> Iterator[Finding]:
+    """A loss of inf or NaN. The loss scale plays no part in it, so no calibration explains it.
+
+    Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
+    explain are left out.
+    """
+    bad = [step for step in record.steps if not math.isfinite(step.loss) and not _is_explained(step, record)]
+    if not bad:
+        return
+    numbers = {step.step for step in bad}
+    replayed = (made for made in record.investigations if made.why == "loss" and made.step in numbers)
+    investigated = next(replayed, None)
+    if investigated is not None:
+        yield cause_of(investigated, record)
+        return
+    unskipped = sum(1 for step in bad if not step.skipped)
+    silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
+    yield undecided_step(
+        step=bad[0].step,
+        phase="forward",
+        message=f"the loss is {_spelt(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
+        f"{len(record.steps)} steps{silent}: the forward pass itself fails",
+        evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
+    )
 
 
 def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite."""
     if made.reproduced == 0:
-        message = f"the step went wrong in {made.reproduced} of {made.tries} replays: it does not come back every time"
-        return finding_at("unknown", made, None, message, {"reproduced": made.reproduced, "tries": made.tries})
+        message = f"none of {made.tries} replays reproduced the failure"
+        return undecided(made, message, evidence={"reproduced": made.reproduced, "tries": made.tries})
     if made.replays[0].error:
-        return finding_at("unknown", made, None, f"the step could not be replayed: {made.replays[0].error}")
+        return undecided(made, f"the replay of the step raised an error: {made.replays[0].error}")
     if made.replays[1].error:
-        return finding_at("unknown", made, None, f"the same step in FP32 could not be run: {made.replays[1].error}")
+        return undecided(made, f"the same step in FP32 raised an error: {made.replays[1].error}")
     diverging = first_divergence(made, record)
     if diverging is not None:
         return divergence(diverging, record)
@@ -31,5 +70,46 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return wrong_in_fp32_too(made)
     suspect = culprit(made)
     if suspect is None:
-        return finding_at("unknown", made, None, "FP32 is finite, and no op was seen where FP16 goes wrong")
+        return undecided(made, "the step is finite in FP32, and no op was found where FP16 goes wrong")
     return precision_cause(suspect)
+
+
+def wrong_in_fp32_too(made: Investigation) -> Finding:
+    """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
+    producer = _starts_in(made)
+    where = f", first in {named(producer)}" if producer else ""
+    fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
+    if fp64 is None or fp64.error or is_finite(fp64):
+        return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
+    if fp64.loss == math.inf and made.replays[1].loss == math.inf:
+        share = f": {producer.inf} of {producer.size} values" if producer else ""
+        message = f"the loss is infinite in FP32 and FP64 too{where}{share}"
+        return finding_at("infinite-loss", made, producer, message)
+    return finding_at("true-nan", made, producer, f"the step is not finite in FP32 and FP64 either{where}")
+
+
+def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, error: str) -> Finding:
+    """The finding of a step that FP32 does not come through either, though its mathematics may: not FP16's fault."""
+    largest = producer.input_largest if producer and producer.input_largest > LARGE else None
+    of = f" on values of up to {number(largest)}" if largest else ""
+    limit = "its values exceed FP32's range, not only FP16's" if largest else "FP32 rounds too coarsely, not only FP16"
+    why = f"FP64 raised an error: {error}" if error else f"it is finite in FP64: {limit}"
+    message = f"the step is not finite in FP32 either{where}{of}; {why}"
+    found = undecided(made, message, producer, {"finite_in_fp32": False, "largest": largest})
+    return replace(found, remedy=TOO_LARGE if largest else TOO_COARSE)
+
+
+def _starts_in(made: Investigation) -> Producer | None:
+    """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant."""
+    phases = ("forward",) if made.why == "loss" else ("backward",)
+    found = [producer for producer in made.replays[1].producers if producer.phase in phases]
+    return next((producer for producer in found if producer.nan), next(iter(found), None))
+
+
+def _is_explained(step: Step, record: Record) -> bool:
+    spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
+    return step.step >= spoilt or blamed_in_batch(step, record) is not None
+
+
+def _spelt(loss: float) -> str:
+    return "NaN" if math.isnan(loss) else "inf" if loss > 0 else "-inf"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 
 MOST_OF_THE_UPDATE = 0.5
 """Where a larger share of the updates' sum of squares moves no weight, training stands still."""
 
-REMEDY = "keep the parameters in float32 (no .half()) and let autocast lower the ops"
+CODE = CODES["optimizer-underflow"]
+
+LARGER_EPS = ", or use an optimizer eps that half holds: eps=1e-6 (changes the updates slightly)"
 
 
 def spoilt_weights(record: Record) -> Iterator[Finding]:
@@ -20,14 +23,14 @@ def spoilt_weights(record: Record) -> Iterator[Finding]:
         return
     why = f": eps={seen.vanishing_eps:g} is 0 in half" if seen.vanishing_eps else ""
     yield Finding(
-        code="optimizer-underflow",
+        code=CODE.name,
         severity="error",
         step=seen.spoilt_step,
         phase="optimizer",
         parameter=seen.spoilt[0],
         message=f"the update of step {seen.spoilt_step} makes {_counted(seen.spoilt)} non-finite although all "
         f"gradients are finite, and so is the same update in FP32{why}",
-        remedy=REMEDY,
+        remedy=CODE.remedy + (LARGER_EPS if seen.vanishing_eps else ""),
         evidence={"parameters": list(seen.spoilt[:20]), "eps": seen.vanishing_eps},
     )
 
@@ -38,14 +41,15 @@ def lost_updates(record: Record) -> Iterator[Finding]:
     if seen is None or not seen.lost or (seen.lost_energy or 0.0) <= MOST_OF_THE_UPDATE:
         return
     yield Finding(
-        code="optimizer-underflow",
+        code=CODE.name,
         severity="error",
         step=record.steps[0].step,
         phase="optimizer",
         parameter=seen.lost[0],
-        message=f"{seen.lost_energy:.0%} of the updates' energy is lost over {seen.steps} steps, most of all in "
-        f"{_counted(seen.lost)}: weights in half do not move by less than half a unit in their last place",
-        remedy=REMEDY,
+        message=f"{seen.steps} steps lose {seen.lost_energy:.0%} of the updates' energy, most of it in "
+        f"{_counted(seen.lost)}: "
+        "half weights cannot move by less than half a unit in their last place",
+        remedy=CODE.remedy,
         evidence={"parameters": list(seen.lost[:20]), "lost_energy": seen.lost_energy},
     )
 

@@ -1,12 +1,12 @@
-"""Faults that no loss and no gradient shows: overflow that erases itself, lost gradients, lost precision."""
+"""Faults behind a finite loss and finite gradients: overflow that erases itself, lost gradients, lost precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
-from ampdbg.diagnosis.producers import Suspect, suspects
-from ampdbg.diagnosis.remedies import finding_at, named
+from ampdbg.diagnosis.producers import Suspect, finding_at, named, number, overflow, suspects
+from ampdbg.formats import FORMATS
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record
@@ -20,7 +20,7 @@ def hidden_faults(record: Record) -> Iterator[Finding]:
 
 
 def _can_be_judged(made: Investigation) -> bool:
-    """Code that does not do the same again cannot be held against FP32."""
+    """Code that does not compute the same again cannot be compared with FP32."""
     return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
 
 
@@ -39,9 +39,8 @@ def _faults(made: Investigation) -> Iterator[Finding]:
 
 def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
     low, fp32 = suspect.made.replays[:2]
-    told = f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32"
-    result = told if is_far else "the loss still agrees with FP32's"
-    message = f"{named(suspect.producer)} overflows and erases itself: it reaches {suspect.value:.4g} in FP32; {result}"
+    result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
+    message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
     return finding_at(
         "silent-overflow",
         suspect.made,
@@ -54,7 +53,10 @@ def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
 
 def _underflow(made: Investigation) -> Finding:
     low = made.replays[0]
-    message = f"at a loss scale of {low.scale:g} {_lost_energy(low):.0%} of the gradient's energy is flushed to zero"
+    message = (
+        f"at a loss scale of {number(low.scale)}, {_format(low)} flushes {_lost_energy(low):.0%} of the gradient's "
+        "energy to zero"
+    )
     return finding_at(
         "gradient-underflow",
         made,
@@ -66,12 +68,17 @@ def _underflow(made: Investigation) -> Finding:
 
 def _precision_loss(made: Investigation) -> Finding:
     low, fp32 = made.replays[:2]
-    where = f"; {named(made.first_far)} is the first op to be far from it" if made.first_far else ""
-    message = (
-        f"everything is finite, and the step is further from FP32 than rounding explains: "
-        f"the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32{where}"
-    )
+    where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
+    message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
     return finding_at("precision-loss", made, made.first_far, message, _against_fp32(low, fp32))
+
+
+def _losses(low: Replay, fp32: Replay) -> str:
+    return f"the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32"
+
+
+def _format(low: Replay) -> str:
+    return FORMATS[low.dtype].label
 
 
 def _lost_energy(low: Replay) -> float:

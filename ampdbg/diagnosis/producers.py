@@ -1,18 +1,27 @@
-"""The op where FP16 goes wrong and FP32 does not, and the code that its numbers mean."""
+"""The op where FP16 goes wrong and FP32 does not, the code that its numbers mean, and the finding at its line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.remedies import finding_at, named
-from ampdbg.formats import FLOAT16, FORMATS
-from ampdbg.record.findings import Finding
+from ampdbg.diagnosis.remedies import remedy_of
+from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
 
 NEAR = 0.9
 """FP16's own rounding upstream moves a value by less than a tenth: so near the limit FP32 may still be below it."""
+
+OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
+"""The code of an overflow, by the pass in which it starts."""
+
+CASTS = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
+
+NO_EVIDENCE: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,14 @@ class Suspect:
         return self.producer.fp32_largest * (self.low.scale if self.producer.phase == "backward" else 1.0)
 
     @property
+    def format(self) -> FloatFormat:
+        """The format that it computes in."""
+        return FORMATS.get(self.producer.dtype, FLOAT16)
+
+    @property
     def overflows(self) -> bool:
         """Whether FP32 has a value there that the op's dtype cannot hold."""
-        fmt = FORMATS.get(self.producer.dtype, FLOAT16)
-        return self.value is not None and self.value >= NEAR * fmt.overflow_threshold
+        return self.value is not None and self.value >= NEAR * self.format.overflow_threshold
 
     @property
     def is_constant(self) -> bool:
@@ -62,7 +75,7 @@ class Suspect:
         may_be = self.is_cast and self.producer.phase == "forward"
         found = [name for name in largest if may_be and largest[name] == self.producer.input_largest]
         names = found if self.producer.leaf is None else [self.producer.leaf]
-        return next((name for name in names if largest.get(name, 0.0) >= FLOAT16.overflow_threshold), None)
+        return next((name for name in names if largest.get(name, 0.0) >= self.format.overflow_threshold), None)
 
     @property
     def divides_by_flushed(self) -> bool:
@@ -88,57 +101,124 @@ def survived_scale(made: Investigation) -> float | None:
     return next((replay.scale for replay in made.replays[2:] if replay.dtype == low.dtype and is_finite(replay)), None)
 
 
-CODES: tuple[tuple[str, Callable[[Suspect], bool]], ...] = (
+DECISIONS: tuple[tuple[str, Callable[[Suspect], bool]], ...] = (
     ("data-range", lambda suspect: suspect.leaf is not None),
     ("mask-constant", lambda suspect: suspect.is_constant),
     ("eps-underflow", lambda suspect: suspect.divides_by_flushed),
-    ("forward-overflow", lambda suspect: suspect.overflows and suspect.producer.phase == "forward"),
-    ("gradient-overflow", lambda suspect: suspect.overflows),
-    ("unknown", lambda suspect: True),
+    (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward"),
+    (OVERFLOWS["backward"], lambda suspect: suspect.overflows),
 )
-"""The first that holds is the code."""
+"""The first that holds is the code; where none holds, the cause is not known."""
 
 MESSAGES: dict[str, Callable[[Suspect], str]] = {
-    "data-range": lambda suspect: f"{_sample(suspect)}, and FP16 ends at {FLOAT16.largest:g}",
+    "data-range": lambda suspect: f"{_sample(suspect)}, above {limit_of(suspect.format)}",
     "mask-constant": lambda suspect: (
-        f"{named(suspect.producer)} writes a constant of magnitude {suspect.producer.input_largest:.4g} "
-        f"into a half tensor: it is infinite there, and rows that are masked throughout turn NaN"
+        f"{named(suspect.producer)} writes a constant of magnitude {number(suspect.producer.input_largest)} into a "
+        f"{suspect.format.label} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
     ),
     "eps-underflow": lambda suspect: (
-        f"{named(suspect.producer)} {_takes(suspect)} what FP16 has rounded to zero; nothing here is large"
-    ),
-    "unknown": lambda suspect: (
-        f"{named(suspect.producer)} is not finite in FP16 and {_in_fp32(suspect)}: no overflow explains it"
+        f"{named(suspect.producer)} {_takes(suspect)} a value that {suspect.format.label} rounds to zero and FP32 "
+        "does not"
     ),
 }
 
 
 def precision_cause(suspect: Suspect) -> Finding:
     """The finding of a step that is finite in FP32 and not in FP16."""
-    code = next(code for code, holds in CODES if holds(suspect))
-    say = MESSAGES.get(code, _overflow)
     survived = survived_scale(suspect.made)
-    return finding_at(
-        code,
-        suspect.made,
-        suspect.producer,
-        say(suspect) + (f"; at a loss scale of {survived:g} it is finite" if survived else ""),
-        {
-            "value": suspect.value,
-            "limit": FLOAT16.largest,
-            "loss_scale": suspect.low.scale,
-            "survives_scale": survived,
-            **(_place_in_batch(suspect) if code == "data-range" else {}),
-        },
+    finite = f"; at a loss scale of {number(survived)} it is finite" if survived else ""
+    evidence = {
+        "value": suspect.value,
+        "limit": suspect.format.largest,
+        "loss_scale": suspect.low.scale,
+        "survives_scale": survived,
+    }
+    code = next((code for code, holds in DECISIONS if holds(suspect)), "")
+    if not code:
+        known = f" and reaches only {_magnitude(suspect)} in FP32" if suspect.value is not None else ""
+        message = f"{named(suspect.producer)} is not finite in {suspect.format.label}{known}: no overflow explains it"
+        return undecided(suspect.made, message + finite, suspect.producer, evidence)
+    if suspect.leaf is not None:
+        evidence |= _place_in_batch(suspect)
+    message = MESSAGES.get(code, overflow)(suspect)
+    return finding_at(code, suspect.made, suspect.producer, message + finite, evidence)
+
+
+def overflow(suspect: Suspect) -> str:
+    """Where an op overflows, how far FP32 goes there, and where the op's format ends."""
+    verb = "has inputs of up to" if suspect.is_cast else "reaches"
+    where = "" if suspect.is_cast else " in FP32"
+    is_above = suspect.value is not None and suspect.value > suspect.format.largest
+    limit = f"{', above' if is_above else ', next to'} {limit_of(suspect.format)}"
+    return f"{named(suspect.producer)} {verb} {_magnitude(suspect)}{where}{limit}"
+
+
+def undecided(
+    made: Investigation, message: str, at: Producer | None = None, evidence: Mapping[str, object] = NO_EVIDENCE
+) -> Finding:
+    """The finding of a step whose cause the replays do not show."""
+    return finding_at("unknown", made, at, message, evidence)
+
+
+def undecided_step(step: int, phase: Phase, message: str, **fields: Any) -> Finding:
+    """The same of a step that was not replayed."""
+    return Finding("unknown", "error", step, phase, message, CODES["unknown"].remedy, **fields)
+
+
+def finding_at(
+    code: str,
+    made: Investigation,
+    at: Producer | None,
+    message: str,
+    evidence: Mapping[str, object] = NO_EVIDENCE,
+    *,
+    severity: Severity = "error",
+) -> Finding:
+    """A finding at the op, module and line of a producer; evidence that is None is left out."""
+    phase = at.phase if at else "backward" if made.why == "gradients" else "forward"
+    return Finding(
+        code=code,
+        severity=severity,
+        step=made.step,
+        phase=CODES[code].phase or phase,
+        message=message,
+        remedy=remedy_of(code, at),
+        module=at.module if at else "",
+        op=at.op if at else "",
+        parameter=at.parameter if at else "",
+        source=at.source if at else None,
+        evidence={key: value for key, value in evidence.items() if value is not None},
     )
 
 
-def _overflow(suspect: Suspect) -> str:
-    return f"{named(suspect.producer)} {_in_fp32(suspect)}, and FP16 ends at {FLOAT16.largest:g}"
+def named(producer: Producer) -> str:
+    """The op and its module, as messages name them; few know what a cast is called."""
+    is_cast = producer.op.startswith("aten._to_copy")
+    what = CASTS.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
+    return f"{what} in {producer.module}" if producer.module else what
 
 
-def _in_fp32(suspect: Suspect) -> str:
-    return f"reaches {suspect.value:.4g} in FP32" if suspect.value is not None else "finite in FP32"
+def op_name(op: str) -> str:
+    """``aten._softmax.default`` is known as ``softmax``."""
+    return op.removeprefix("aten.").partition(".")[0].lstrip("_")
+
+
+def number(value: float) -> str:
+    """A number in a message: whole ones as they are, others with four digits; thousands are separated by commas."""
+    if abs(value) >= 1e7 or abs(value) < 1000 or value != value:
+        return f"{value:.4g}"
+    return f"{value if value == int(value) else float(f'{value:.4g}'):,.0f}"
+
+
+def limit_of(fmt: FloatFormat) -> str:
+    """Where a format ends, as messages say it."""
+    return f"{fmt.label}'s limit of {number(fmt.largest)}"
+
+
+def _magnitude(suspect: Suspect) -> str:
+    scale = suspect.low.scale
+    at_scale = f" at a loss scale of {number(scale)}" if suspect.producer.phase == "backward" and scale != 1.0 else ""
+    return f"{number(suspect.value or 0.0)}{at_scale}"
 
 
 def _takes(suspect: Suspect) -> str:
@@ -149,7 +229,7 @@ def _sample(suspect: Suspect) -> str:
     leaf = suspect.leaf or ""
     index = suspect.made.batch_index.get(leaf, ())
     where = f" in sample {index[0]}" if index else ""
-    return f"the batch holds {suspect.made.batch_largest[leaf]:.4g}{where} of {leaf or 'its tensor'}"
+    return f"the batch holds {number(suspect.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
 
 
 def _place_in_batch(suspect: Suspect) -> dict[str, object]:

@@ -1,60 +1,28 @@
-"""Findings about the loss scale: skips that are calibration, and a scale that keeps falling.
-
-Skips are normal while the scale settles at the start and right after it has grown (DIAGNOSES: fact 6). A
-skip at a scale that has worked before is another matter: each such one is a new low.
-"""
+"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ampdbg.agreement import is_finite
-from ampdbg.calibration import SKIPS_IN_A_ROW, settling_steps
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.diagnosis.remedies import REMEDIES
+from ampdbg.diagnosis.producers import OVERFLOWS, number, op_name, undecided_step
+from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
+from ampdbg.diagnosis.skips import SKIPS_IN_A_ROW, Skips, skips_at_the_end, sort_skips
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, Step
+
+CALIBRATION = "scale-calibration"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
-
-
-@dataclass(frozen=True)
-class Skips:
-    """The skipped steps of a run, sorted by what explains them."""
-
-    settling: tuple[Step, ...]
-    after_growth: tuple[Step, ...]
-    new_lows: tuple[Step, ...]
-    last_in_a_row: int
-
-    @property
-    def all(self) -> tuple[Step, ...]:
-        """Every skipped step, in order."""
-        return tuple(sorted((*self.settling, *self.after_growth, *self.new_lows), key=lambda step: step.step))
-
-
-def sort_skips(steps: Sequence[Step]) -> Skips:
-    """Sorts the skipped steps into settling, after growth, and new lows."""
-    settled_at = settling_steps(len(steps))
-    settling, after_growth, new_lows = [], [], []
-    worked = math.inf
-    for index, step in enumerate(steps):
-        if not step.skipped:
-            worked = min(worked, step.scale)
-        elif index > 0 and step.scale > steps[index - 1].scale:
-            after_growth.append(step)
-        elif step.step < settled_at:
-            settling.append(step)
-        else:
-            new_lows.append(step)
-    return Skips(tuple(settling), tuple(after_growth), tuple(new_lows), _skips_at_the_end(steps))
 
 
 def skips(record: Record) -> Iterator[Finding]:
@@ -88,7 +56,7 @@ def runaway(record: Record) -> Iterator[Finding]:
         return
     first, step = record.steps[0], record.steps[-1]
     if step.scale >= LIMITLESS and step.scale > first.scale:
-        yield _runaway(step, f"the loss scale has grown to {step.scale:g}, and no gradient limits it", "warning")
+        yield _runaway(step, f"the loss scale has grown to {number(step.scale)}, and no gradient limits it", "warning")
     elif _works_below_one(record.steps):
         message = f"only a loss scale below 1 works ({step.scale:g}): the loss itself is too large for half gradients"
         yield _runaway(step, message, "error")
@@ -108,7 +76,7 @@ def _runaway(step: Step, message: str, severity: Severity) -> Finding:
         step=step.step,
         phase="backward",
         message=message,
-        remedy="check the loss's magnitude: a mean instead of a sum; check gradients after unscaling",
+        remedy=CODES["scale-runaway"].remedy,
         evidence={"scale": step.scale},
     )
 
@@ -119,18 +87,18 @@ def _cause(made: Investigation, record: Record) -> Finding:
     Where a static scale is the only thing wrong, the finding is the scale.
     """
     found = cause_of(made, record)
-    if _is_static(record) and (usable := _usable_scale(made)) and found.code in ("gradient-overflow", "unknown"):
+    if _is_static(record) and (usable := _usable_scale(made)) and _depends_on_the_scale(found):
         return _too_large(found, usable)
     survivor = next((replay for replay in made.replays[2:] if replay.lost and is_finite(replay)), None)
-    if survivor is None or found.code != "gradient-overflow":
+    if survivor is None or found.code != OVERFLOWS["backward"]:
         return found
     lost = ", ".join(survivor.lost[:3])
     return replace(
         found,
-        code="no-usable-scale",
-        message=f"{found.op} overflows at a loss scale of {made.replays[0].scale:g}, and at {survivor.scale:g}, where "
-        f"it does not, the gradient of {lost} is flushed to zero",
-        remedy=REMEDIES["no-usable-scale"],
+        code=NO_USABLE_SCALE,
+        message=f"{op_name(found.op)} overflows at a loss scale of {number(made.replays[0].scale)}; at "
+        f"{number(survivor.scale)} it does not, but there half precision flushes the gradient of {lost} to zero",
+        remedy=CODES[NO_USABLE_SCALE].remedy,
         evidence={**found.evidence, "lost": list(survivor.lost[:20])},
     )
 
@@ -139,7 +107,7 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
     """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
     if _is_static(record) or _usable_scale(made) is None:
         return False
-    return is_finite(made.replays[1]) and cause_of(made, record).code in ("gradient-overflow", "unknown")
+    return is_finite(made.replays[1]) and _depends_on_the_scale(cause_of(made, record))
 
 
 def _usable_scale(made: Investigation) -> float | None:
@@ -152,13 +120,17 @@ def _usable_scale(made: Investigation) -> float | None:
 def _too_large(found: Finding, usable: float) -> Finding:
     """A static scale at which gradients overflow, and below which they neither do nor are lost."""
     given = found.evidence.get("loss_scale")
-    shown = f"{given:g}" if isinstance(given, float) else given
+    shown = number(given) if isinstance(given, float) else given
     return replace(
         found,
-        code="scale-calibration",
+        code=CALIBRATION,
         message=f"the static loss scale {shown} is too large for this step's gradients: {found.message}",
-        remedy=f"a loss scale of {usable:g}, or a dynamic one, which finds it by itself; no pin is needed",
+        remedy=f"use a loss scale of {usable:g}, or a dynamic one, which finds it by itself; no pin is needed",
     )
+
+
+def _depends_on_the_scale(found: Finding) -> bool:
+    return CODES[found.code].keeps_scale
 
 
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
@@ -202,16 +174,13 @@ def _overflowing_gradients(found: Skips, record: Record) -> Finding:
     narrowest = min(listed, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return Finding(
-        code="unknown",
-        severity="error",
+    return undecided_step(
         step=telling[0].step,
         phase="backward",
         module=_common_module(names),
         parameter=names[0] if len(names) == 1 else "",
         message=f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
-        f"step {narrowest.step} narrows it down to {len(names)} of {len(record.groups)} groups: {shown}",
-        remedy="compare with a run in FP32: --set precision.level=O0",
+        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
         evidence={"skipped": len(found.all), "narrowest_step": narrowest.step, "groups": names[:20]},
     )
 
@@ -224,8 +193,8 @@ def _collapse(found: Skips, record: Record) -> Finding:
         severity="error",
         step=start,
         phase="backward",
-        message=f"the loss scale keeps falling, from {first:g} to {last:g}",
-        remedy="cure the root: a smaller initial scale only delays it",
+        message=f"the loss scale keeps falling, from {number(first)} to {number(last)}",
+        remedy=CODES["scale-collapse"].remedy,
         evidence={"first_scale": first, "last_scale": last, "new_lows": len(found.new_lows)},
         root=0,
     )
@@ -234,24 +203,19 @@ def _collapse(found: Skips, record: Record) -> Finding:
 def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
     count, last = len(every), record.steps[-1].scale
     many = "s" if count > 1 else ""
-    settled = "and not settled yet: a longer run will show where" if _skips_at_the_end(record.steps) > 1 else "normal"
+    settled = (
+        "it has not settled yet, and a longer run will show where it does"
+        if skips_at_the_end(record.steps) > 1
+        else "this is normal"
+    )
     return Finding(
-        code="scale-calibration",
+        code=CALIBRATION,
         severity="info",
         step=every[0].step,
         phase="backward",
-        message=f"{count} skipped step{many} while the loss scale settles (now {last:g}): {settled}",
+        message=f"the scaler skipped {count} step{many} while the loss scale settles (now {number(last)}): {settled}",
         evidence={"skipped": count, "scale": last},
     )
-
-
-def _skips_at_the_end(steps: Sequence[Step]) -> int:
-    count = 0
-    for step in reversed(steps):
-        if not step.skipped:
-            break
-        count += 1
-    return count
 
 
 def _common_module(parameters: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record, Step, TensorCounts
@@ -28,7 +29,7 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
                 step=step.step,
                 phase="data",
                 message=f"the batch of step {step.step} holds {_counted(bad)} in {bad.name or 'its tensor'}{sample}",
-                remedy="filter or repair these samples; no precision setting helps",
+                remedy=CODES["data-nonfinite"].remedy,
                 evidence=_evidence(bad),
             )
             return
@@ -66,8 +67,8 @@ def weights_nonfinite(record: Record) -> Iterator[Finding]:
                 phase="forward",
                 parameter=bad[0].name,
                 message=f"{bad[0].kind} {bad[0].name} holds {_counted(bad[0])} before the forward pass of step "
-                f"{step.step}" + (f", and {len(bad) - 1} more do" if len(bad) > 1 else ""),
-                remedy="start from weights that are finite"
+                f"{step.step}" + (f", and so do {len(bad) - 1} more" if len(bad) > 1 else ""),
+                remedy=CODES["weights-nonfinite"].remedy
                 if step.step == 0
                 else f"look at step {step.step - 1}, whose update wrote them",
                 evidence=_evidence(bad[0]),
@@ -95,9 +96,10 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
                 op=at.op if at else "",
                 source=at.source if at else None,
                 message=f"buffer {bad[0].name} holds {_counted(bad[0])} after step {step.step} and stays so: "
-                "a skipped step undoes no buffer, and evaluation will use it",
-                remedy="cure what overflowed in this step, then reset the buffer",
-                evidence=_evidence(bad[0]),
+                "skipping a step does not restore buffers, and evaluation will use this one",
+                remedy=CODES["buffer-poisoned"].remedy,
+                # Only a buffer that FP32 keeps finite has an op.
+                evidence={**_evidence(bad[0]), **({"finite_in_fp32": True} if at else {})},
             )
             return
 

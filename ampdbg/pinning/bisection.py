@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.config import Config
-from ampdbg.diagnosis.diagnose import PRECISION, diagnose
+from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.pin_search import search_pins
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
 from ampdbg.record.replays import Investigation
@@ -21,12 +22,6 @@ from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed, and kept, while the run is trained."""
-
-WRONG_IN_FP32 = frozenset("true-nan divergence infinite-loss weights-nonfinite data-nonfinite".split())
-"""Codes whose steps fail in FP32 too."""
-
-CURABLE = (PRECISION - {"gradient-underflow"}) | {"buffer-poisoned", "unknown"}
-"""Codes of steps that a pin may cure; where the cause is not known, the experiment decides."""
 
 Kept = dict[tuple[int, str], FailingStep]
 
@@ -126,7 +121,7 @@ def _searched(
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
     """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
     told = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
-    steps = dict.fromkeys(finding.step for finding in told if finding.code in CURABLE)
+    steps = dict.fromkeys(finding.step for finding in told if CODES[finding.code].pin_helps)
     return [failing for step in steps for (number, _), failing in kept.items() if number == step]
 
 
@@ -137,9 +132,9 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
     root = next((finding for finding in record.findings if finding.severity != "info"), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"nothing failed in {len(record.steps)} steps")
-    if root.code in WRONG_IN_FP32:
+    if CODES[root.code].fails_in_fp32:
         return _told(strategy, "fp32-fails", root)
-    if record.verdict == "other" or root.code not in CURABLE:
+    if record.verdict == "other" or not CODES[root.code].pin_helps:
         return _told(strategy, "no-pin-helps", root)
     return None if failing else _told(strategy, "not-reproduced", root)
 

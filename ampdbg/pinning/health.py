@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
-from ampdbg.diagnosis.producers import Suspect, suspects
-from ampdbg.diagnosis.remedies import named
+from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.record.replays import Investigation, Producer, Replay
 
 

@@ -20,6 +20,7 @@ from ampdbg.pinning.set_found import (
 )
 from ampdbg.pinning.tying import tied_modules
 from ampdbg.probes.coverage import coverage
+from ampdbg.record.codes import CODES
 from ampdbg.record.pins import Search, Strategy
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import PinnedReplays
@@ -34,9 +35,6 @@ DOUBT = 0.02
 """A trial of a step that fails sometimes is repeated until it would pass by chance less often than this."""
 
 MOST_REPEATS = 20
-
-SCALE_IS_AT_FAULT = frozenset({"gradient-overflow", "no-usable-scale", "unknown"})
-"""Codes of steps whose gradients overflow at a loss scale that has to be usable."""
 
 
 def search_pins(
@@ -63,7 +61,7 @@ def search_pins(
         return replace(record, search=replace(search, outcome="fp32-fails", message=why))
     tree = atom_tree(covered.callable)
     observer.search(covered.callable)
-    is_silent = record.findings[0].code == "silent-overflow"
+    is_silent = CODES[record.findings[0].code].erases_itself
     experiment = Experiment(run, (case, *_others(run, record, failing[1:])), tree, is_silent=is_silent)
     search = _how_often(experiment, replace(search, modules=len(covered.callable)))
     if search.failed == 0:
@@ -112,8 +110,8 @@ def _case(run: Run, record: Record, failing: FailingStep) -> Case:
 
 def keeps_scale(config: Config, record: Record, failing: FailingStep) -> bool:
     """Whether a step is to be cured at its own loss scale: a static one, or one that is all that is wrong with it."""
-    codes = {finding.code for finding in record.findings if finding.step == failing.snapshot.step}
-    return isinstance(config.precision.loss_scale, float) or not codes.isdisjoint(SCALE_IS_AT_FAULT)
+    codes = [CODES[finding.code] for finding in record.findings if finding.step == failing.snapshot.step]
+    return isinstance(config.precision.loss_scale, float) or any(code.keeps_scale for code in codes)
 
 
 def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[Case]:

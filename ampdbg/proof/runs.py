@@ -23,6 +23,7 @@ from ampdbg.proof.overlay import overlaid
 from ampdbg.proof.saved_steps import Uncarried
 from ampdbg.proof.settling import steps_to_train
 from ampdbg.proof.step_use import StepUse, step_use
+from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
 from ampdbg.replay.investigation import PinnedReplays
@@ -41,18 +42,6 @@ REPLAYED_STEPS = 2
 
 LONGEST_EXTRA_RUN = 120.0
 """Seconds that a training run may take which only adds a figure."""
-
-NOT_AGAINST_A_PATCH = (
-    "data-",
-    "misuse-",
-    "optimizer-underflow",
-    "gradient-underflow",
-    "mask-constant",
-    "true-nan",
-    "infinite-loss",
-    "divergence",
-)
-"""Findings of the run with the patch that no pin could have cured: they are named, and do not disprove it."""
 
 
 def perform(job: Job, load: Load, observer: Observer) -> Seen:
@@ -265,14 +254,14 @@ def _trained(job: Job, replays: int, observer: Observer) -> Trained:
         skipped=tuple(step.step for step in record.steps if step.skipped),
         scale=record.steps[-1].scale if record.steps else 1.0,
         faults=tuple(_faults(findings)),
-        beside=tuple(finding.code for finding in findings if finding.code.startswith(NOT_AGAINST_A_PATCH)),
+        beside=tuple(finding.code for finding in findings if not CODES[finding.code].counts_against_a_patch),
         failure=failure,
     )
 
 
 def _faults(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
-        if not finding.code.startswith(NOT_AGAINST_A_PATCH):
+        if CODES[finding.code].counts_against_a_patch:
             yield f"{finding.code}: {finding.message}"
 
 

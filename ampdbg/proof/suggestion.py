@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from ampdbg.config import Config
+from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper_form import MODULE_NAME, module_text
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
-from ampdbg.patch.other_remedies import other_remedies
 from ampdbg.patch.own_lines import OwnLines, own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
 from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
@@ -24,6 +24,7 @@ from ampdbg.pinning.tying import tied_together
 from ampdbg.probes.half_names import NamesByLine, names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proving import prove
+from ampdbg.record.codes import CODES
 from ampdbg.record.pins import EVERYTHING, Proof, Strategy
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
@@ -201,7 +202,7 @@ def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], o
         config,
         patched,
         keeps_scale=tuple(keeps_scale(config, record, step) for step in ended.failing),
-        is_silent=record.findings[0].code == "silent-overflow",
+        is_silent=CODES[record.findings[0].code].erases_itself,
         repeats=record.search.repeats if record.search is not None else 1,
         train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
     )

@@ -1,127 +1,450 @@
-"""The codes of findings: which there are, and what each means, is decided by, is fixed by and looks like (no torch).
+"""The catalogue of finding codes: all that is known of a finding by its code stands here (no torch).
 
-A code is a place in ``FAMILIES`` and a Markdown file of its name in ``ampdbg/record/explanations/``.
+A new code is an entry in ``CODES``, the family in ``ampdbg/diagnosis/`` that decides it, and a Markdown file of its
+name in ``ampdbg/record/explanations/``.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.record.findings import Phase, Severity
 
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    "Forward pass": (
-        "forward-overflow",
-        "silent-overflow",
-        "buffer-poisoned",
-        "eps-underflow",
-        "mask-constant",
-        "precision-loss",
-    ),
-    "Gradients and loss scale": (
-        "gradient-overflow",
-        "gradient-underflow",
-        "no-usable-scale",
-        "scale-calibration",
-        "scale-collapse",
-        "scale-runaway",
-        "optimizer-underflow",
-    ),
-    "Data and weights": (
-        "data-nonfinite",
-        "data-range",
-        "weights-nonfinite",
-    ),
-    "Other causes": (
-        "infinite-loss",
-        "true-nan",
-        "divergence",
-        "hardware",
-        "unknown",
-    ),
-    "Misuse: calls in the wrong order": (
-        "misuse-clip-scaled",
-        "misuse-unscale-twice",
-        "misuse-accumulate",
-        "misuse-bare-step",
-        "misuse-unused-optimizer",
-        "misuse-no-update",
-        "misuse-many-updates",
-        "misuse-stale-gradients",
-        "misuse-scheduler-on-skip",
-        "misuse-gradient-penalty",
-    ),
-    "Misuse: autocast and scaler set up wrongly": (
-        "misuse-no-scaler",
-        "misuse-scaler-bfloat16",
-        "misuse-half-parameters",
-        "misuse-custom-function",
-        "misuse-backward-in-autocast",
-        "misuse-bce",
-    ),
-}
-"""Every code, by family, in the order in which they are listed."""
+FORWARD = "Forward pass"
+GRADIENTS = "Gradients and loss scale"
+DATA = "Data and weights"
+OTHER = "Other causes"
+CALLS = "Misuse: calls in the wrong order"
+SETUP = "Misuse: autocast and scaler set up wrongly"
 
-CODES = tuple(code for codes in FAMILIES.values() for code in codes)
-
-SECTIONS: Mapping[str, str] = {
-    "meaning": "What it means",
-    "decision": "How it is decided",
-    "remedy": "What fixes it",
-    "alike": "What looks alike",
-    "case": "A known case",
-}
-"""The sections of an explanation: field of :class:`Explanation`, and heading in its file."""
-
-MOST_SUGGESTED = 4
-"""More codes than this that hold what was typed are a family, and the list says more."""
+SAME = "the same function"
+CHANGED = "changes the model's function"
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What there is to know about one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code."""
+class Code:
+    """What is known of a finding by its code alone.
 
-    code: str
+    Attributes:
+        name: the public name, as in records and ``ampdbg explain``.
+        family: the heading that it is listed under.
+        verdict: the record's verdict where this is the root finding.
+        remedy: what cures it.
+        headline: the report's first sentence; a template of :data:`FACTS`.
+        information: the same where the finding is no more than information.
+        pin_helps: running modules in FP32 may cure its step.
+        counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
+        fails_in_fp32: its step fails in FP32 as well.
+        keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
+        erases_itself: the step's loss and gradients are finite.
+        in_range_table: the table of ``ampdbg ranges`` shows it.
+        why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
+        instead: what to change in place of a pin, where that is not the remedy itself.
+        loss_scale: what about the loss scale cures it: a larger one, or the one that the run settled at.
+        remedy_at: by a part of the op's name, a remedy that fits that op better.
+        remedy_at_product: added to the remedy where the line scales a product that it has made.
+        remedy_at_sum: added to the remedy where the line takes a sum.
+        severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
+        harmless_share: a misuse in a smaller share of the steps is no more than information.
+    """
+
+    name: str
     family: str
-    title: str
-    meaning: str
-    decision: str
+    verdict: Literal["precision", "other", "inconclusive"]
     remedy: str
-    alike: str
-    case: str
+    headline: str
+    information: str = ""
+    pin_helps: bool = False
+    counts_against_a_patch: bool = True
+    fails_in_fp32: bool = False
+    keeps_scale: bool = False
+    erases_itself: bool = False
+    in_range_table: bool = False
+    why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
+    instead: str = ""
+    loss_scale: Literal["", "larger", "settled"] = ""
+    remedy_at: tuple[tuple[str, str], ...] = ()
+    remedy_at_product: str = ""
+    remedy_at_sum: str = ""
+    severity: Severity = "error"
+    phase: Phase | None = None
+    message: str = ""
+    harmless_share: float = 0.0
 
 
-def explanation(code: str) -> Explanation:
-    """Reads what there is to know about ``code``; raises AmpdbgError, which suggests codes near it."""
-    for family, codes in FAMILIES.items():
-        if code in codes:
-            return _parsed(code, family, _text(code))
-    raise AmpdbgError(f"{code!r} is not a code; {_suggestion(code)}")
+FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles")
+"""What a headline may name: the finding's step, phase and module; how many steps were skipped; what losses are not
+finite; how far the loss scale fell; the first and the last scale; and whether it has settled."""
 
 
-def explanations() -> tuple[Explanation, ...]:
-    """All of them, in the order of ``FAMILIES``."""
-    return tuple(_parsed(code, family, _text(code)) for family, codes in FAMILIES.items() for code in codes)
+def _misuse(
+    name: str,
+    family: str,
+    phase: Phase,
+    message: str,
+    remedy: str,
+    headline: str,
+    severity: Severity = "error",
+    **fields: float,
+) -> Code:
+    """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
+    return Code(
+        name,
+        family,
+        "other",
+        remedy,
+        headline,
+        counts_against_a_patch=False,
+        severity=severity,
+        phase=phase,
+        message=message,
+        **fields,
+    )
 
 
-def _text(code: str) -> str:
-    from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
+_ALL = (
+    Code(
+        "forward-overflow",
+        FORWARD,
+        "precision",
+        "run this op in FP32 with its inputs cast up",
+        "The forward pass overflows{where} at step {step}{losses}.",
+        pin_helps=True,
+        in_range_table=True,
+        remedy_at_product=", or scale before the product where that keeps it within range",
+    ),
+    Code(
+        "silent-overflow",
+        FORWARD,
+        "precision",
+        "compute this statistic in FP32",
+        "An op overflows{where}, although the loss and every gradient are finite.",
+        information="Healthy: {skips}; an op overflows{where} without changing the result.",
+        pin_helps=True,
+        erases_itself=True,
+        instead=f"compute this statistic in FP32: x.float() before it, or sum(..., dtype=torch.float32) ({SAME})",
+    ),
+    Code(
+        "buffer-poisoned",
+        FORWARD,
+        "inconclusive",
+        "cure what overflowed in this step, then reset the buffer",
+        "A buffer becomes non-finite{where} at step {step} and stays so, although the weights are finite.",
+        pin_helps=True,
+    ),
+    Code(
+        "eps-underflow",
+        FORWARD,
+        "precision",
+        "use an eps of at least 1e-6, or compute this statistic in FP32",
+        "A divisor or a logarithm's argument rounds to zero{where} at step {step}{losses}.",
+        pin_helps=True,
+        instead=f"an eps of at least 1e-6, which FP16 does not round to zero ({CHANGED} slightly)",
+    ),
+    Code(
+        "mask-constant",
+        FORWARD,
+        "other",
+        "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
+        "The code writes a constant{where} that half precision cannot hold, at step {step}{losses}.",
+        counts_against_a_patch=False,
+        instead=f"masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant ({SAME})",
+    ),
+    Code(
+        "precision-loss",
+        FORWARD,
+        "precision",
+        "run this op in FP32 with its inputs cast up",
+        "Nothing overflows, but step {step} comes to a different result than FP32.",
+        pin_helps=True,
+    ),
+    Code(
+        "gradient-overflow",
+        GRADIENTS,
+        "precision",
+        "run this op in FP32 with its inputs cast up",
+        "Gradients overflow{where} although the loss is finite: {skips}{falling}.",
+        pin_helps=True,
+        keeps_scale=True,
+        in_range_table=True,
+        remedy_at=(("_to_copy", "run the op that made this tensor in FP32 too: its gradient becomes half here"),),
+        remedy_at_sum="; take a mean in place of the sum",
+    ),
+    Code(
+        "gradient-underflow",
+        GRADIENTS,
+        "precision",
+        "use a larger loss scale, or a dynamic one",
+        "The loss scale is too low: part of the gradient is zero that FP32 has values for.",
+        counts_against_a_patch=False,
+        loss_scale="larger",
+    ),
+    Code(
+        "no-usable-scale",
+        GRADIENTS,
+        "precision",
+        "run this op in FP32, or scale the losses apart",
+        "No loss scale suits every part of the model: {skips}{falling}.",
+        pin_helps=True,
+        keeps_scale=True,
+        instead=f"scale the losses of the two parts apart: a backward pass and a GradScaler for each ({SAME})",
+    ),
+    Code(
+        "scale-calibration",
+        GRADIENTS,
+        "other",
+        "use a dynamic loss scale, which finds the right one by itself",
+        "The static loss scale {last} is too large: {skips}.",
+        information="Healthy: {skips} while the loss scale {settles}.",
+        why_no_pin="Nothing to pin: the static loss scale is too large for the gradients of {step}.",
+        loss_scale="settled",
+    ),
+    Code(
+        "scale-collapse",
+        GRADIENTS,
+        "other",
+        "cure the root: a smaller initial scale only delays it",
+        "The loss scale keeps falling: {first} at first, {last} at the end, {skips}.",
+    ),
+    Code(
+        "scale-runaway",
+        GRADIENTS,
+        "other",
+        "check the loss's magnitude: a mean instead of a sum; check gradients after unscaling",
+        "The loss scale goes from {first} to {last}, beyond what training needs.",
+    ),
+    Code(
+        "optimizer-underflow",
+        GRADIENTS,
+        "other",
+        "keep the parameters in float32 (no .half()) and let autocast lower the ops",
+        "Half-precision weights lose the optimizer's updates.",
+        counts_against_a_patch=False,
+    ),
+    Code(
+        "data-nonfinite",
+        DATA,
+        "other",
+        "filter or repair these samples; no precision setting helps",
+        "Bad data: the batch of step {step} holds inf or NaN before the model reads it.",
+        counts_against_a_patch=False,
+        fails_in_fp32=True,
+    ),
+    Code(
+        "data-range",
+        DATA,
+        "other",
+        "normalise the data: half precision cannot hold it",
+        "Bad data: the batch of step {step} holds values that half precision cannot hold.",
+        counts_against_a_patch=False,
+        why_no_pin="Nothing to pin: half precision cannot hold the data of {step}, and a pin would only hide that.",
+        instead=f"normalise the data: half precision cannot hold it ({CHANGED}: it sees other numbers)",
+        phase="data",
+    ),
+    Code(
+        "weights-nonfinite",
+        DATA,
+        "other",
+        "start from weights that are finite",
+        "Bad weights: parameters or buffers are non-finite before the forward pass of step {step}.",
+        fails_in_fp32=True,
+    ),
+    Code(
+        "infinite-loss",
+        OTHER,
+        "other",
+        "filter these samples, or let the loss zero them (zero_infinity)",
+        "The loss of step {step} is infinite by its definition, in FP32 and FP64 too.",
+        counts_against_a_patch=False,
+        fails_in_fp32=True,
+    ),
+    Code(
+        "true-nan",
+        OTHER,
+        "other",
+        "change the formula: clamp inside the square root, use a safe where; no precision helps",
+        "Step {step} fails in every precision: the mathematics is wrong, not FP16.",
+        counts_against_a_patch=False,
+        fails_in_fp32=True,
+        remedy_at=(
+            ("nll_loss", "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0"),
+        ),
+    ),
+    Code(
+        "divergence",
+        OTHER,
+        "other",
+        "lower the learning rate, warm up, or clip gradients; no precision helps",
+        "Training diverges at step {step}, in FP32 too.",
+        counts_against_a_patch=False,
+        fails_in_fp32=True,
+    ),
+    Code(
+        "hardware",
+        OTHER,
+        "inconclusive",
+        "run the step on another device or with other kernels",
+        "The device computes step {step} wrongly, far below every limit.",
+    ),
+    Code(
+        "unknown",
+        OTHER,
+        "inconclusive",
+        "compare with a run in FP32: --set precision.level=O0",
+        "The {phase} pass of step {step} is not finite, and the cause is unknown: {skips}{falling}{losses}.",
+        pin_helps=True,
+        keeps_scale=True,
+    ),
+    _misuse(
+        "misuse-clip-scaled",
+        CALLS,
+        "optimizer",
+        "the code clips gradients that still carry the loss scale, and so to far less than the limit it sets",
+        "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
+        "Gradients are clipped before they are unscaled, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-unscale-twice",
+        CALLS,
+        "optimizer",
+        "the code calls unscale_ on gradients that it has unscaled already",
+        "call scaler.unscale_(optimizer) once between backward() and scaler.step(optimizer), which unscales by itself",
+        "Gradients are unscaled twice, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-accumulate",
+        CALLS,
+        "optimizer",
+        "the code calls unscale_ or update between micro-batches whose gradients add up: their sum mixes scales",
+        "call unscale_, clipping, step and update only after the last micro-batch of each step",
+        "Gradients of different loss scales add up, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-bare-step",
+        CALLS,
+        "optimizer",
+        "the code calls optimizer.step() beside the scaler: nothing unscales the gradients or withholds bad ones",
+        "replace it by scaler.step(optimizer), followed by scaler.update()",
+        "The optimizer steps without its scaler, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-unused-optimizer",
+        CALLS,
+        "optimizer",
+        "the code calls scaler.step(optimizer) for an optimizer none of whose parameters has a gradient",
+        "step only the optimizers that the backward pass of this iteration has reached",
+        "An optimizer steps without any gradient, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-no-update",
+        CALLS,
+        "optimizer",
+        "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
+        "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
+        "The loss scale is never updated, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-many-updates",
+        CALLS,
+        "optimizer",
+        "scaler.update() comes before the step of an optimizer, which then unscales its gradients by the new scale",
+        "call scaler.update() once, after the steps of all optimizers",
+        "The loss scale is updated too often, first at step {step}.",
+        "warning",
+    ),
+    _misuse(
+        "misuse-stale-gradients",
+        CALLS,
+        "backward",
+        "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
+        "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
+        "Gradients of a skipped step are kept, first at step {step}: {skips}.",
+    ),
+    _misuse(
+        "misuse-scheduler-on-skip",
+        CALLS,
+        "optimizer",
+        "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
+        "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
+        "The learning-rate schedule runs ahead of the optimizer: {skips}.",
+        "warning",
+        harmless_share=0.05,
+    ),
+    _misuse(
+        "misuse-gradient-penalty",
+        CALLS,
+        "backward",
+        "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
+        "divide what torch.autograd.grad returns by scaler.get_scale() before the penalty, inside autocast",
+        "A gradient penalty grows with the loss scale, first at step {step}.",
+    ),
+    _misuse(
+        "misuse-no-scaler",
+        SETUP,
+        "backward",
+        "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
+        "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
+        "FP16 is trained without a loss scale.",
+        "warning",
+    ),
+    _misuse(
+        "misuse-scaler-bfloat16",
+        SETUP,
+        "backward",
+        "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
+        "leave the scaler out, or make it with enabled=False",
+        "bfloat16 is trained with a loss scale that it does not need.",
+        "warning",
+    ),
+    _misuse(
+        "misuse-half-parameters",
+        SETUP,
+        "optimizer",
+        "the parameters are float16, and so are their gradients, which a scaler does not unscale",
+        "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
+        "The scaler cannot unscale the gradients of half parameters.",
+    ),
+    _misuse(
+        "misuse-custom-function",
+        SETUP,
+        "backward",
+        "an autograd.Function without custom_fwd and custom_bwd meets mixed dtypes under autocast",
+        "decorate forward with torch.amp.custom_fwd(device_type=..., cast_inputs=torch.float32) and backward with "
+        "torch.amp.custom_bwd(device_type=...)",
+        "An autograd.Function is not written for autocast.",
+    ),
+    _misuse(
+        "misuse-backward-in-autocast",
+        SETUP,
+        "backward",
+        "the code calls backward() inside autocast, which belongs around the forward pass and the loss alone",
+        "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
+        "The backward pass runs inside autocast.",
+        "warning",
+    ),
+    _misuse(
+        "misuse-bce",
+        SETUP,
+        "forward",
+        "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
+        "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
+        "Autocast refuses the loss function.",
+    ),
+)
 
-    return (resources.files("ampdbg") / "record" / "explanations" / f"{code}.md").read_text(encoding="utf-8")
+CODES: Mapping[str, Code] = {code.name: code for code in _ALL}
+"""The catalogue: every code by its name, in the order in which they are listed."""
 
 
-def _parsed(code: str, family: str, text: str) -> Explanation:
-    title, *parts = text.removeprefix("# ").split("\n## ")
-    bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
-    return Explanation(code, family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()})
+def catalogued(name: str) -> Code:
+    """The entry of a code; of one that another version has added, that of a cause that is not known."""
+    return CODES.get(name, CODES["unknown"])
 
 
-def _suggestion(given: str) -> str:
-    wanted = given.strip().lower().replace("_", "-").replace(" ", "-")
-    holding = [code for code in CODES if len(wanted) > 2 and wanted in code]
-    near = holding or difflib.get_close_matches(wanted, CODES, n=1, cutoff=0.5)
-    if near and len(near) <= MOST_SUGGESTED:
-        return f"did you mean {' or '.join(near)}? All codes: ampdbg explain"
-    return "all codes: ampdbg explain"
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    family: tuple(code.name for code in _ALL if code.family == family)
+    for family in dict.fromkeys(code.family for code in _ALL)
+}
+"""The codes' names by family."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import Outcome, Search, Trial
 from ampdbg.record.run import Record
 
@@ -120,17 +121,9 @@ def _fp32_fails(ended: Ended) -> str:
     return f"No pin helps: {_step(ended).lower()} goes wrong in FP32 too."
 
 
-NO_PIN = {
-    "data-range": "Nothing to pin: the data of {step} is beyond what FP16 can hold, and a pin would only hide that.",
-    "scale-calibration": "Nothing to pin: the static loss scale is too large for the gradients of {step}.",
-}
-"""What is said where precision has a part in it, and a pin is still no answer."""
-
-
 def _no_pin_helps(ended: Ended) -> str:
-    code = ended.record.findings[0].code if ended.record.findings else ""
-    step = _step(ended).lower()
-    return NO_PIN.get(code, "No pin helps: what goes wrong at {step} is not a matter of precision.").format(step=step)
+    code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
+    return code.why_no_pin.format(step=_step(ended).lower())
 
 
 def _not_in_a_module(ended: Ended) -> str:

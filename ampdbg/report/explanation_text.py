@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.record.codes import SECTIONS, Explanation
+from ampdbg.record.explanation import SECTIONS, Explanation
 
 from .drawing import draw
 from .layout import INDENT, indented, title, verbatim

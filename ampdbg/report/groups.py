@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampdbg.calibration import is_everywhere
+from ampdbg.diagnosis.skips import is_everywhere
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step
 
 

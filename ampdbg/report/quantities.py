@@ -36,9 +36,9 @@ def share(part: int, whole: int) -> str:
     return f"{min(percent, 99.9):.1f}%"
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """``1 step``, ``2 steps``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 def duration(seconds: float) -> str:

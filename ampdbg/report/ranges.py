@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ampdbg.diagnosis.windows import Window, module_windows, window
+from ampdbg.diagnosis.ranges import Window, module_windows, window
+from ampdbg.record.codes import catalogued
 from ampdbg.record.run import Record, Site
 
 from . import quantities
@@ -34,9 +35,6 @@ SHOWN_LINES = 5
 
 BESIDE_WHERE = 2 + 2 + 6 + 10 + 5 + WIDTH + 1
 """The columns beside the widest one: the indent, the mark, bits, |max|, pass and the bar, each with its gap."""
-
-TABLE_CODES = ("forward-overflow", "gradient-overflow")
-"""What the table shows anyway, and better."""
 
 
 def render_ranges(
@@ -75,7 +73,7 @@ def _sections(
     if record.interrupted:
         mark, style = "!", "bold yellow"
     yield Text(f"{mark} {_headline(record)}", style=style)
-    others = [finding for finding in record.findings if finding.code not in TABLE_CODES]
+    others = [finding for finding in record.findings if not catalogued(finding.code).in_range_table]
     if others:
         yield Group(*findings_text(others))
     if record.sites:

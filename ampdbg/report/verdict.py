@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
+from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 
@@ -33,68 +34,6 @@ class NextStep:
     command: str
 
 
-Sentence = Callable[[Finding, Timeline], str]
-
-
-def _skips(seen: Timeline) -> str:
-    if not seen.skipped:
-        return f"none of {counted(seen.steps, 'step')} skipped"
-    return f"{len(seen.skipped)} of {counted(seen.steps, 'step')} skipped"
-
-
-def _calibration(finding: Finding, seen: Timeline) -> str:
-    scale = quantities.scale(seen.last.scale)
-    if finding.severity == "error":
-        return f"The static loss scale {scale} is too large: {_skips(seen)}."
-    if seen.last.skipped and len(seen.skipped) > 1:
-        return f"Healthy so far: {_skips(seen)} while the loss scale settles; at {scale} it has not yet."
-    return f"Healthy: {_skips(seen)} while the loss scale settled at {scale}, which is normal."
-
-
-def _collapse(finding: Finding, seen: Timeline) -> str:
-    first, last = quantities.scale(seen.first.scale), quantities.scale(seen.last.scale)
-    return f"The loss scale keeps falling: {first} at first, {last} at the end, {_skips(seen)}."
-
-
-def _forward(finding: Finding, seen: Timeline) -> str:
-    start = f"The forward pass goes non-finite at step {finding.step}"
-    if not seen.bad_loss:
-        return f"{start}."
-    value = quantities.number(seen.bad_loss[0].loss)
-    return f"{start}: the loss is {value} there, non-finite in {len(seen.bad_loss)} of {counted(seen.steps, 'step')}."
-
-
-def _backward(finding: Finding, seen: Timeline) -> str:
-    first, last = seen.first.scale, seen.last.scale
-    falling = f", and the loss scale fell from {quantities.scale(first)} to {quantities.scale(last)}"
-    return f"Gradients go non-finite although the loss is finite: {_skips(seen)}{falling if last < first else ''}."
-
-
-def _data(finding: Finding, seen: Timeline) -> str:
-    return f"Bad data: the batch of step {finding.step} holds inf or NaN before the model sees it."
-
-
-def _weights(finding: Finding, seen: Timeline) -> str:
-    return f"Bad weights: parameters or buffers are non-finite before the forward pass of step {finding.step}."
-
-
-def _buffer(finding: Finding, seen: Timeline) -> str:
-    return f"A buffer turns non-finite at step {finding.step} and stays so, although the weights are finite."
-
-
-BY_CODE: Mapping[str, Sentence] = {
-    "forward-overflow": _forward,
-    "gradient-overflow": _backward,
-    "scale-calibration": _calibration,
-    "scale-collapse": _collapse,
-    "data-nonfinite": _data,
-    "weights-nonfinite": _weights,
-    "buffer-poisoned": _buffer,
-}
-"""Any other code is told by its own message."""
-
-UNKNOWN_BY_PHASE: Mapping[str, Sentence] = {"forward": _forward, "backward": _backward}
-
 LOOK: Mapping[str, tuple[str, str]] = {
     "healthy": ("✓", "bold green"),
     "precision": ("✗", "bold red"),
@@ -117,27 +56,47 @@ def headline(record: Record) -> Headline:
 
 
 def _sentence(record: Record) -> str:
-    seen = timeline(record)
-    if seen is None:
-        return _told(record.findings[0]) if record.findings else "No step was seen."
     if not record.findings:
-        return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(seen)}."
+        seen = timeline(record)
+        state = "Healthy" if record.verdict == "healthy" else "Inconclusive"
+        return f"{state}: {_skips(seen)}." if seen else "The run ended before its first step."
     finding = record.findings[0]
-    sentence = _unknown(record) if finding.code == "unknown" else BY_CODE.get(finding.code)
-    return sentence(finding, seen) if sentence else _told(finding)
+    code = catalogued(finding.code)
+    template = code.information if finding.severity == "info" and code.information else code.headline
+    return template.format(**_facts(finding, timeline(record)))
 
 
-def _unknown(record: Record) -> Sentence | None:
-    """What users see first is the falling scale; the finding below the headline tells why it falls."""
-    phase = record.findings[0].phase
-    if phase == "backward" and any(finding.code == "scale-collapse" for finding in record.findings):
-        return _collapse
-    return UNKNOWN_BY_PHASE.get(phase)
+def _facts(finding: Finding, seen: Timeline | None) -> dict[str, str]:
+    """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
+    facts = dict.fromkeys(FACTS, "") | {"step": str(finding.step), "phase": finding.phase, "skips": "no step ran"}
+    if finding.module:
+        facts["where"] = f" in {finding.module}"
+    if seen is None:
+        return facts
+    first, last = quantities.scale(seen.first.scale), quantities.scale(seen.last.scale)
+    is_settled = not (seen.last.skipped and len(seen.skipped) > 1)
+    return facts | {
+        "skips": _skips(seen),
+        "losses": _losses(finding, seen),
+        "first": first,
+        "last": last,
+        "falling": f", and the loss scale fell from {first} to {last}" if seen.last.scale < seen.first.scale else "",
+        "settles": f"settled at {last}, which is normal" if is_settled else f"settles; at {last} it has not yet",
+    }
 
 
-def _told(finding: Finding) -> str:
-    message = finding.message[:1].upper() + finding.message[1:]
-    return f"{message.rstrip('.')}, at step {finding.step}."
+def _skips(seen: Timeline) -> str:
+    count = str(len(seen.skipped)) if seen.skipped else "none"
+    return f"{count} of {counted(seen.steps, 'step')} skipped"
+
+
+def _losses(finding: Finding, seen: Timeline) -> str:
+    """The loss of the step, and how many losses are not finite."""
+    here = next((step.loss for step in seen.bad_loss if step.step == finding.step), None)
+    if here is None:
+        return ""
+    many = f"; {len(seen.bad_loss)} of {counted(seen.steps, 'loss', 'losses')} are not finite"
+    return f", where the loss is {quantities.number(here)}{many if len(seen.bad_loss) > 1 else ''}"
 
 
 SEARCHES = ("bisect", "suggest-fp32")
@@ -157,7 +116,7 @@ def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
         return NextStep("every count of every step", counts) if record_path else None
     if record.verdict == "other":
         return NextStep("once that is repaired", again)
-    if record.verdict == "precision" and not any(found.code == "gradient-underflow" for found in record.findings[:1]):
+    if record.verdict == "precision" and catalogued(record.findings[0].code).pin_helps:
         return NextStep("the smallest set of modules to run in FP32, found by experiment", f"ampdbg bisect {config}")
     return NextStep(
         "the same run in FP32; if it fails too, precision is not the cause",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record.codes import CODES, explanation
+from ampdbg.record.codes import CODES
+from ampdbg.record.explanation import explanation
 from tests.commands.program import Here, imported_by, start
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.scale import sort_skips
+from ampdbg.diagnosis.skips import sort_skips
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts

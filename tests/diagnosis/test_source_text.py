@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdbg.diagnosis.source_text import scales_after_its_product, takes_a_sum
+from ampdbg.diagnosis.remedies import scales_after_its_product, takes_a_sum
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record.codes import CODES, FAMILIES, SECTIONS, explanation, explanations
+from ampdbg.record.codes import CODES, FAMILIES
+from ampdbg.record.explanation import SECTIONS, explanation, explanations
 from ampdbg.report.explanation_text import Block, blocks, render_explanation, render_listing
 
 GOLDEN = Path(__file__).parent / "golden"

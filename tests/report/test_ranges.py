@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from ampdbg.diagnosis.range_findings import diagnose_ranges
+from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import headroom_bits
 from ampdbg.record.findings import Source
 from ampdbg.record.run import AutocastError, Record, Site, Unseen

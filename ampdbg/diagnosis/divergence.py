@@ -1,0 +1,92 @@
+"""Runs that diverge by themselves, in FP32 too: when losses rise, and the finding that says so (no torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.producers import finding_at, number
+from ampdbg.record.findings import Finding
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record
+
+DIVERGED = 10.0
+"""Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""
+
+FEW_LOSSES = 5
+"""Fewer losses say little of how far they range: then their size counts as well."""
+
+RESOLUTION = 1e-6
+"""A smaller share of a loss is rounding."""
+
+
+def first_divergence(made: Investigation, record: Record) -> Investigation | None:
+    """The first step whose replays show that the run diverges, where ``made`` shows it; else None."""
+    if not _diverges(made, record):
+        return None
+    earlier = (other for other in record.investigations if other.step < made.step and _was_replayed(other))
+    return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=made)
+
+
+def divergence(made: Investigation, record: Record) -> Finding:
+    """The finding of a run that diverges."""
+    losses = [step.loss for step in record.steps[: made.step] if math.isfinite(step.loss)]
+    reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
+    message = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
+    return finding_at("divergence", made, None, message, {"continuation": list(made.continuation)})
+
+
+def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:
+    """Whether from some step on all losses stand above all before it, by more than ``times`` what those range over.
+
+    A constant added to all of them changes nothing and neither does a positive factor: losses may be negative.
+    Equal losses do not rise, nor do easy and hard batches that take turns. Two losses are too few to tell.
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    highest, lowest = list(accumulate(finite, max)), list(accumulate(finite, min))
+    lowest_after = list(accumulate(reversed(finite), min))[::-1]
+    return any(
+        lowest_after[start] - highest[start - 1]
+        > max(times * (highest[start - 1] - lowest[start - 1]), RESOLUTION * abs(highest[start - 1]))
+        for start in range(2, len(finite))
+    )
+
+
+def may_have_risen(before: Sequence[float], now: float) -> bool:
+    """Whether the last loss, or the one of ``now``, is above where the run began: else nothing can have diverged."""
+    finite = [loss for loss in before if math.isfinite(loss)]
+    return bool(finite) and any(math.isfinite(loss) and loss > finite[0] for loss in (finite[-1], now))
+
+
+def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
+    """Whether steps in FP32 on one batch, after the losses ``before`` them, climb by themselves and diverge.
+
+    They have to climb steadily, or at once to quite another level, and further than the losses have ever ranged; much
+    further, where those had not risen yet. A continuation that ends in inf or NaN diverges if it does not fall and
+    stands clear of them.
+    """
+    earlier = [loss for loss in before if math.isfinite(loss)]
+    finite = [loss for loss in continuation if math.isfinite(loss)]
+    if not earlier or not finite:
+        return False
+    climb = finite[-1] - finite[0]
+    if len(finite) < len(continuation):
+        return climb >= 0 and rose([*earlier, *finite])
+    ranged = max(earlier) - min(earlier)
+    if len(earlier) < FEW_LOSSES:
+        ranged = max(ranged, *map(abs, earlier))
+    times = 1.0 if rose(earlier, times=1.0) else DIVERGED
+    climbs = rose(finite, times=1.0) or rose([min(earlier), *finite])
+    return climbs and climb > times * ranged
+
+
+def _diverges(made: Investigation, record: Record) -> bool:
+    """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
+    before = [step.loss for step in record.steps[: made.step]]
+    return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
+
+
+def _was_replayed(made: Investigation) -> bool:
+    return made.reproduced > 0 and len(made.replays) > 1 and not made.replays[1].error
