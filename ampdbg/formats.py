@@ -25,11 +25,6 @@ class FloatFormat:
     saturates: bool = False
 
     @property
-    def label(self) -> str:
-        """The name in a message: ``FP16`` for float16, ``BF16`` for bfloat16."""
-        return self.name.replace("float", "FP", 1).replace("bFP", "BF", 1)
-
-    @property
     def largest(self) -> float:
         """The largest finite value: 65504 for float16."""
         return math.ldexp(2.0 - math.ldexp(1.0 if self.has_inf else 2.0, 1 - self.precision), self.max_exponent)

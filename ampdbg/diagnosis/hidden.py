@@ -78,7 +78,7 @@ def _losses(low: Replay, fp32: Replay) -> str:
 
 
 def _format(low: Replay) -> str:
-    return FORMATS[low.dtype].label
+    return FORMATS[low.dtype].short
 
 
 def _lost_energy(low: Replay) -> float:

@@ -114,10 +114,10 @@ MESSAGES: dict[str, Callable[[Suspect], str]] = {
     "data-range": lambda suspect: f"{_sample(suspect)}, above {limit_of(suspect.format)}",
     "mask-constant": lambda suspect: (
         f"{named(suspect.producer)} writes a constant of magnitude {number(suspect.producer.input_largest)} into a "
-        f"{suspect.format.label} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
+        f"{suspect.format.short} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
     ),
     "eps-underflow": lambda suspect: (
-        f"{named(suspect.producer)} {_takes(suspect)} a value that {suspect.format.label} rounds to zero and FP32 "
+        f"{named(suspect.producer)} {_takes(suspect)} a value that {suspect.format.short} rounds to zero and FP32 "
         "does not"
     ),
 }
@@ -127,7 +127,7 @@ def precision_cause(suspect: Suspect) -> Finding:
     """The finding of a step that is finite in FP32 and not in FP16."""
     survived = survived_scale(suspect.made)
     finite = f"; at a loss scale of {number(survived)} it is finite" if survived else ""
-    evidence = {
+    evidence: dict[str, object] = {
         "value": suspect.value,
         "limit": suspect.format.largest,
         "loss_scale": suspect.low.scale,
@@ -136,7 +136,7 @@ def precision_cause(suspect: Suspect) -> Finding:
     code = next((code for code, holds in DECISIONS if holds(suspect)), "")
     if not code:
         known = f" and reaches only {_magnitude(suspect)} in FP32" if suspect.value is not None else ""
-        message = f"{named(suspect.producer)} is not finite in {suspect.format.label}{known}: no overflow explains it"
+        message = f"{named(suspect.producer)} is not finite in {suspect.format.short}{known}: no overflow explains it"
         return undecided(suspect.made, message + finite, suspect.producer, evidence)
     if suspect.leaf is not None:
         evidence |= _place_in_batch(suspect)
@@ -212,7 +212,7 @@ def number(value: float) -> str:
 
 def limit_of(fmt: FloatFormat) -> str:
     """Where a format ends, as messages say it."""
-    return f"{fmt.label}'s limit of {number(fmt.largest)}"
+    return f"{fmt.short}'s limit of {number(fmt.largest)}"
 
 
 def _magnitude(suspect: Suspect) -> str:

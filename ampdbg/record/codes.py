@@ -87,7 +87,7 @@ def _misuse(
     remedy: str,
     headline: str,
     severity: Severity = "error",
-    **fields: float,
+    harmless_share: float = 0.0,
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
     return Code(
@@ -100,7 +100,7 @@ def _misuse(
         severity=severity,
         phase=phase,
         message=message,
-        **fields,
+        harmless_share=harmless_share,
     )
 
 

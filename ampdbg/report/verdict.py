@@ -116,7 +116,7 @@ def next_step(record: Record, config: str, record_path: str) -> NextStep | None:
         return NextStep("every count of every step", counts) if record_path else None
     if record.verdict == "other":
         return NextStep("once that is repaired", again)
-    if record.verdict == "precision" and catalogued(record.findings[0].code).pin_helps:
+    if record.verdict == "precision" and all(catalogued(found.code).pin_helps for found in record.findings[:1]):
         return NextStep("the smallest set of modules to run in FP32, found by experiment", f"ampdbg bisect {config}")
     return NextStep(
         "the same run in FP32; if it fails too, precision is not the cause",
