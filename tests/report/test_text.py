@@ -77,7 +77,7 @@ def test_what_users_named_is_never_taken_for_markup() -> None:
 
 def test_a_record_without_a_step_still_has_a_report() -> None:
     text = plain(run([], verdict="inconclusive", interrupted=True, planned_steps=50))
-    assert text.startswith("! Interrupted after 0 of 50 steps. No step was seen.\n")
+    assert text.startswith("! Interrupted after 0 of 50 steps. The run ended before its first step.\n")
 
 
 def test_a_long_name_is_folded_not_cut() -> None:
