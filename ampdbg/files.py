@@ -1,10 +1,12 @@
-"""Files written whole: the content is staged beside the file and takes its place in one step."""
+"""Files read up to a limit, and written whole: new content takes a file's place in one step, or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,21 @@ def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iter
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a file of at most so many bytes; of a pipe, what is written to it.
+
+    Raises:
+        OSError: it cannot be read, is larger, or is a device, which may have no end.
+    """
+    with path.open("rb") as stream:
+        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "a device; needed: a file")
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
+    return content
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -74,7 +74,7 @@ findings = st.builds(
     parameter=texts,
     source=st.none() | sources,
     evidence=st.dictionaries(texts, plain_data, max_size=2),
-    root=st.none() | st.integers(-1, 3),
+    root=st.none(),
 )
 half_updates = st.builds(
     HalfUpdates,
@@ -118,7 +118,7 @@ pins = st.builds(
     Pin,
     module=texts,
     own=st.booleans(),
-    reason=st.none() | counts,
+    reason=st.none(),
     source=st.none() | sources,
     sites=tuples(
         st.builds(

@@ -5,49 +5,59 @@ Infinities and NaN are written as the strings "inf", "-inf" and "nan", so that t
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import math
-import types
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampdbg.errors import RecordError
-from ampdbg.files import replace_file
-from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Record
+from ampdbg.files import read_file, replace_file
+from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+LARGEST_FILE = 2**30
+"""Bytes. The record of a model of ten thousand modules has 50 million."""
+
+_MOST_SHOWN = 40
 
 
 def to_json(record: Record) -> str:
     """The record as one strict JSON object, keys in the order of the fields."""
-    return json.dumps(_encode(record), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    data = _finite(_adapter().dump_python(record, warnings=False))
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+    # The user's messages may hold half of a surrogate pair, which UTF-8 does not have.
+    return text.encode("utf-8", "replace").decode("utf-8") + "\n"
 
 
-def from_json(text: str) -> Record:
-    """Reads what :func:`to_json` wrote.
+def from_json(text: str | bytes) -> Record:
+    """Reads what :func:`to_json` wrote, and records of version 1.
 
     Raises:
-        RecordError: the text is no record, or one of a version that this ampdbg does not know.
+        RecordError: the text is no record, one of another version, or a damaged one; the message names the key.
     """
+    from pydantic import ValidationError
+    from pydantic_core import from_json as parsed
+
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecordError(f"not a record: line {error.lineno} is not JSON ({error.msg})") from None
-    except RecursionError:
-        raise RecordError("not a record: its JSON is nested too deeply") from None
+        data = parsed(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise RecordError(f"not a record: {error}") from None
     if not isinstance(data, dict) or data.get("format") != RECORD_FORMAT:
         raise RecordError(f'not a record: it has no "format": "{RECORD_FORMAT}"')
-    if data.get("version") != RECORD_VERSION:
+    if data.get("version") not in READABLE_VERSIONS:
         raise RecordError(
-            f"a record of version {data.get('version')!r}; this ampdbg reads version {RECORD_VERSION}. "
-            "Run the command again to make a new record."
+            f"a record of version {_shown(data.get('version'))}; this ampdbg reads versions "
+            f"{' and '.join(map(str, READABLE_VERSIONS))}. Run the command again to make a new record."
         )
     try:
-        record = _decode(Record, data)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(f"a damaged record: {error}") from None
-    assert isinstance(record, Record)
+        record = _adapter().validate_python({**data, "version": RECORD_VERSION})
+    except ValidationError as error:
+        raise RecordError(f"a damaged record: {_first_mistake(error)}") from None
+    _check_references(record)
     return record
 
 
@@ -58,26 +68,28 @@ def read_record(path: Path) -> Record:
         RecordError: the file is missing, unreadable or no record; the message names it.
     """
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(read_file(path, LARGEST_FILE))
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise RecordError(f"{path}: not a record: the file is not text") from None
     except RecordError as error:
         raise RecordError(f"{path}: {error}") from None
 
 
-def write_record(record: Record, path: Path) -> None:
+def write_record(record: Record, path: Path | str) -> None:
     """Writes the record to ``path`` atomically: a reader sees the old file or the whole new one.
 
     Raises:
         RecordError: the folder cannot be written or the disk is full; nothing is left half written.
     """
-    write_atomically(path, to_json(record))
+    write_atomically(Path(path), to_json(record))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder."""
+    """Replaces ``path`` by ``text`` in one step, through a temporary file in the same folder.
+
+    Raises:
+        RecordError: it cannot be written; the message names it.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode("utf-8"))
@@ -85,32 +97,49 @@ def write_atomically(path: Path, text: str) -> None:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def _encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encode(item) for item in value]
+@functools.cache
+def _adapter() -> TypeAdapter[Record]:
+    from pydantic import TypeAdapter  # `ampdbg --help` must not wait for it
+
+    return TypeAdapter(Record)
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with every infinity and NaN as a string."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
     return value
 
 
-def _decode(kind: Any, value: Any) -> Any:
-    """Rebuilds a value of the annotated type ``kind`` from JSON data."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return _decode(next(a for a in arguments if a is not type(None)), value)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        return kind(**{key: _decode(hints[key], item) for key, item in value.items() if key in hints})
-    if origin is tuple:
-        return tuple(_decode(arguments[0], item) for item in value)
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: _decode(arguments[1], item) for key, item in value.items()}
-    if kind is float:
-        return float(value)  # float() reads "inf", "-inf" and "nan"
-    return value
+def _first_mistake(error: ValidationError) -> str:
+    """``steps[3].loss: got "low"; needed: a valid number``."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "missing":
+        return f"{key}: missing"
+    return f"{key}: got {_shown(first['input'])}; {first['msg'].replace('Input should be', 'needed:')}"
+
+
+def _check_references(record: Record) -> None:
+    """Findings are referred to by their index.
+
+    Raises:
+        RecordError: there is none of that index.
+    """
+    count = len(record.findings)
+    for name, indices in (
+        ("findings[{}].root", [finding.root for finding in record.findings]),
+        ("pins[{}].reason", [pin.reason for pin in record.pins]),
+    ):
+        for index, other in enumerate(indices):
+            if other is not None and not 0 <= other < count:
+                raise RecordError(f"a damaged record: {name.format(index)}: got {other}; there are {count} findings")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 Severity = Literal["error", "warning", "info"]
 Phase = Literal["data", "forward", "backward", "optimizer"]
+
+# What a record file is held against when it is read (record/file.py).
+Count = Annotated[int, Interval(ge=0, lt=2**63)]
+Exponent = Annotated[int, Interval(ge=-1100, le=1100)]
+"""Of a power of two that float64 holds."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +22,7 @@ class Source:
     """A line of the user's or a library's code: the innermost frame that is neither torch's nor ampdbg's."""
 
     file: str
-    line: int
+    line: Count
     function: str
     text: str
 
@@ -30,7 +37,7 @@ class Finding:
 
     code: str
     severity: Severity
-    step: int
+    step: Count
     phase: Phase
     message: str
     remedy: str = ""
@@ -39,4 +46,4 @@ class Finding:
     parameter: str = ""
     source: Source | None = None
     evidence: Mapping[str, object] = field(default_factory=dict)
-    root: int | None = None
+    root: Count | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdbg.record.findings import Phase, Source
+from ampdbg.record.findings import Count, Phase, Source
 
 OWN = ":own"
 """Behind a module's name in a pin: only its own lines run in FP32, its children stay as they were."""
@@ -41,7 +41,7 @@ class PinSite:
     op: str
     source: Source | None
     value: float | None
-    call: int = 0
+    call: Count = 0
     parameter: str = ""
 
 
@@ -51,7 +51,7 @@ class PinCost:
 
     flops: float
     activations: float
-    activation_bytes: int
+    activation_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Pin:
 
     module: str
     own: bool = False
-    reason: int | None = None
+    reason: Count | None = None
     source: Source | None = None
     sites: tuple[PinSite, ...] = ()
     without: str = ""
@@ -96,8 +96,8 @@ class Trial:
     why: str
     stage: str = ""
     suspects: tuple[str, ...] = ()
-    runs: int = 1
-    healthy_runs: int = 0
+    runs: Count = 1
+    healthy_runs: Count = 0
     loss: float | None = None
     seconds: float = 0.0
 
@@ -117,20 +117,20 @@ class Search:
     strategy: Strategy
     outcome: Outcome
     message: str = ""
-    step: int | None = None
+    step: Count | None = None
     scale: float | None = None
-    failed: int = 0
-    tried: int = 0
-    repeats: int = 1
-    modules: int = 0
-    candidates: int = 0
+    failed: Count = 0
+    tried: Count = 0
+    repeats: Count = 1
+    modules: Count = 0
+    candidates: Count = 0
     minimal: bool = False
-    further: int = 0
-    further_healthy: int = 0
+    further: Count = 0
+    further_healthy: Count = 0
     losses: Mapping[str, float] = field(default_factory=dict)
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     cost: PinCost | None = None
-    classes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    classes: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdbg.record.findings import Phase, Source
+from ampdbg.record.findings import Count, Phase, Source
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Producer:
 
     phase: Phase
     module: str
-    call: int
+    call: Count
     op: str
     source: Source | None
     dtype: str
     input_largest: float
     output_largest: float
-    inf: int
-    nan: int
-    size: int
+    inf: Count
+    nan: Count
+    size: Count
     parameter: str = ""
     fp32_largest: float | None = None
     finite_in_fp32: bool | None = None
@@ -87,13 +87,13 @@ class Investigation:
     numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
-    step: int
+    step: Count
     why: Literal["loss", "gradients", "end"]
     replays: tuple[Replay, ...]
     loss: float = math.nan
-    reproduced: int = 1
-    tries: int = 1
+    reproduced: Count = 1
+    tries: Count = 1
     continuation: tuple[float, ...] = ()
     first_far: Producer | None = None
     batch_largest: Mapping[str, float] = field(default_factory=dict)
-    batch_index: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ampdbg.record.findings import Finding, Phase, Source
+from annotated_types import Interval
+
+from ampdbg.record.findings import Count, Exponent, Finding, Phase, Source
 from ampdbg.record.pins import Pin, Proof, Search, Trial
 from ampdbg.record.replays import Investigation
 
 RECORD_FORMAT = "ampdbg.record"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
@@ -24,16 +27,16 @@ class ParameterCounts:
     """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count."""
 
     name: str
-    inf: int
-    nan: int
-    size: int
+    inf: Count
+    nan: Count
+    size: Count
 
 
 @dataclass(frozen=True)
 class GroupOverflow:
     """A parameter group with a non-finite gradient in one step; ``index`` counts over all optimizers."""
 
-    index: int
+    index: Count
     name: str
     parameters: tuple[ParameterCounts, ...]
 
@@ -49,10 +52,10 @@ class TensorCounts:
 
     kind: Literal["batch", "parameter", "buffer"]
     name: str
-    inf: int
-    nan: int
-    size: int
-    first_index: tuple[int, ...] = ()
+    inf: Count
+    nan: Count
+    size: Count
+    first_index: tuple[Count, ...] = ()
     when: Literal["before", "after"] = "before"
 
 
@@ -67,7 +70,7 @@ class Step:
     many groups had a non-finite gradient where ``groups`` does not list them: only a run's first unhealthy steps do.
     """
 
-    step: int
+    step: Count
     loss: float
     scale: float
     found_inf: bool
@@ -76,7 +79,7 @@ class Step:
     groups: tuple[GroupOverflow, ...] = ()
     nonfinite: tuple[TensorCounts, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
-    groups_hit: int = 0
+    groups_hit: Count = 0
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,11 @@ class HalfUpdates:
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
 
-    steps: int
+    steps: Count
     lost_energy: float | None = None
     lost: tuple[str, ...] = ()
     vanishing_eps: float | None = None
-    spoilt_step: int | None = None
+    spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
 
 
@@ -133,17 +136,17 @@ class Site:
     op: str
     source: Source | None
     dtype: str
-    order: int
-    calls: int
-    call: int
-    size: int
-    inf: int
-    nan: int
+    order: Count
+    calls: Count
+    call: Count
+    size: Count
+    inf: Count
+    nan: Count
     abs_max: float
     headroom_bits: float
     overflow: Literal["", "starts", "carried"] = ""
-    lowest_exponent: int = 0
-    exponents: tuple[int, ...] = ()
+    lowest_exponent: Exponent = 0
+    exponents: tuple[Count, ...] = ()
     scale_ceiling: float | None = None
     scale_floor: float | None = None
     is_noise: bool = False
@@ -154,7 +157,7 @@ class AutocastError:
     """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
 
     code: str
-    step: int
+    step: Count
     message: str
     source: Source | None = None
 
@@ -167,8 +170,8 @@ class Misuse:
     """
 
     code: str
-    step: int
-    count: int = 1
+    step: Count
+    count: Count = 1
     source: Source | None = None
     raised: str = ""
 
@@ -210,10 +213,10 @@ class Record:
     misuses: tuple[Misuse, ...] = ()
     half_updates: HalfUpdates | None = None
     groups: tuple[str, ...] = ()
-    planned_steps: int = 0
+    planned_steps: Count = 0
     interrupted: bool = False
     error: str = ""
-    elapsed: float = 0.0
+    elapsed: Annotated[float, Interval(ge=0, le=1e12)] = 0.0
     config_folder: str = ""
     format: str = RECORD_FORMAT
     version: int = RECORD_VERSION

@@ -58,7 +58,7 @@ def test_a_damaged_record_is_named(here: Here) -> None:
     Path("r.json").write_text(to_json(healthy())[:100], encoding="utf-8")
     result = here("report", "r.json")
     assert (result.code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: r.json: not a record: line ")
+    assert result.stderr.startswith("error: r.json: not a record: EOF while parsing a string at line ")
 
 
 def test_an_output_that_cannot_be_written_is_named(here: Here) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -49,6 +50,10 @@ def test_an_unknown_key_of_a_later_version_is_ignored() -> None:
     assert from_json(json.dumps(data)) == healthy()
 
 
+def test_a_record_of_version_1_is_read() -> None:
+    assert from_json(changed(version=1, group_totals=[])) == healthy()
+
+
 def changed(**keys: Any) -> str:
     return json.dumps({**json.loads(to_json(healthy())), **keys})
 
@@ -57,20 +62,32 @@ def without(key: str) -> str:
     return json.dumps({name: value for name, value in json.loads(to_json(healthy())).items() if name != key})
 
 
+STEP = {"step": 0, "loss": 1.0, "scale": 1.0, "found_inf": False, "skipped": False}
 DAMAGED = {
-    "empty": ("", "line 1 is not JSON"),
-    "cut short": (to_json(healthy())[:-40], "is not JSON"),
+    "empty": ("", "not a record: "),
+    "cut short": (to_json(healthy())[:-40], "not a record: "),
+    "a NaN": (to_json(forward_nan()).replace('"nan"', "NaN"), "not a record: "),
+    "a number of 6,000 digits": (to_json(healthy()).replace("50", "1" * 6000), "not a record: number out of range"),
     "another thing": ("[1, 2]", 'it has no "format": "ampdbg.record"'),
     "another format": ('{"format": "other"}', 'it has no "format": "ampdbg.record"'),
-    "a later version": (changed(version=2), "a record of version 2; this ampdbg reads version 1"),
-    "no verdict": (without("verdict"), "a damaged record: "),
-    "a number for the steps": (changed(steps=3), "a damaged record: "),
-    "a step that is no object": (changed(steps=[3]), "a damaged record: "),
-    "a loss in words": (changed(steps=[{"step": 0, "loss": "low"}]), "a damaged record: "),
-    "a step without a scale": (changed(steps=[{"step": 0, "loss": 1.0}]), "a damaged record: "),
-    "an environment that is a list": (changed(environment=[]), "a damaged record: "),
-    "a null for the steps": (changed(steps=None), "a damaged record: "),
-    "text for the losses": (changed(steps=[{"step": 0, "loss": 1, "losses": "x"}]), "a damaged record: "),
+    "a later version": (changed(version=3), "a record of version 3; this ampdbg reads versions 1 and 2"),
+    "a list for the version": (changed(version=[1]), "a record of version [1]; this ampdbg reads versions 1 and 2"),
+    "no verdict": (without("verdict"), "a damaged record: verdict: missing"),
+    "a number for the steps": (changed(steps=3), "a damaged record: steps: got 3; needed: a valid tuple"),
+    "a step that is no object": (changed(steps=[3]), "a damaged record: steps[0]: got 3; needed: "),
+    "a loss in words": (
+        changed(steps=[{"step": 0, "loss": "low"}]),
+        'steps[0].loss: got "low"; needed: a valid number',
+    ),
+    "a step without a scale": (changed(steps=[{"step": 0, "loss": 1.0}]), "steps[0].scale: missing"),
+    "a step before the first": (changed(steps=[{"step": -1, "loss": 1.0}]), "steps[0].step: got -1; needed: "),
+    "an environment that is a list": (changed(environment=[]), "a damaged record: environment: got []; "),
+    "a null for the steps": (changed(steps=None), "a damaged record: steps: got null; "),
+    "text for the losses": (changed(steps=[{**STEP, "losses": "x"}]), 'steps[0].losses: got "x"; '),
+    "a finding that is not there": (
+        changed(pins=[{"module": "m", "reason": 2}]),
+        "a damaged record: pins[0].reason: got 2; there are 0 findings",
+    ),
 }
 
 
@@ -89,13 +106,23 @@ def test_what_is_no_record_is_refused_with_its_file_named(name: str, tmp_path: P
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     path.write_bytes(b"PK\x03\x04\xff\xfe")
-    with pytest.raises(RecordError, match="not a record: the file is not text"):
+    with pytest.raises(RecordError, match="not a record: "):
         read_record(path)
 
 
 def test_deep_nesting_is_refused_not_crashed_on() -> None:
     with pytest.raises(RecordError):
         from_json("[" * 100_000)
+
+
+def test_half_a_surrogate_pair_in_a_message_is_written_as_a_question_mark() -> None:
+    record = dataclasses.replace(healthy(), error="bad \ud800 name")
+    assert from_json(to_json(record)).error == "bad ? name"
+
+
+def test_a_device_is_no_record() -> None:
+    with pytest.raises(RecordError, match="/dev/zero: cannot be read: a device; needed: a file"):
+        read_record(Path("/dev/zero"))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -105,7 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "record.json"
-    write_record(forward_nan(), path)
+    write_record(forward_nan(), str(path))
     assert repr(read_record(path)) == repr(forward_nan())
     assert os.listdir(path.parent) == ["record.json"]
 
