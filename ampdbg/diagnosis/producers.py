@@ -9,6 +9,7 @@ from typing import Any
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
+from ampdbg.ops import CASTS, base_name
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
@@ -19,7 +20,7 @@ NEAR = 0.9
 OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
 """The code of an overflow, by the pass in which it starts."""
 
-CASTS = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
+CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
 NO_EVIDENCE: Mapping[str, object] = {}
 
@@ -39,7 +40,7 @@ class Suspect:
     @property
     def is_cast(self) -> bool:
         """Whether it is nothing but a change of dtype."""
-        return self.producer.op.startswith(("aten._to_copy", "aten.copy"))
+        return base_name(self.producer.op) in CASTS
 
     @property
     def value(self) -> float | None:
@@ -194,13 +195,13 @@ def finding_at(
 def named(producer: Producer) -> str:
     """The op and its module, as messages name them; few know what a cast is called."""
     is_cast = producer.op.startswith("aten._to_copy")
-    what = CASTS.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
+    what = CAST_NAMES.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
     return f"{what} in {producer.module}" if producer.module else what
 
 
 def op_name(op: str) -> str:
     """``aten._softmax.default`` is known as ``softmax``."""
-    return op.removeprefix("aten.").partition(".")[0].lstrip("_")
+    return base_name(op).lstrip("_")
 
 
 def number(value: float) -> str:

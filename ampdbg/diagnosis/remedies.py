@@ -7,20 +7,14 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Iterator, Mapping
 
 from ampdbg.diagnosis.skips import sort_skips
-from ampdbg.formats import FLOAT16
+from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, SAME, catalogued
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record
-
-PRODUCT_OPS = re.compile(r"aten\.(bmm|mm|matmul|baddbmm|einsum)\b")
-SUM_OPS = re.compile(r"aten\.(sum|nansum|mean|cumsum|prod|var|std|linalg_vector_norm|norm)\b")
-PRODUCTS = frozenset({"baddbmm", "bmm", "einsum", "matmul", "mm"})
-SCALINGS = frozenset({"div", "div_", "mul", "mul_"})
 
 TORCH_SCALE, TORCH_INTERVAL = 65536.0, 2000
 """GradScaler's defaults for ``init_scale`` and ``growth_interval``."""
@@ -75,11 +69,10 @@ def _place(finding: Finding) -> str:
 
 def _at_its_op(finding: Finding) -> Iterator[str]:
     text = finding.source.text if finding.source else ""
-    if PRODUCT_OPS.search(finding.op) and scales_after_its_product(text):
-        value = _number(finding.evidence.get("value"))
-        where = "" if math.isnan(value) else f" where {value:.3g} * s is below {FLOAT16.largest:g}"
-        yield f"scale before the product{where}: (q * s) @ k in place of (q @ k) * s ({SAME})"
-    if SUM_OPS.search(finding.op):
+    name = base_name(finding.op) if finding.op else ""
+    if name in MATRIX_PRODUCTS and scales_after_its_product(text):
+        yield f"scale before the product: (q * s) @ k in place of (q @ k) * s ({SAME})"
+    if name in SUMS:
         yield f"add up in FP32: sum(..., dtype=torch.float32) ({SAME})"
     if finding.phase == "backward" and takes_a_sum(text):
         yield "take a mean in place of the sum (changes the loss by a factor, and so the learning rate that fits)"
@@ -156,7 +149,7 @@ def _scaled(node: ast.AST) -> list[ast.AST]:
         return [node.left]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return [node.left, node.right]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCALINGS:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.rstrip("_") in SCALINGS:
         return [node.func.value]
     return []
 
@@ -164,7 +157,7 @@ def _scaled(node: ast.AST) -> list[ast.AST]:
 def _has_product(node: ast.AST) -> bool:
     return any(
         (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult))
-        or (isinstance(inner, ast.Call) and _called(inner) in PRODUCTS)
+        or (isinstance(inner, ast.Call) and _called(inner) in MATRIX_PRODUCTS)
         for inner in ast.walk(node)
     )
 

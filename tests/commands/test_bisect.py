@@ -225,7 +225,7 @@ def test_a_watched_loop_is_told_that_no_pin_helps(here: Here, fake: Callable[[Re
     watched("other", CLIPPED)
     result = here("bisect", "loop.json")
     assert (result.code, result.stderr, faked.configs) == (1, "", [])
-    assert result.stdout.startswith("✗ No pin helps: what goes wrong at step 4 is not a matter of precision.")
+    assert result.stdout.startswith("✗ No pin helps: precision is not the cause of what fails at step 4.")
     assert CLIPPED.remedy in result.stdout
     assert "Next:" not in result.stdout
     record = ampdbg.bisect("loop.json")

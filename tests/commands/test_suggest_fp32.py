@@ -443,7 +443,7 @@ def test_a_watched_loop_is_told_that_no_pin_helps(form: str, here: Here, fake: F
     write_record(watched, Path("loop.json"))
     result = here("suggest-fp32", "loop.json", "--format", form)
     assert (result.code, result.stdout, faked.configs) == (1, "", [])
-    assert "✗ No pin helps: what goes wrong at step 0 is not a matter of precision." in result.stderr
+    assert "✗ No pin helps: precision is not the cause of what fails at step 0." in result.stderr
     assert watched.findings[0].message in result.stderr
     assert ampdbg.suggest_fp32("loop.json").pins == ()
 

@@ -31,7 +31,7 @@ def told(found: Finding, steps: tuple[Step, ...] = (), loss_scale: object = DYNA
 AT_THE_LINE = {
     "a product that is scaled": (
         finding("forward-overflow", op="aten.bmm.default", source=LINE, evidence={"value": 183284.3}),
-        f"scale before the product where 1.83e+05 * s is below 65504: (q * s) @ k in place of (q @ k) * s ({SAME})",
+        f"scale before the product: (q * s) @ k in place of (q @ k) * s ({SAME})",
     ),
     "a sum": (
         finding("forward-overflow", op="aten.sum.dim_IntList", source=LINE),

@@ -14,7 +14,7 @@ CASE = Case(
     op="aten._to_copy.default",
     step=2,
     phase="data",
-    says=("sample 5", "[0]", "2e+05"),
+    says=("sample 5", "[0]", "200,000"),
     twin=("data.args.value=1.0",),
 )
 

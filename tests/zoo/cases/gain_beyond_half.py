@@ -15,7 +15,7 @@ CASE = Case(
     op="aten.mul.Tensor",
     step=0,
     phase="forward",
-    says=("FP16 ends at 65504",),
+    says=("FP16's limit of 65,504",),
     twin=("model.args.gain=100.0",),
 )
 

@@ -14,7 +14,7 @@ CASE = Case(
     code="unknown",
     verdict="inconclusive",
     step=2,
-    says=("0 of 3",),
+    says=("none of 3 replays",),
     twin=("model.args.fails_at=99",),
 )
 

@@ -12,7 +12,7 @@ CASE = Case(
     code="optimizer-underflow",
     verdict="other",
     phase="optimizer",
-    says=("of the updates' energy is lost over 6 steps",),
+    says=("6 steps lose", "of the updates' energy"),
     config={
         "precision": {"level": "O0"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}},
