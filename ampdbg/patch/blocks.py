@@ -9,19 +9,15 @@ import libcst as cst
 
 from ampdbg.patch.casts import PinnedStatement, cast, cast_statements
 from ampdbg.patch.modes import Mode, TensorNames, viewed
-from ampdbg.patch.pieces import Mark, Piece, may_run_in_either, pieces_of_head, pieces_of_line
+from ampdbg.patch.pieces import Mark, Piece, may_run_in_either, pieces_of_line
 from ampdbg.patch.steps import value_of
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import (
     assigned_codes,
     code_of,
     find,
-    names_assigned,
     names_bound_inside,
-    names_in,
-    names_read,
     spelled,
-    target_names,
     walk,
 )
 from ampdbg.source.imports import dotted, imports_of
@@ -64,14 +60,12 @@ class Suite:
         mark = self.marks.get(id(old))
         if mark is not None and mark.number not in self.refused:
             try:
-                if isinstance(old, (cst.If, cst.For)) and isinstance(new, cst.BaseCompoundStatement):
-                    return pieces_of_head(old, new, mark)
                 if isinstance(old, cst.SimpleStatementLine):
                     return list(pieces_of_line(old, mark))
             except EditError as error:
                 self.refused[mark.number] = str(error)
         # Whether it may stand in a block depends on what the block has made by then.
-        return [Piece(Mode.EITHER, new, self.names_of(old), origin=old)]
+        return [Piece(Mode.EITHER, new, self.names_of(old))]
 
     def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
         made: frozenset[str] = frozenset()
@@ -93,20 +87,12 @@ class Suite:
 
     def _block(self, pieces: Sequence[Piece], made: frozenset[str]) -> cst.With:
         pinned = [_pinned(piece) for piece in pieces]
-        casts = cast_statements(pinned, made, lambda name: not self._is_read_later(name, pieces))
+        casts = cast_statements(pinned, made)
         lines = [p.line.with_changes(body=[s]) for p, s in zip(pieces, casts.statements, strict=True)]
         above = lines[0].leading_lines
         lines[0] = lines[0].with_changes(leading_lines=())
-        marks = [piece.mark for piece in pieces if piece.mark is not None]
-        device = next((mark.device_type for mark in marks if mark.device_type), "")
-        device = device or device_type_of(pinned, casts.cast)
-        start = [rebinding(casts.rebound)] if casts.rebound else []
-        return self.with_off(device, [*start, *lines]).with_changes(leading_lines=above)
-
-    def _is_read_later(self, name: str, block: Sequence[Piece]) -> bool:
-        origins = [piece.origin for piece in block if piece.origin is not None]
-        scope = self.bindings.function.body if self.bindings.function is not None else self.bindings.module
-        return len(origins) < len(block) or is_read_later(name, origins, scope)
+        device = device_type_of(pinned, casts.cast)
+        return self.with_off(device, lines).with_changes(leading_lines=above)
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
         """``with torch.autocast(device_type=…, enabled=False):`` around statements."""
@@ -262,51 +248,6 @@ def _given(pinned: PinnedStatement) -> Iterator[str]:
 def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:
     annotation = bindings.parameters[name].annotation
     return annotation is not None and dotted(annotation.annotation) in _TENSOR_TYPES
-
-
-_Loop = cst.For | cst.While
-
-
-def is_read_later(name: str, block: Sequence[cst.CSTNode], scope: cst.CSTNode) -> bool:
-    """Whether anything that may run after ``block`` reads what ``name`` held in it. In doubt it is read.
-
-    Args:
-        name: a plain name of the function.
-        block: consecutive statements, as nodes of ``scope``.
-        scope: the function's body.
-    """
-    order = {id(node): index for index, node in enumerate(walk(scope))}
-    if not block or any(id(node) not in order for node in block):
-        return True
-    end = max(order[id(node)] for statement in block for node in walk(statement))
-    if any(order[id(node)] > end for node in _reads(name, scope)):
-        return True
-    first = id(block[0])
-    loops = [loop for loop in walk(scope) if isinstance(loop, _Loop) and any(id(node) == first for node in walk(loop))]
-    return not all(_binds_first(name, loop) for loop in loops)
-
-
-def _reads(name: str, scope: cst.CSTNode) -> list[cst.Name]:
-    targets = (target.target for item in find(scope, cst.Assign) for target in item.targets)
-    bound = {id(item) for target in targets for item in target_names(target)}
-    return [item for item in names_in(scope) if item.value == name and id(item) not in bound]
-
-
-def _binds_first(name: str, loop: _Loop) -> bool:
-    """Whether every turn of a loop binds the name before anything in it reads the name."""
-    if isinstance(loop, cst.For) and name in names_assigned(cst.AssignTarget(loop.target)):
-        return True
-    if isinstance(loop, cst.While) and name in names_read(loop.test):
-        return False
-    for statement in loop.body.body:
-        if name in names_read(statement):  # what is assigned to counts among these
-            return _binds(name, statement)
-    return True
-
-
-def _binds(name: str, statement: cst.CSTNode) -> bool:
-    small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return isinstance(small, cst.Assign) and name in names_assigned(small) and not _reads(name, small)
 
 
 def autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:

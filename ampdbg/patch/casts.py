@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
-from ampdbg.ops import CAST_METHODS, JOINS, MOVES, PRODUCTS
-from ampdbg.patch.modes import CONDITIONAL, Kind, TensorNames, called_name, kind_of
-from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import assigned_codes, bare, code_of, find, names_assigned, names_bound_inside, walk
+from ampdbg.ops import CAST_METHODS, JOINS
+from ampdbg.patch.modes import PLAIN_BUILTINS, TensorNames, called_name
+from ampdbg.source.bindings import METADATA, TRANSPOSED, Bindings
+from ampdbg.source.expressions import assigned_codes, code_of, find, walk
 from ampdbg.source.source_file import EditError
-from ampdbg.source.vocabulary import METADATA, PLAIN_BUILTINS, TRANSPOSED
 
 
 @dataclass(frozen=True)
@@ -33,18 +31,13 @@ def cast(node: cst.BaseExpression) -> cst.Call:
 
 
 class HalfCasts(cst.CSTTransformer):
-    """Casts the half expressions of one statement and lists them, in their order.
-
-    ``sure`` are those that are computed whenever the statement runs.
-    """
+    """Casts the half expressions of one statement and lists them, in their order."""
 
     def __init__(self, pinned: PinnedStatement, made: frozenset[str]) -> None:
         super().__init__()
         self.cast: list[str] = []
-        self.sure: set[str] = set()
-        self._names, self._callees, self._made = pinned.names, pinned.callees, made
+        self._names, self._made = pinned.names, made
         self._around: list[cst.CSTNode] = []
-        self._operands: set[int] = set()
         self._left: set[int] = set()
         self._cast_already: set[int] = set()
 
@@ -60,8 +53,6 @@ class HalfCasts(cst.CSTTransformer):
             self._cast_already.add(id(node.value))
         for part in (*not_read(node), *self._promoted(node)):
             self._left.add(id(part))
-        if not self._names.is_traced:
-            self._operands |= {id(part) for part in operands_of(node, self._names, self._callees)}
         return not self._is_half(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
@@ -78,8 +69,6 @@ class HalfCasts(cst.CSTTransformer):
         if code in self._names.bindings.maybe_numbers and not isinstance(parent, cst.Attribute):
             raise EditError(f"{code} may be a number there, which has no .float()")
         self.cast.append(code)
-        if not any(isinstance(node, CONDITIONAL) for node in self._around):
-            self.sure.add(code)
         if code in self._names.bindings.maybe_none and isinstance(parent, cst.Arg):
             return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
         return cast(updated_node)
@@ -107,7 +96,7 @@ class HalfCasts(cst.CSTTransformer):
     def _tensor_of(self, node: cst.BaseExpression) -> str:
         """What is cast, as a text: of an element, the tensor that it is taken from."""
         code = code_of(node)
-        is_element = isinstance(node, cst.Subscript) and code not in self._names.half and id(node) not in self._operands
+        is_element = isinstance(node, cst.Subscript) and code not in self._names.half
         return self._tensor_of(node.value) if is_element and isinstance(node, cst.Subscript) else code
 
     def _is_half(self, node: cst.CSTNode) -> bool:
@@ -121,7 +110,7 @@ class HalfCasts(cst.CSTTransformer):
         code = code_of(node)
         if code in self._made or root_name(node) in self._made:
             return False
-        if code in self._names.half or id(node) in self._operands or self._joins_unknown(node):
+        if code in self._names.half or self._joins_unknown(node):
             return code not in self._names.full
         return isinstance(node, cst.Subscript) and self._is_half(node.value)
 
@@ -165,45 +154,6 @@ def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:
 
 _LOOKED_AT = PLAIN_BUILTINS - {"list", "tuple", "zip", "enumerate", "reversed", "min", "max", "iter", "next"}
 """Builtins that read no values of a tensor that they are given."""
-
-
-def operands_of(node: cst.CSTNode, names: TensorNames, callees: frozenset[str]) -> list[cst.BaseExpression]:
-    """Where no trace was made: the names that an operation or a pinned call takes, each of which may be in half."""
-    if isinstance(node, cst.Call) and code_of(node.func) in callees:
-        return [_tensor_in(arg.value) for arg in node.args[:1]]
-    if kind_of(node, names) is not Kind.OPERATION:
-        return []
-    found = [_tensor_in(part) for part in _parts(node, names.bindings)]
-    return [part for part in found if _is_plain(part) and (_is_product(node) or names.is_tensor(part))]
-
-
-def _parts(node: cst.CSTNode, bindings: Bindings) -> list[cst.BaseExpression]:
-    if isinstance(node, cst.BinaryOperation):
-        return [node.left, node.right]
-    if not isinstance(node, cst.Call):
-        return []
-    base = [node.func.value] if isinstance(node.func, cst.Attribute) and not bindings.origin(node.func) else []
-    arguments = [arg.value for arg in node.args if arg.keyword is None]
-    return base + (arguments if called_name(node) in PRODUCTS else arguments[: 1 - len(base)])
-
-
-def _is_product(node: cst.CSTNode) -> bool:
-    if isinstance(node, cst.BinaryOperation):
-        return isinstance(node.operator, cst.MatrixMultiply)
-    return isinstance(node, cst.Call) and called_name(node) in PRODUCTS
-
-
-def _tensor_in(node: cst.BaseExpression) -> cst.BaseExpression:
-    """``k`` of ``k[0]`` and of ``k.transpose(-2, -1)``."""
-    match node:
-        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in MOVES - CAST_METHODS:
-            return _tensor_in(base)
-        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in TRANSPOSED:
-            return _tensor_in(base)
-        case cst.Subscript(value=cst.Name() as base):
-            return base
-        case _:
-            return bare(node)
 
 
 def not_read(node: cst.CSTNode) -> list[cst.CSTNode]:
@@ -255,92 +205,40 @@ def _to_float32(node: cst.CSTNode) -> bool:
     return any(name.value == "float32" for name in find(node, cst.Name))
 
 
-REBIND_FROM = 3
-"""From so many uses on, a name is cast once at the block's start: ``q = q.float()``."""
-
 _TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 
 
 @dataclass(frozen=True)
 class CastStatements:
-    """The statements with their casts; ``cast`` are the expressions that were, ``rebound`` names at the start first.
-
-    ``sure`` are those of them that are cast whenever the statements run, and not in a branch alone.
-    """
+    """The statements with their casts; ``cast`` are the expressions that were, in order."""
 
     statements: tuple[cst.BaseSmallStatement, ...]
-    rebound: tuple[str, ...]
     cast: tuple[str, ...]
-    sure: frozenset[str]
 
 
-def cast_statements(
-    pinned: Sequence[PinnedStatement],
-    made: frozenset[str] = frozenset(),
-    may_rebind: Callable[[str], bool] = lambda name: False,
-) -> CastStatements:
+def cast_statements(pinned: Sequence[PinnedStatement], made: frozenset[str] = frozenset()) -> CastStatements:
     """Casts the half names of consecutive statements, those left out that the statements made before (in FP32).
 
     Args:
         pinned: what stands in the block.
         made: what already holds FP32 when the block is entered.
-        may_rebind: whether nothing behind the block reads what a name held before it, so that a name that is used
-            often may be cast once, in front of the statements.
 
     Raises:
         EditError: a name that would be cast may hold a number.
     """
-    once = _cast_in_order(pinned, made)
-    uses = Counter(once.cast)
-    often = [
-        code
-        for code, count in uses.items()
-        if count >= REBIND_FROM and code in once.sure and _can_rebind(code, pinned, may_rebind)
-    ]
-    if not often:
-        return once
-    again = _cast_in_order(pinned, made | set(often))
-    return CastStatements(again.statements, tuple(often), tuple(dict.fromkeys(once.cast)), once.sure)
-
-
-def _cast_in_order(pinned: Sequence[PinnedStatement], made: frozenset[str]) -> CastStatements:
-    statements, cast, sure, known = [], [], set(), set(made)
+    statements, cast, known = [], [], set(made)
     for item in pinned:
         casts = HalfCasts(item, frozenset(known))
         statements.append(_visited(item.statement, casts))
         cast += casts.cast
-        sure |= casts.sure
         assigned = assigned_codes(item.statement)
         known = known - assigned if _asks_for_a_dtype(item.statement) else known | assigned
-    return CastStatements(tuple(statements), (), tuple(cast), frozenset(sure))
+    return CastStatements(tuple(statements), tuple(dict.fromkeys(cast)))
 
 
 def _visited(statement: cst.BaseSmallStatement, casts: HalfCasts) -> cst.BaseSmallStatement:
     result = statement.visit(casts)
     return result if isinstance(result, cst.BaseSmallStatement) else statement
-
-
-def _can_rebind(code: str, pinned: Sequence[PinnedStatement], may_rebind: Callable[[str], bool]) -> bool:
-    """Plain names of the function alone; not those of a comprehension, nor those that another function sees.
-
-    What is asked for its dtype keeps its meaning, and nobody must read the name afterwards: written in place, asked
-    for its dtype, or stored, it would no longer be what it was.
-    """
-    statements = [item.statement for item in pinned]
-    inner = {name for statement in statements for name in names_bound_inside(statement)}
-    bindings = pinned[0].names.bindings
-    if code not in bindings.local or code in inner or code in bindings.shared or _asks_its_dtype(code, statements):
-        return False
-    is_replaced = any(code in names_assigned(item) for item in statements if isinstance(item, cst.Assign))
-    return is_replaced or may_rebind(code)
-
-
-def _asks_its_dtype(code: str, statements: Sequence[cst.CSTNode]) -> bool:
-    return any(
-        attribute.attr.value in ("dtype", "type") and code_of(attribute.value) == code
-        for statement in statements
-        for attribute in find(statement, cst.Attribute)
-    )
 
 
 def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:

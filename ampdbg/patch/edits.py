@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampdbg.patch.blocks import Suite
 from ampdbg.patch.casts import PinnedStatement, cast_statements
@@ -16,8 +15,8 @@ from ampdbg.patch.pieces import Mark
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
 from ampdbg.patch.whole_functions import function_of, with_body_in_fp32
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.imports import imports_of, with_imported
-from ampdbg.source.source_file import EditError, SourceMap, SourceText, read_source
+from ampdbg.source.imports import with_imported
+from ampdbg.source.source_file import EditError, SourceFile, read_source
 
 __all__ = ["CallPin", "Edited", "FunctionPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
 
@@ -42,31 +41,28 @@ def edit_source(source: bytes, pins: Sequence[SourcePin]) -> Edited:
         pins: what to pin in it.
     """
     try:
-        text = read_source(source)
-        module, refused = _edited_module(text, pins)
-        after = text.with_module(module)
+        file = read_source(source)
+        module, refused = _edited_module(file, pins)
+        after = file.with_module(module)
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),), changed=False)
     return Edited(after, tuple(sorted(refused, key=lambda item: item.line)), after != source)
 
 
-def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Module, list[Refused]]:
-    module = MetadataWrapper(text.module, unsafe_skip_copy=True)
-    count = text.text.count("\n") + 1
-    source = SourceMap(text.module, module.resolve(PositionProvider), imports_of(text.module.body), count)
+def _edited_module(source: SourceFile, pins: Sequence[SourcePin]) -> tuple[cst.Module, list[Refused]]:
     refused: list[Refused] = []
     wholes: dict[int, tuple[cst.FunctionDef, FunctionPin]] = {}
     for pin in pins:
         if isinstance(pin, FunctionPin):
             try:
-                function = function_of(text.module, pin)
+                function = function_of(source.module, pin)
                 wholes[id(function)] = function, pin
             except EditError as error:
                 refused.append(Refused(0, str(error)))
     line_pins = [pin for pin in pins if not isinstance(pin, FunctionPin)]
-    marks = marks_of(line_pins, source, text.text, [function for function, _ in wholes.values()])
+    marks = marks_of(line_pins, source, [function for function, _ in wholes.values()])
     rewriter = _Rewriter(source, marks, {key: pin for key, (_, pin) in wholes.items()})
-    edited = text.module.visit(rewriter)
+    edited = source.module.visit(rewriter)
     if rewriter.needs_import:
         edited = with_imported(edited, "torch")
     return edited, [*refused, *marks.refused, *rewriter.refused]
@@ -76,7 +72,7 @@ def _edited_module(text: SourceText, pins: Sequence[SourcePin]) -> tuple[cst.Mod
 class _Rewriter(cst.CSTTransformer):
     """Rewrites the suites that hold marked lines, and the functions that are pinned whole."""
 
-    source: SourceMap
+    source: SourceFile
     marks: Marks
     wholes: Mapping[int, FunctionPin]
     refused: list[Refused] = field(default_factory=list)
@@ -114,25 +110,12 @@ class _Rewriter(cst.CSTTransformer):
         body = self._rewritten(original_node.body, updated_node.body, original_node.indent)
         return updated_node.with_changes(body=body)
 
-    def leave_SimpleStatementSuite(  # noqa: N802 - LibCST's name
-        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
-    ) -> cst.BaseSuite:
-        """``if x: y = a @ b`` becomes a block of lines."""
-        mark = self.marks.lines.get(id(original_node))
-        if mark is None:
-            return updated_node
-        line = cst.SimpleStatementLine(original_node.body, trailing_whitespace=original_node.trailing_whitespace)
-        suite = self._suite({id(line): mark}, None)
-        body = suite.rewritten([line], [line])
-        self._note(suite)
-        return updated_node if body == [line] else cst.IndentedBlock(body)
-
     def leave_SimpleStatementLine(  # noqa: N802 - LibCST's name
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         """A line under which autocast is off already lacks its casts at most."""
         off = self.marks.off.get(id(original_node))
-        if off is None or not off.mark.names.is_traced:
+        if off is None:
             return updated_node
         pinned = [PinnedStatement(small, off.mark.names, off.mark.callees) for small in original_node.body]
         return updated_node.with_changes(body=cast_statements(pinned, off.made).statements)

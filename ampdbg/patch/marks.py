@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
 from ampdbg.patch.modes import TensorNames
-from ampdbg.patch.pieces import Mark, entries_of
+from ampdbg.patch.pieces import Mark
 from ampdbg.patch.source_pins import CallPin, NamesSeen, Refused, StatementPin
-from ampdbg.patch.steps import value_of
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import assigned_codes, canonical, code_of, find
+from ampdbg.source.expressions import assigned_codes, canonical, find
 from ampdbg.source.imports import dotted
-from ampdbg.source.source_file import EditError, Line, Located, Place, SourceMap, functions_in, parts_of
+from ampdbg.source.source_file import EditError, Located, SourceFile, Surroundings
 
 LinePin = StatementPin | CallPin
 
@@ -45,15 +43,14 @@ class Marks:
         return _names(self.pins[id(bindings.function)], span, bindings)
 
 
-def marks_of(pins: Iterable[LinePin], source: SourceMap, text: str, left_out: Sequence[cst.FunctionDef]) -> Marks:
+def marks_of(pins: Iterable[LinePin], source: SourceFile, left_out: Sequence[cst.FunctionDef]) -> Marks:
     """The marks of all pins but those in the functions ``left_out``; what a pin names and is not there is refused."""
     marks = Marks()
-    lines = re.split(r"\r\n|\r|\n", text)
     pinned: list[tuple[LinePin, int, Located]] = []
     for pin in pins:
-        for number in _lines_of(pin, source, marks):
+        for number in sorted(set(pin.lines)):
             try:
-                located = _located(pin, number, source, lines)
+                located = _located(pin, number, source)
             except EditError as error:
                 marks.refused.append(Refused(number, str(error)))
             else:
@@ -61,40 +58,13 @@ def marks_of(pins: Iterable[LinePin], source: SourceMap, text: str, left_out: Se
                     pinned.append((pin, number, located))
     for pin, number, located in pinned:
         together = [other for other, _, place in pinned if place.place.function is located.place.function]
-        numbers = {other for _, other, place in pinned if place.line is located.line}
-        _mark(marks, pin, number, located, source, together, _left_alone(located.line, numbers, source))
+        _mark(marks, pin, number, located, source, together)
     return marks
 
 
-def _left_alone(line: Line, numbers: set[int], source: SourceMap) -> frozenset[int]:
-    """The entries of a literal over several lines that no pinned line is of; none where each has one, or none has."""
-    statement = line.body[0] if isinstance(line, cst.SimpleStatementLine) else line
-    entries = entries_of(value_of(statement))
-    left = [entry for entry in entries if numbers.isdisjoint(source.span(entry))]
-    return frozenset(id(entry) for entry in left) if len(left) < len(entries) else frozenset()
-
-
-def _lines_of(pin: LinePin, source: SourceMap, marks: Marks) -> Sequence[int]:
-    if pin.lines or isinstance(pin, StatementPin):
-        return sorted(set(pin.lines))
-    callee = canonical(pin.callee)
-    calls = (call for call in find(source.module, cst.Call) if code_of(call.func) == callee)
-    found = sorted({source.positions[call].start.line for call in calls} & set(_lines_in(pin.function, source)))
-    if not found:
-        marks.refused.append(Refused(0, f"{pin.callee} is not called in {pin.function}"))
-    return found
-
-
-def _lines_in(function: str, source: SourceMap) -> Iterator[int]:
-    asked = parts_of(function)
-    for qualname, node in functions_in(source.module):
-        if asked in (qualname, qualname[-1:]):
-            yield from source.span(node)
-
-
-def _located(pin: LinePin, number: int, source: SourceMap, lines: Sequence[str]) -> Located:
+def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
-    now, then = lines[number - 1].strip(), pin.texts.get(number, "").strip()
+    now, then = source.lines[number - 1].strip(), pin.texts.get(number, "").strip()
     if then and now != then:
         raise EditError(f"the file has changed since it was run: the line was `{then}` and is `{now}`; run it again")
     if not located.place.is_in(pin.function):
@@ -114,9 +84,8 @@ def _mark(
     pin: LinePin,
     number: int,
     located: Located,
-    source: SourceMap,
+    source: SourceFile,
     together: Sequence[LinePin],
-    left: frozenset[int],
 ) -> None:
     place, key = located.place, id(located.line)
     bindings = Bindings(source.module, place.function)
@@ -126,8 +95,6 @@ def _mark(
         _names(together, located.span, bindings),
         frozenset({canonical(pin.callee)}) if isinstance(pin, CallPin) else frozenset(),
         operations=isinstance(pin, StatementPin),
-        device_type=pin.device_type,
-        left=left,
     )
     if place.off is not None:
         marks.off[key] = Off(new, _made_before(located, place, source))
@@ -136,13 +103,12 @@ def _mark(
             old,
             callees=old.callees | new.callees,
             operations=old.operations or new.operations,
-            device_type=old.device_type or new.device_type,
         )
     else:
         marks.lines[key] = new
 
 
-def _made_before(located: Located, place: Place, source: SourceMap) -> frozenset[str]:
+def _made_before(located: Located, place: Surroundings, source: SourceFile) -> frozenset[str]:
     """What the region assigns in front of the line: FP32, as it is computed there."""
     if place.off is None:
         return frozenset()
@@ -156,8 +122,7 @@ def _names(pins: Sequence[LinePin], span: range, bindings: Bindings) -> TensorNa
     lines = {number for names in seen for number in names if number in span} or {n for names in seen for n in names}
     half = {canonical(code) for pin in pins for code in _on_lines(pin.half_names, lines)}
     full = {canonical(code) for pin in pins for code in _on_lines(pin.full_names, lines)}
-    is_traced = any(pin.half_names or pin.full_names for pin in pins)
-    return TensorNames(frozenset(half), frozenset(full - half), is_traced, bindings)
+    return TensorNames(frozenset(half), frozenset(full - half), bindings)
 
 
 def _on_lines(names: NamesSeen, lines: set[int]) -> Iterator[str]:

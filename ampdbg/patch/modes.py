@@ -8,34 +8,45 @@ from enum import Enum
 import libcst as cst
 
 from ampdbg.ops import CREATES, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
-from ampdbg.source.bindings import Bindings
+from ampdbg.source.bindings import METADATA, TRANSPOSED, Bindings
 from ampdbg.source.expressions import COMPREHENSIONS, bare, code_of, walk
 from ampdbg.source.imports import dotted
 from ampdbg.source.source_file import EditError
-from ampdbg.source.vocabulary import (
-    BUILTIN_OPERATIONS,
-    CONSUMERS,
-    METADATA,
-    PLAIN_BUILTINS,
-    TORCH_FUNCTIONS,
-    TRANSPOSED,
-    VIEWS,
+
+TORCH_FUNCTIONS = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.Tensor")
+"""Where the functions of tensors live; a call of anything else in torch (checkpoint) may run modules."""
+
+PLAIN_BUILTINS = frozenset(
+    """len int float bool str range zip enumerate isinstance issubclass hasattr getattr min max list tuple dict set
+    frozenset sorted reversed any all type slice round divmod id repr print iter next""".split()
 )
+
+VIEWS = frozenset({"items", "keys", "values"})
+"""Methods of dicts that only hand out what they hold."""
+
+BUILTIN_OPERATIONS = frozenset({"sum", "abs", "pow"})
+"""Builtins that compute with tensors when they are given some."""
+
+CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
+"""Builtins that run a generator to its end before they return."""
 
 
 @dataclass(frozen=True)
 class TensorNames:
     """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or other tensors.
 
-    ``is_traced`` is False where no trace has seen these lines: then any operand may be in half. With ``guesses`` a
-    plain name of which nothing is known may be a tensor.
+    With ``guesses`` a plain name of which nothing is known may be a tensor.
     """
 
     half: frozenset[str]
     full: frozenset[str]
-    is_traced: bool
     bindings: Bindings
     guesses: bool = True
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a trace has seen these lines."""
+        return bool(self.half or self.full)
 
     def with_new(self, half: frozenset[str], full: frozenset[str]) -> TensorNames:
         """The same with further names, new ones of the edit itself."""
@@ -130,7 +141,7 @@ class Mode(Enum):
     EITHER = "wherever its neighbours run"
 
 
-class Kind(Enum):
+class Action(Enum):
     """What an expression does by itself, its operands left out."""
 
     OPERATION = "computes with tensors"
@@ -154,48 +165,48 @@ _OPERATORS = (
 )
 
 
-def kind_of(node: cst.CSTNode, names: TensorNames) -> Kind:
+def action_of(node: cst.CSTNode, names: TensorNames) -> Action:
     """What the node does by itself."""
     if isinstance(node, cst.BinaryOperation):
         computes = isinstance(node.operator, _OPERATORS) and names.is_tensor(node)
-        return Kind.OPERATION if computes else Kind.NOTHING
+        return Action.OPERATION if computes else Action.NOTHING
     if isinstance(node, cst.Attribute):
-        return Kind.MOVE if node.attr.value in TRANSPOSED else Kind.NOTHING
-    return _kind_of_call(node, names) if isinstance(node, cst.Call) else Kind.NOTHING
+        return Action.MOVE if node.attr.value in TRANSPOSED else Action.NOTHING
+    return _action_of_call(node, names) if isinstance(node, cst.Call) else Action.NOTHING
 
 
-def _kind_of_call(call: cst.Call, names: TensorNames) -> Kind:
+def _action_of_call(call: cst.Call, names: TensorNames) -> Action:
     function = call.func
     if origin := names.bindings.origin(function):
-        return _kind_of_import(origin, names)
+        return _action_of_import(origin, names)
     if isinstance(function, cst.Name):
-        return _kind_of_builtin(function.value, call, names)
+        return _action_of_builtin(function.value, call, names)
     if viewed(call):
-        return Kind.NOTHING
+        return Action.NOTHING
     if isinstance(function, cst.Attribute) and names.is_tensor_method(function):
         return _kind_by_name(function.attr.value)
-    return Kind.USERS_CALL
+    return Action.USERS_CALL
 
 
-def _kind_of_import(origin: str, names: TensorNames) -> Kind:
+def _action_of_import(origin: str, names: TensorNames) -> Action:
     module, _, name = origin.rpartition(".")
     if module in TORCH_FUNCTIONS and name[:1].islower():
         return _kind_by_name(name)
-    return Kind.NOTHING if names.bindings.is_plain_module(origin) else Kind.USERS_CALL
+    return Action.NOTHING if names.bindings.is_plain_module(origin) else Action.USERS_CALL
 
 
-def _kind_of_builtin(name: str, call: cst.Call, names: TensorNames) -> Kind:
+def _action_of_builtin(name: str, call: cst.Call, names: TensorNames) -> Action:
     if name in names.bindings.local:
-        return Kind.USERS_CALL
+        return Action.USERS_CALL
     if name in BUILTIN_OPERATIONS and any(names.is_tensor(arg.value) for arg in call.args):
-        return Kind.OPERATION
-    return Kind.NOTHING if name in PLAIN_BUILTINS | BUILTIN_OPERATIONS | {"super"} else Kind.USERS_CALL
+        return Action.OPERATION
+    return Action.NOTHING if name in PLAIN_BUILTINS | BUILTIN_OPERATIONS | {"super"} else Action.USERS_CALL
 
 
-def _kind_by_name(name: str) -> Kind:
+def _kind_by_name(name: str) -> Action:
     if name in METADATA:
-        return Kind.NOTHING
-    return Kind.MOVE if name in MOVES or name in CREATES else Kind.OPERATION
+        return Action.NOTHING
+    return Action.MOVE if name in MOVES or name in CREATES else Action.OPERATION
 
 
 @dataclass(frozen=True)
@@ -203,15 +214,13 @@ class Modes:
     """The modes of the expressions in one statement.
 
     ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
-    where ``operations`` says so, and its moves too with ``moves``; ``left`` are the ``id`` of nodes that stay as they
-    are, whatever is in them.
+    where ``operations`` says so, and its moves too with ``moves``.
     """
 
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
     moves: bool = False
-    left: frozenset[int] = frozenset()
 
     def of(self, node: cst.CSTNode) -> Mode:
         """The mode of an expression as a whole.
@@ -221,22 +230,20 @@ class Modes:
         Raises:
             EditError: a part that may not be taken out would have to run in FP32, and another one not.
         """
-        if id(node) in self.left:
-            return Mode.AUTOCAST
         if isinstance(node, cst.Call) and code_of(node.func) in self.callees:
             return Mode.FP32
         if self.is_whole(node):
             return self._of_whole(node)
-        kind = kind_of(node, self.names)
-        if kind is Kind.USERS_CALL:
+        action = action_of(node, self.names)
+        if action is Action.USERS_CALL:
             return Mode.AUTOCAST
-        if kind is Kind.OPERATION or (kind is Kind.MOVE and self.moves):
+        if action is Action.OPERATION or (action is Action.MOVE and self.moves):
             return Mode.FP32 if self.operations else Mode.AUTOCAST
         return Mode.EITHER if (base := _followed(node)) is None else self.of(base)
 
     def is_whole(self, node: cst.CSTNode) -> bool:
         """Whether nothing may be taken out of the node, so that all of it runs in one mode."""
-        return id(node) in self.left or isinstance(node, CONDITIONAL) or _consumes_generator(node)
+        return isinstance(node, CONDITIONAL) or _consumes_generator(node)
 
     def _of_whole(self, node: cst.CSTNode) -> Mode:
         found = {self._own(item) for item in walk(node) if item is not node} - {Mode.EITHER}
@@ -255,13 +262,13 @@ class Modes:
 
     def has_users_call(self, node: cst.CSTNode) -> bool:
         """Whether it calls any code of the user's."""
-        return any(kind_of(item, self.names) is Kind.USERS_CALL for item in walk(node))
+        return any(action_of(item, self.names) is Action.USERS_CALL for item in walk(node))
 
     def has_effect(self, node: cst.CSTNode) -> bool:
         """Whether moving the node in front of something else could change a result."""
         if not isinstance(node, cst.Call):
             return False
-        return kind_of(node, self.names) is Kind.USERS_CALL or called_name(node) in RANDOM or writes_in_place(node)
+        return action_of(node, self.names) is Action.USERS_CALL or called_name(node) in RANDOM or writes_in_place(node)
 
     def has_product(self, node: cst.CSTNode) -> bool:
         """Whether it holds what autocast runs in half: nothing to put into FP32 by the way."""

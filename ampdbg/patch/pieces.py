@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from ampdbg.patch.modes import Kind, Mode, Modes, TensorNames, kind_of, writes_in_place
-from ampdbg.patch.steps import VALUE_FIELDS, Apart, Statement, Step, take_apart, value_of
+from ampdbg.patch.modes import Action, Mode, Modes, TensorNames, action_of, writes_in_place
+from ampdbg.patch.steps import Apart, Step, take_apart, value_of
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import find, names_read, walk
 from ampdbg.source.source_file import EditError
@@ -31,30 +31,23 @@ _TIGHT = (cst.Multiply, cst.Divide, cst.MatrixMultiply, cst.Power, cst.FloorDivi
 class Mark:
     """A line that is pinned: what is known of its names, the callees to pin, whether its own operations are.
 
-    ``number`` is the first of its lines that a pin names. ``left`` are the ``id`` of the entries of a literal over
-    several lines that no pin names a line of.
+    ``number`` is the first of its lines that a pin names.
     """
 
     number: int
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
-    device_type: str = ""
-    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from.
-
-    ``origin`` is that line as a node of the file, where it is a line by itself.
-    """
+    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from."""
 
     mode: Mode
     statement: cst.BaseStatement
     names: TensorNames
     mark: Mark | None = None
-    origin: cst.CSTNode | None = None
 
     @property
     def line(self) -> cst.SimpleStatementLine:
@@ -80,17 +73,7 @@ def pieces_of_line(line: cst.SimpleStatementLine, mark: Mark) -> Iterator[Piece]
             pieces.append(Piece(Mode.AUTOCAST, _line(small), mark.names, mark))
     if not any(piece.mode is Mode.FP32 for piece in pieces):
         raise refused[0]
-    return _with_margins(line, [replace(piece, origin=line) for piece in pieces])
-
-
-def pieces_of_head(head: cst.If | cst.For, updated: cst.BaseCompoundStatement, mark: Mark) -> list[Piece]:
-    """The condition of an ``if`` or what a ``for`` runs over, computed in front of it."""
-    apart = take_apart(head, _modes(mark, head))
-    field = VALUE_FIELDS[type(head)]
-    rest = updated.with_changes(**{field: value_of(apart.rest)}, leading_lines=())
-    first, *others = _pieces_of_steps(apart, mark)
-    first = replace(first, statement=first.statement.with_changes(leading_lines=head.leading_lines))
-    return [first, *others, Piece(Mode.AUTOCAST, rest, mark.names, mark)]
+    return _with_margins(line, pieces)
 
 
 def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
@@ -99,19 +82,15 @@ def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
         _refuse_writes(small, mark.names)
     small = _without_augmented(small, mark.names)
     apart = take_apart(small, _modes(mark, small))
-    if not isinstance(apart.rest, cst.BaseSmallStatement):
-        raise TypeError(f"a statement became {type(apart.rest).__name__}")
     rest = Piece(apart.mode, _line(apart.rest), _names_after(apart.steps, mark), mark)
     return [*_pieces_of_steps(apart, mark), rest]
 
 
-def _modes(mark: Mark, statement: Statement) -> Modes:
+def _modes(mark: Mark, statement: cst.BaseSmallStatement) -> Modes:
     modes = Modes(mark.names, mark.callees, mark.operations)
     value = value_of(statement)
     if value is None:
         return modes
-    if any(modes.has_fp32(entry) for entry in entries_of(value) if id(entry) not in mark.left):
-        modes = replace(modes, left=mark.left)
     # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
     certain = replace(modes, names=replace(mark.names, guesses=not mark.names.full))
     if certain.has_fp32(value):
@@ -120,15 +99,6 @@ def _modes(mark: Mark, statement: Statement) -> Modes:
         return modes
     # The line only moves values: then that is what has been pinned.
     return replace(modes, moves=mark.operations)
-
-
-def entries_of(value: cst.BaseExpression | None) -> list[cst.BaseExpression]:
-    """The values in a literal: a dict, a list, a tuple."""
-    match value:
-        case cst.Dict() | cst.List() | cst.Tuple():
-            return [element.value for element in value.elements]
-        case _:
-            return []
 
 
 def _pieces_of_steps(apart: Apart, mark: Mark) -> Iterator[Piece]:
@@ -218,7 +188,7 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     if _keeps_a_tensor(statement):
         return False
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
-    if any(isinstance(node, banned) or kind_of(node, names) is Kind.USERS_CALL for node in walk(statement)):
+    if any(isinstance(node, banned) or action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
         return False
     if Modes(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False

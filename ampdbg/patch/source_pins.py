@@ -21,7 +21,6 @@ class StatementPin:
             half tensors there, as a trace saw them.
         full_names: those that held other tensors. Without any of either, nothing is known, and every operand is cast.
             Unpinned lines may be among the two: what is known of them may keep two blocks together.
-        device_type: an expression for the block; "" takes it from a tensor that the block uses.
         texts: the lines as they were when they were traced, stripped; a line that differs is refused.
     """
 
@@ -29,7 +28,6 @@ class StatementPin:
     lines: tuple[int, ...]
     half_names: NamesSeen = ()
     full_names: NamesSeen = ()
-    device_type: str = ""
     texts: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -39,15 +37,14 @@ class CallPin:
 
     ``function`` is its name, or its whole qualified name (``Block.forward``), by which it is that one alone.
     ``callee`` is what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
-    ``lines`` are where; without them it is every call in the function. The rest is as in :class:`StatementPin`.
+    ``lines`` are where. The rest is as in :class:`StatementPin`.
     """
 
     function: str
     callee: str
-    lines: tuple[int, ...] = ()
+    lines: tuple[int, ...]
     half_names: NamesSeen = ()
     full_names: NamesSeen = ()
-    device_type: str = ""
     texts: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -62,7 +59,6 @@ class FunctionPin:
 
     function: str
     half_names: tuple[str, ...] = ()
-    device_type: str = ""
 
 
 SourcePin = StatementPin | CallPin | FunctionPin

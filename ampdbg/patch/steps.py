@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from keyword import iskeyword
 
 import libcst as cst
 
@@ -29,9 +28,7 @@ UPDATE = "update"
 
 
 def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
-    """What a person would call the value of an expression: in a dict what its key says."""
-    if isinstance(parent, cst.DictElement) and (key := _text(parent.key)).isidentifier() and not iskeyword(key):
-        return key
+    """What a person would call the value of an expression."""
     if isinstance(node, cst.BinaryOperation):
         return OPERATOR_NAMES.get(type(node.operator), RESULT)
     call = _call_in(node)
@@ -43,11 +40,6 @@ def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
     if name in PRODUCTS:
         return "product"
     return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
-
-
-def _text(key: cst.BaseExpression) -> str:
-    value = key.evaluated_value if isinstance(key, cst.SimpleString) else ""
-    return value if isinstance(value, str) else ""
 
 
 def _is_residual(parent: cst.CSTNode | None) -> bool:
@@ -100,12 +92,8 @@ VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
     cst.Expr: "value",
     cst.Return: "value",
     cst.Assert: "test",
-    cst.If: "test",
-    cst.For: "iter",
 }
 """Statements, and their expression that can be taken apart."""
-
-Statement = cst.BaseSmallStatement | cst.If | cst.For
 
 
 @dataclass(frozen=True)
@@ -123,11 +111,11 @@ class Apart:
     """A statement taken apart: the steps before it, and what is left of it, which runs in ``mode``."""
 
     steps: tuple[Step, ...]
-    rest: Statement
+    rest: cst.BaseSmallStatement
     mode: Mode
 
 
-def take_apart(statement: Statement, modes: Modes) -> Apart:
+def take_apart(statement: cst.BaseSmallStatement, modes: Modes) -> Apart:
     """The steps of a pinned statement.
 
     Raises:
@@ -161,13 +149,9 @@ def _nothing_to_pin(modes: Modes) -> str:
     return "it computes nothing itself but calls modules or functions; pin what it calls"
 
 
-def _mode_of(statement: Statement, value: cst.BaseExpression, modes: Modes) -> Mode:
-    if isinstance(statement, (cst.If, cst.For)):
-        return Mode.AUTOCAST  # the statements in its body are not pinned
+def _mode_of(statement: cst.BaseSmallStatement, value: cst.BaseExpression, modes: Modes) -> Mode:
     if isinstance(statement, cst.AugAssign):
         return Mode.FP32 if modes.operations else Mode.AUTOCAST
-    if modes.left:
-        return Mode.AUTOCAST
     mode = modes.of(value)
     return Mode.FP32 if mode is Mode.EITHER else mode
 
@@ -270,7 +254,7 @@ def _out_of_order(visited: list[_Visited]) -> set[int]:
 
 def _with_old_name(apart: Apart, modes: Modes) -> Apart:
     """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
-    if not apart.steps or apart.steps[-1].name == UPDATE or modes.left:
+    if not apart.steps or apart.steps[-1].name == UPDATE:
         return apart
     *before, last = apart.steps
     name = _name_to_reuse(apart.rest, last, modes)
@@ -283,7 +267,7 @@ def _with_old_name(apart: Apart, modes: Modes) -> Apart:
     return Apart((*before, replace(last, name=name)), renamed, apart.mode)
 
 
-def _name_to_reuse(rest: Statement, last: Step, modes: Modes) -> str:
+def _name_to_reuse(rest: cst.BaseSmallStatement, last: Step, modes: Modes) -> str:
     bindings = modes.names.bindings
     match rest:
         case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):

@@ -50,7 +50,7 @@ def with_body_in_fp32(
     names = half_parameters(pin, bindings)
     _refuse_writes(function, names, bindings)
     autocast, needs_import = autocast_in(bindings)
-    device_type = pin.device_type or f"{names[0]}.device.type"
+    device_type = f"{names[0]}.device.type"
     indent = body.indent or bindings.module.default_indent
     block = with_autocast_off(autocast, device_type, [*_casts(names, bindings), *statements], indent)
     # Comments at the end of the function stay in the block that they were written in.

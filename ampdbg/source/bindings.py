@@ -12,7 +12,18 @@ import libcst as cst
 from ampdbg.ops import SHARES_MEMORY
 from ampdbg.source.expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
 from ampdbg.source.imports import dotted, imports_of, origin_of
-from ampdbg.source.vocabulary import METADATA, PLAIN_MODULES
+
+METADATA = frozenset(
+    """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
+    is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
+)
+"""What a tensor says of itself; the same in half and in FP32, but for ``dtype``, which then keeps its meaning."""
+
+TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
+"""Attributes that are a view of a tensor."""
+
+PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
+"""Modules whose functions run none of the user's."""
 
 _NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
 _NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
-from libcst.metadata import CodeRange
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from ampdbg.source.imports import disables_autocast, enables_autocast
+from ampdbg.source.imports import disables_autocast, enables_autocast, imports_of
+
+HEADERS: dict[type[cst.CSTNode], str] = {
+    cst.If: "the condition of an if; compute it on a line of its own first",
+    cst.For: "the head of a for loop; compute what it runs over on a line of its own first",
+    cst.While: "the condition of a while loop, computed again in every turn; move it into the loop",
+    cst.With: "the head of a with statement",
+    cst.FunctionDef: "the head of a function",
+    cst.ClassDef: "the head of a class",
+    cst.Match: "the head of a match statement",
+    cst.Try: "the head of a try statement",
+}
+"""Compound statements whose first line is left alone, in words."""
 
 
 class EditError(Exception):
@@ -23,66 +36,7 @@ class EditError(Exception):
 
 
 @dataclass(frozen=True)
-class SourceText:
-    """A file's text, the encoding that Python reads it in (``utf-8-sig`` with a byte order mark), and its tree."""
-
-    text: str
-    encoding: str
-    module: cst.Module
-
-    def with_module(self, edited: cst.Module) -> bytes:
-        """The file with the edited tree. Lines that the edit left alone are the file's own, byte for byte.
-
-        Raises:
-            EditError: LibCST does not give the file's own lines back.
-        """
-        own, parsed = self.text.split("\n"), self.module.code.split("\n")
-        if len(own) != len(parsed):
-            raise EditError("its line endings cannot be kept; save it with LF or CRLF")
-        # LibCST drops form feeds, and tabs in front of a comment: hence no line of its text that did not change.
-        changes = difflib.SequenceMatcher(None, parsed, edited.code.split("\n"), autojunk=False).get_opcodes()
-        after = edited.code.split("\n")
-        lines = [
-            line
-            for kind, start, end, new_start, new_end in changes
-            for line in (own[start:end] if kind == "equal" else after[new_start:new_end])
-        ]
-        return "\n".join(lines).encode(self.encoding)
-
-
-def read_source(source: bytes) -> SourceText:
-    """Decodes and parses a file.
-
-    Raises:
-        EditError: it is no Python that LibCST can parse, or not in the encoding that it claims.
-    """
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-        text = source.decode(encoding)
-        return SourceText(text, encoding, cst.parse_module(text))
-    except cst.ParserSyntaxError as error:
-        raise EditError(f"line {error.raw_line} does not parse", error.raw_line) from None
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise EditError(f"it cannot be decoded: {error}") from None
-
-
-Positions = Mapping[cst.CSTNode, CodeRange]
-Line = cst.SimpleStatementLine | cst.SimpleStatementSuite | cst.If | cst.For
-"""What can be edited: a line of simple statements, those behind an ``if x:``, or the head of an ``if`` or ``for``."""
-
-HEADERS: dict[type[cst.CSTNode], str] = {
-    cst.While: "the condition of a while loop, computed again in every turn; move it into the loop",
-    cst.With: "the head of a with statement",
-    cst.FunctionDef: "the head of a function",
-    cst.ClassDef: "the head of a class",
-    cst.Match: "the head of a match statement",
-    cst.Try: "the head of a try statement",
-}
-"""Compound statements whose first line is left alone, in words."""
-
-
-@dataclass(frozen=True)
-class Place:
+class Surroundings:
     """Where a statement stands: ``functions`` and ``classes`` around it, the outermost first.
 
     ``off`` is what disables autocast around it within its function: a ``with``, or the function by its decorator.
@@ -105,21 +59,53 @@ class Place:
 
 @dataclass(frozen=True)
 class Located:
-    """A statement that can be edited, and where it stands."""
+    """A line of simple statements, and where it stands."""
 
-    line: Line
-    place: Place
+    line: cst.SimpleStatementLine
+    place: Surroundings
     span: range
 
 
 @dataclass(frozen=True)
-class SourceMap:
-    """A module with the positions of its nodes, what it imports and how many lines it has."""
+class SourceFile:
+    """A file's text, the encoding that Python reads it in (``utf-8-sig`` with a byte order mark), and its tree.
 
+    ``imports`` are those of the top level: local name to dotted name.
+    """
+
+    text: str
+    encoding: str
     module: cst.Module
-    positions: Positions
     imports: Mapping[str, str]
-    count: int
+
+    @functools.cached_property
+    def lines(self) -> Sequence[str]:
+        """The lines, as Python counts them."""
+        return io.StringIO(self.text, newline=None).read().split("\n")
+
+    @functools.cached_property
+    def positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+        """Where each node stands."""
+        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
+
+    def with_module(self, edited: cst.Module) -> bytes:
+        """The file with the edited tree. Lines that the edit left alone are the file's own, byte for byte.
+
+        Raises:
+            EditError: LibCST does not give the file's own lines back.
+        """
+        own, parsed = self.text.split("\n"), self.module.code.split("\n")
+        if len(own) != len(parsed):
+            raise EditError("its line endings cannot be kept; save it with LF or CRLF")
+        # LibCST drops form feeds, and tabs in front of a comment: hence no line of its text that did not change.
+        after = edited.code.split("\n")
+        changes = difflib.SequenceMatcher(None, parsed, after, autojunk=False).get_opcodes()
+        lines = [
+            line
+            for kind, start, end, new_start, new_end in changes
+            for line in (own[start:end] if kind == "equal" else after[new_start:new_end])
+        ]
+        return "\n".join(lines).encode(self.encoding)
 
     def at(self, number: int) -> Located:
         """The statement on a line (counted from 1).
@@ -127,10 +113,10 @@ class SourceMap:
         Raises:
             EditError: there is none, or it is of a kind that is left alone.
         """
-        if not 1 <= number <= self.count:
-            raise EditError(f"the file has {self.count} lines", number)
+        if not 1 <= number <= len(self.lines):
+            raise EditError(f"the file has {len(self.lines)} lines", number)
         try:
-            found = self._in_body(self.module.body, Place(), number)
+            found = self._in_body(self.module.body, Surroundings(), number)
         except EditError as error:
             raise EditError(str(error), number) from None
         if found is None:
@@ -144,49 +130,56 @@ class SourceMap:
             return range(0)  # made by an edit
         return range(position.start.line, position.end.line + 1)
 
-    def _in_body(self, body: Sequence[cst.CSTNode], place: Place, number: int) -> Located | None:
+    def _in_body(self, body: Sequence[cst.CSTNode], place: Surroundings, number: int) -> Located | None:
         for statement in body:
             if number in self.span(statement):
                 return self._in_statement(statement, place, number)
         return None
 
-    def _in_statement(self, statement: cst.CSTNode, place: Place, number: int) -> Located:
+    def _in_statement(self, statement: cst.CSTNode, place: Surroundings, number: int) -> Located:
         if isinstance(statement, cst.SimpleStatementLine):
             return Located(statement, place, self.span(statement))
-        inner = self._inside(statement, place)
-        for suite, within in _suites(statement, inner):
-            if isinstance(suite, cst.SimpleStatementSuite):
-                if number in self.span(suite):
-                    return Located(suite, within, self.span(suite))
-            elif (found := self._in_body(suite.body, within, number)) is not None:
-                return found
-        return self._head(statement, place, number)
-
-    def _head(self, statement: cst.CSTNode, place: Place, number: int) -> Located:
+        for suite, within in _suites(statement, self._inside(statement, place)):
+            if isinstance(suite, cst.IndentedBlock):
+                if (found := self._in_body(suite.body, within, number)) is not None:
+                    return found
+            elif number in self.span(suite):
+                raise EditError("it stands behind a colon; put it on a line of its own first")
         if isinstance(statement, cst.If) and number not in self.span(statement.test):
             raise EditError("it is the condition of an elif, which is computed only after the one before it")
-        if isinstance(statement, (cst.If, cst.For)) and getattr(statement, "asynchronous", None) is None:
-            return Located(statement, place, self.span(statement))
         raise EditError(f"it is {HEADERS.get(type(statement), 'the head of a compound statement')}")
 
-    def _inside(self, statement: cst.CSTNode, place: Place) -> Place:
+    def _inside(self, statement: cst.CSTNode, place: Surroundings) -> Surroundings:
         """The place of what stands in the body of a compound statement."""
         if isinstance(statement, cst.FunctionDef):
-            off = statement if any(self._disables(item.decorator) for item in statement.decorators) else None
-            return Place((*place.qualname, statement.name.value), (*place.functions, statement), off)
+            is_off = any(disables_autocast(item.decorator, self.imports) for item in statement.decorators)
+            functions = (*place.functions, statement)
+            return Surroundings((*place.qualname, statement.name.value), functions, statement if is_off else None)
         if isinstance(statement, cst.ClassDef):
             return replace(place, qualname=(*place.qualname, statement.name.value))
-        if isinstance(statement, cst.With) and any(self._disables(item.item) for item in statement.items):
+        if isinstance(statement, cst.With) and any(disables_autocast(i.item, self.imports) for i in statement.items):
             return replace(place, off=statement)
-        if isinstance(statement, cst.With) and any(self._enables(item.item) for item in statement.items):
+        if isinstance(statement, cst.With) and any(enables_autocast(i.item, self.imports) for i in statement.items):
             return replace(place, off=None)
         return place
 
-    def _enables(self, item: cst.BaseExpression) -> bool:
-        return enables_autocast(item, self.imports)
 
-    def _disables(self, item: cst.BaseExpression) -> bool:
-        return disables_autocast(item, self.imports)
+@functools.lru_cache(maxsize=16)
+def read_source(source: bytes) -> SourceFile:
+    """Decodes and parses a file.
+
+    Raises:
+        EditError: it is no Python that LibCST can parse, or not in the encoding that it claims.
+    """
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+        text = source.decode(encoding)
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        raise EditError(f"line {error.raw_line} does not parse", error.raw_line) from None
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise EditError(f"it cannot be decoded: {error}") from None
+    return SourceFile(text, encoding, module, imports_of(module.body))
 
 
 def parts_of(function: str) -> tuple[str, ...]:
@@ -207,7 +200,7 @@ def functions_in(node: cst.CSTNode, around: tuple[str, ...] = ()) -> Iterator[tu
         yield from functions_in(child, qualname)
 
 
-def _suites(statement: cst.CSTNode, place: Place) -> Iterator[tuple[cst.BaseSuite, Place]]:
+def _suites(statement: cst.CSTNode, place: Surroundings) -> Iterator[tuple[cst.BaseSuite, Surroundings]]:
     """The bodies of a compound statement, those of its ``else``, ``except`` and ``case`` too."""
     for child in statement.children:
         if isinstance(child, cst.BaseSuite):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ampdbg.patch.diffs import unified_diff
 from ampdbg.patch.edits import StatementPin, edit_source
-from ampdbg.source.source_file import EditError, SourceText, read_source
+from ampdbg.source.source_file import EditError, SourceFile, read_source
 
 STANDARD_LIBRARY = Path(os.__file__).parent
 EVERY = 16
@@ -138,6 +138,6 @@ def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
 
 
 def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
-    text = SourceText("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"))
+    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"), {})
     with pytest.raises(EditError, match="line endings cannot be kept"):
         text.with_module(cst.parse_module("y = 1\n"))

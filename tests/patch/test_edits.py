@@ -281,19 +281,6 @@ def test_functions_are_known_by_their_name_or_qualified_name(function: str) -> N
     assert edit_source(source, [StatementPin(function, (4,), ("x",))]).refused == ()
 
 
-def test_a_given_device_type_is_used() -> None:
-    source = b"import torch\ndef f(self, x):\n    return x @ x\n"
-    edited = edit_source(source, [StatementPin("f", (3,), ("x",), device_type="self.device.type")])
-    assert b"with torch.autocast(device_type=self.device.type, enabled=False):" in edited.source
-
-
-def test_every_call_of_a_child_is_pinned_without_lines() -> None:
-    source = b"import torch\ndef f(self, x):\n    x = self.a(x)\n    y = self.b(x)\n    return self.a(y)\n"
-    edited = edit_source(source, [CallPin("f", "self.a", half_names=("x", "y"))])
-    assert edited.source.count(b"enabled=False") == 2
-    assert b"\n    y = self.b(x)\n" in edited.source
-
-
 def test_random_numbers_are_drawn_in_the_order_that_they_were() -> None:
     source = b"import torch\nimport torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)\n"
     edited = edit_source(source, [StatementPin("f", (4,), ("x",))]).source.decode()
@@ -332,14 +319,14 @@ def test_an_import_for_types_alone_does_not_serve_at_run_time(test: str) -> None
 def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alone() -> None:
     source = b"class A:\n    def f(self, x):\n        return self.a(x)\n\n"
     source += source.replace(b"class A", b"class B")
-    edited = edit_source(source, [CallPin("B.f", "self.a", half_names=("x",))]).source
+    edited = edit_source(source, [CallPin("B.f", "self.a", (7,), half_names=("x",))]).source
     assert edited.startswith(b"import torch\n\n" + source[: source.index(b"class B")])
     assert edited.count(b"enabled=False") == 1
 
 
 def test_the_device_is_that_of_what_a_call_is_given_where_no_trace_was_made() -> None:
     source = b"import torch\nfrom torch import nn\ndef f(self, h):\n    y, _ = self.a(2, key=h)\n    return y\n"
-    edited = edit_source(source, [CallPin("f", "self.a")])
+    edited = edit_source(source, [CallPin("f", "self.a", (4,))])
     assert edited.refused == ()
     assert b"with torch.autocast(device_type=h.device.type, enabled=False):" in edited.source
 
@@ -378,17 +365,3 @@ def test_a_function_is_wrapped_by_its_whole_qualified_name() -> None:
     assert edited.refused == ()
     assert edited.source.startswith(b"import torch\ndef f(x):\n    with torch.autocast(")
     assert edited.source.count(b"enabled=False") == 1
-
-
-def test_entries_with_effects_are_computed_in_the_order_that_they_had() -> None:
-    source = b"def f(self, x):\n    return [\n        1 + self.a(x),\n        self.b(x),\n        self.c(x),\n    ]\n"
-    edited = edit_source(source, [CallPin("f", "self.b", (4,), half_names=("x",))]).source.decode()
-    assert edited.index("1 + self.a(x)") < edited.index("self.b(x.float())") < edited.index("self.c(x)")
-    assert edited.index("enabled=False") > edited.index("1 + self.a(x)")
-
-
-def test_an_entry_that_only_calls_modules_leaves_the_literal_to_be_pinned_as_a_whole() -> None:
-    source = b"import torch\ndef f(self, x):\n    return [\n        self.a(x),\n        x * x,\n    ]\n"
-    edited = edit_source(source, [StatementPin("f", (4,), ("x",))])
-    assert edited.refused == ()
-    assert b"x.float() * x.float()" in edited.source
