@@ -45,8 +45,6 @@ CATALOGUE = "record/codes.py"
 IN_TWO_MODULES = {
     "unknown": "also a value of the environment variable TERM",
     "mask-constant": "found by an op's numbers, and by the error of torch",
-    "misuse-bce": "torch's error is read in two places",
-    "misuse-half-parameters": "found by the order of calls, and by the error of torch",
 }
 
 

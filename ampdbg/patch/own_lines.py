@@ -10,13 +10,12 @@ from pathlib import Path
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
 from ampdbg.probes.op_trace import OpTrace
-from ampdbg.probes.source_lines import Line
 from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.source.ownership import is_users_file
+from ampdbg.source.ownership import Line, is_users_file
 
 CLOSE_BITS = 2
 """A line whose values are within so many bits of the limit is wrapped together with one that is beyond it."""

@@ -98,8 +98,6 @@ class CallOrder:
 
     def hits(self, call: Call) -> tuple[Hit, ...]:
         """What is wrong with this call, or with an earlier one as this call shows."""
-        if call.raised:
-            return tuple(_refused(self, call))
         return tuple(RULES[call.kind](self, call))
 
     def carries_scale(self, optimizer: int) -> int:
@@ -110,6 +108,30 @@ class CallOrder:
     def clear(self, optimizer: int) -> None:
         """Forgets what is known of an optimizer's gradients: they are gone, or others'."""
         self.gradients[optimizer] = GradientState()
+
+    def code_of_second_unscale(self, call: Call) -> str:
+        """The same gradients twice; or those of a micro-batch, which are blamed already; or a step without update."""
+        held = [self.gradients[index] for index in call.optimizers]
+        if any(one.accumulated for one in held):
+            return ""
+        same = all(one.unscaled is not None for one in held)
+        return "misuse-unscale-twice" if same else "misuse-no-update"
+
+    def code_of_late_unscale(self, call: Call) -> str:
+        """New gradients since the step belong to the next step, and the update between them is missing."""
+        new = any(self.progress[index].written_since for index in call.optimizers)
+        return "misuse-no-update" if new else "misuse-unscale-twice"
+
+    def code_of_second_step(self, call: Call) -> str:
+        """The update between two steps is missing."""
+        return "misuse-no-update"
+
+    def code_of_empty_update(self, call: Call) -> str:
+        """An update that no gradient was checked for."""
+        if self.bare:
+            return ""
+        waiting = any(self.carries_scale(index) == call.actor for index in range(len(self.gradients)))
+        return "misuse-accumulate" if waiting else "misuse-many-updates"
 
 
 def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -233,46 +255,3 @@ RULES: Mapping[CallKind, Callable[[CallOrder, Call], Iterator[Hit]]] = {
     "get_scale": _get_scale,
     "schedule": _schedule,
 }
-
-
-def _refused(order: CallOrder, call: Call) -> Iterator[Hit]:
-    """A call that the scaler itself refused: its message, and what came before, say which misuse it is."""
-    for words, decide in REFUSALS.items():
-        if words in call.raised:
-            code = decide(order, call)
-            if code:
-                yield Hit(code, call)
-            return
-
-
-def _unscaled_before(order: CallOrder, call: Call) -> str:
-    """The same gradients twice; or those of a micro-batch, which is told already; or a step without update."""
-    held = [order.gradients[index] for index in call.optimizers]
-    if any(one.accumulated for one in held):
-        return ""
-    same = all(one.unscaled is not None for one in held)
-    return "misuse-unscale-twice" if same else "misuse-no-update"
-
-
-def _unscaled_after_step(order: CallOrder, call: Call) -> str:
-    """New gradients since the step belong to the next step, and the update between them is missing."""
-    new = any(order.progress[index].written_since for index in call.optimizers)
-    return "misuse-no-update" if new else "misuse-unscale-twice"
-
-
-def _updated_for_nothing(order: CallOrder, call: Call) -> str:
-    if order.bare:
-        return ""
-    waiting = any(order.carries_scale(index) == call.actor for index in range(len(order.gradients)))
-    return "misuse-accumulate" if waiting else "misuse-many-updates"
-
-
-REFUSALS: Mapping[str, Callable[[CallOrder, Call], str]] = {
-    "unscale_() has already been called": _unscaled_before,
-    "unscale_() is being called after step()": _unscaled_after_step,
-    "step() has already been called": lambda order, call: "misuse-no-update",
-    "Attempting to unscale FP16 gradients": lambda order, call: "misuse-half-parameters",
-    "No inf checks were recorded for this optimizer": lambda order, call: "misuse-unused-optimizer",
-    "No inf checks were recorded prior to update": _updated_for_nothing,
-}
-"""What GradScaler says when it refuses a call, and the code that this is (torch 2.6 to 2.13)."""

@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ampdbg.precision.attributes import replaced
 from ampdbg.probes.autograd_marks import GradientMarks, is_scaled_by_hand, lowered_to, mark_scaled, scaler_of
 from ampdbg.probes.call_order import Call, CallKind, CallOrder, Hit
-from ampdbg.probes.refusals import refusal_of
-from ampdbg.probes.source_lines import Line, innermost_line, source_of
+from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
+from ampdbg.source.ownership import Line, line_of_error
 
 FEW = 16
 """The line is looked up for so many calls of each kind, and for every one that is a misuse."""
@@ -100,7 +101,8 @@ class Calls:
         """The loop has raised; some errors say of themselves which misuse they are."""
         if id(error) != self._last_error:
             self._last_error = id(error)
-            for code, line in refusal_of(error):
+            code, line = misuse_of_error(error), line_of_error(error)
+            if code:
                 self._explained = id(error)
                 self._report(Hit(code, Call("backward", self._step(), line=line, raised=str(error))), line)
 
@@ -179,7 +181,8 @@ class Calls:
         if times <= FEW:
             self._lines[kind, optimizers] = innermost_line()
         call = Call(kind, self._step(), optimizers, self._lines.get((kind, optimizers)), **facts)
-        for hit in self._order.hits(call):
+        hits = misuse_of_refusal(self._order, call) if call.raised else self._order.hits(call)
+        for hit in hits:
             self._report(hit, innermost_line() if hit.call is call else hit.call.line)
 
     def _report(self, hit: Hit, line: Line | None) -> None:

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import linecache
-import os
 import sys
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
-import torch
+from torch.utils import checkpoint
 
+from ampdbg import precision, probes
 from ampdbg.record.findings import Source
+from ampdbg.source.ownership import Line, by_code, is_ampdbgs, is_part_of, is_users_or_a_librarys
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_AMPDBG = str(Path(__file__).parent.parent) + os.sep
-_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
-_SITE_PACKAGES = os.sep + "site-packages" + os.sep
-_CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
-
-# What runs the user's code: frames above belong to whoever has started ampdbg, a program or a script.
-_RUNNERS = (_AMPDBG + "workload" + os.sep, _AMPDBG + "training" + os.sep)
+# ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
+# and frames above that belong to whoever has started ampdbg, a program or a script.
+_BETWEEN = (probes.__name__, precision.__name__)
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"
-
-Line = tuple[str, int, str]
-"""File, line number, function."""
-
-_plain_code: dict[CodeType, bool] = {}
 
 
 def innermost_line(depth: int = 1) -> Line | None:
@@ -46,8 +36,8 @@ def innermost_line(depth: int = 1) -> Line | None:
 def is_recomputing(depth: int = 1) -> bool:
     """Whether the innermost line stands in a forward pass that ``torch.utils.checkpoint`` computes again."""
     frame = _innermost_frame(sys._getframe(depth + 1))
-    while frame is not None and not _is_engine(frame.f_code):
-        if frame.f_code.co_filename == _CHECKPOINT:
+    while frame is not None and not _is_engine(frame):
+        if _is_checkpoint(frame):
             return True
         frame = frame.f_back
     return False
@@ -60,27 +50,26 @@ def source_of(line: Line) -> Source:
 
 
 def _innermost_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not is_named(frame.f_code):
-        if _is_engine(frame.f_code) or frame.f_code.co_filename.startswith(_RUNNERS):
+    while frame is not None and not is_users_or_a_librarys(frame):
+        if _ends_the_search(frame):
             return None
         frame = frame.f_back
     return frame
 
 
-def _is_engine(code: CodeType) -> bool:
-    return code.co_name == _ENGINE and code.co_filename.startswith(_TORCH)
+def _ends_the_search(frame: FrameType) -> bool:
+    return _is_engine(frame) or _runs_users_code(frame)
 
 
-def is_named(code: CodeType) -> bool:
-    """Whether this is the user's or a library's code, and no part of torch, ampdbg or the standard library."""
-    known = _plain_code.get(code)
-    if known is None:
-        known = _plain_code[code] = _is_users_or_a_librarys(code.co_filename)
-    return known
+@by_code
+def _runs_users_code(frame: FrameType) -> bool:
+    return is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
 
 
-def _is_users_or_a_librarys(file: str) -> bool:
-    if file.startswith((_TORCH, _AMPDBG, "<")):
-        return False
-    # contextlib and functools stand between a decorated forward and its caller.
-    return not file.startswith(_STANDARD_LIBRARY) or _SITE_PACKAGES in file
+@by_code
+def _is_checkpoint(frame: FrameType) -> bool:
+    return is_part_of(frame, checkpoint.__name__)
+
+
+def _is_engine(frame: FrameType) -> bool:
+    return frame.f_code.co_name == _ENGINE and is_part_of(frame, "torch")

@@ -1,17 +1,87 @@
-"""Whose code it is: the user's own, which a patch may edit, or an installed library's."""
+"""Whose code it is: the user's own, an installed library's, torch's, Python's or ampdbg's.
+
+Of what runs, the name of its module tells; of a file that a patch may edit, its place.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 import sysconfig
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 
 INSTALLED = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")})
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 """Packages of another environment, which a ``.pth`` file or PYTHONPATH brings in, lie in folders of these names."""
 
 AMPDBG = Path(__file__).resolve().parents[1]
+
+
+STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+
+Line = tuple[str, int, str]
+"""File, line number, function."""
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module that the code stands in, also where that runs as ``__main__``; "" where it has none."""
+    name, spec = frame.f_globals.get("__name__"), frame.f_globals.get("__spec__")
+    return str(getattr(spec, "name", name) if name == "__main__" else name or "")
+
+
+def is_part_of(frame: FrameType, *packages: str) -> bool:
+    """Whether the code stands in one of these packages or modules, or below."""
+    module = module_of(frame)
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def is_ampdbgs(frame: FrameType) -> bool:
+    """Whether the code is ampdbg's own."""
+    return is_part_of(frame, __name__.partition(".")[0])
+
+
+Question = Callable[[FrameType], bool]
+
+
+def by_code(ask: Question) -> Question:
+    """A question whose answer is the same for every frame of the same code: asked once."""
+    # By id, and the code kept: code objects are equal that differ in nothing but their file.
+    known: dict[int, tuple[bool, CodeType]] = {}
+
+    @functools.wraps(ask)
+    def answer(frame: FrameType) -> bool:
+        key = id(frame.f_code)
+        if key not in known:
+            known[key] = ask(frame), frame.f_code
+        return known[key][0]
+
+    return answer
+
+
+@by_code
+def is_users_or_a_librarys(frame: FrameType) -> bool:
+    """Whether the code is none of torch's, ampdbg's and the standard library's, nor made while it runs."""
+    file = frame.f_code.co_filename
+    if file.startswith("<") or is_part_of(frame, "torch") or is_ampdbgs(frame):
+        return False
+    # contextlib and functools stand between a decorated forward and its caller; a user's file may be a code.py.
+    is_pythons = module_of(frame).partition(".")[0] in sys.stdlib_module_names
+    return not (is_pythons and file.startswith(STANDARD_LIBRARY))
+
+
+def line_of_error(error: BaseException) -> Line | None:
+    """The innermost line of the user's or a library's code that an error came through."""
+    lines = [
+        (frame.f_code.co_filename, number, frame.f_code.co_name)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if is_users_or_a_librarys(frame)
+    ]
+    return lines[-1] if lines else None
 
 
 def is_users_file(file: str) -> bool:

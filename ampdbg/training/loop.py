@@ -17,12 +17,12 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.coverage import compiled_notes, coverage
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
+from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.state import notes_on
-from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.half_updates import ComparedUpdates
 
 

@@ -12,12 +12,12 @@ from ampdbg.environment import describe_environment, folder_from_here
 from ampdbg.errors import UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.shadow_trace import sites_of
+from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_and_unseen
 from ampdbg.replay.snapshot import take_snapshot
-from ampdbg.training.autocast_error import autocast_error
 from ampdbg.training.loop import accumulate_gradients, update_weights
 
 

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from types import FrameType
 
 from ampdbg.errors import AmpdbgError, UserCodeError
+from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-# What stands between two frames of the user's and says nothing about either.
-_PLUMBING_FILES = (
-    str(Path(__file__).parent.parent) + os.sep,
-    "<frozen importlib",
-    str(Path(importlib.__file__).parent) + os.sep,
-    _TORCH + os.path.join("amp", ""),
-    _TORCH + os.path.join("utils", "_contextlib.py"),
-    _TORCH + "_ops.py",  # the dispatcher, which the emulated kernels are called through
-)
+# What stands between two frames of the user's and says nothing about either; the dispatcher calls emulated kernels.
+_PLUMBING = ("importlib", "_frozen_importlib", "torch.amp", "torch.utils._contextlib", "torch._ops")
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 
 
@@ -74,25 +64,29 @@ def user_traceback(error: BaseException) -> str:
     The innermost of torch's stays when the error was raised there: the op that was called.
     """
     report = traceback.TracebackException.from_exception(error)
-    _filter(report)
+    _filter(report, error)
     return "".join(report.format())
 
 
-def _filter(report: traceback.TracebackException | None) -> None:
-    if report is None:
+def _filter(report: traceback.TracebackException | None, error: BaseException | None) -> None:
+    if report is None or error is None:
         return
-    frames = [frame for frame in report.stack if not _is_plumbing(frame)]
-    kept = [frame for frame in frames if frame is frames[-1] or not frame.filename.startswith(_TORCH)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    shown = [(line, frame) for line, frame in zip(report.stack, frames, strict=False) if not _is_plumbing(frame)]
+    kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
     # An empty list would print a heading above nothing; format() leaves the heading out for None.
     vars(report)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-    for inner in (report.__cause__, report.__context__, *(getattr(report, "exceptions", None) or ())):
-        _filter(inner)
+    _filter(report.__cause__, error.__cause__)
+    _filter(report.__context__, error.__context__)
+    for inner, raised in zip(
+        getattr(report, "exceptions", None) or (), getattr(error, "exceptions", None) or (), strict=False
+    ):
+        _filter(inner, raised)
 
 
-def _is_plumbing(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_PLUMBING_FILES) or (
-        frame.filename.startswith(_TORCH) and frame.name in _PLUMBING_FUNCTIONS
-    )
+def _is_plumbing(frame: FrameType) -> bool:
+    is_call = frame.f_code.co_name in _PLUMBING_FUNCTIONS and is_part_of(frame, "torch")
+    return is_ampdbgs(frame) or is_part_of(frame, *_PLUMBING) or is_call
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ampdbg.probes.call_order import REFUSALS, Call, CallOrder, Hit
+from ampdbg.probes.call_order import Call, CallOrder, Hit
+from ampdbg.probes.torch_errors import misuse_of_refusal
 
 SCALED = Call("backward", optimizers=(0,), actor=1)
 FRESH = Call("backward", optimizers=(0,), actor=1, rewritten=(0, 1))
@@ -25,7 +26,10 @@ def refused(kind: str, words: str) -> Call:
     return Call(kind, optimizers=(0,), actor=1, raised=f"{words} and so on")  # type: ignore[arg-type]
 
 
-AGAIN, AFTER_STEP, STEPPED, _, _, NOTHING = REFUSALS
+AGAIN = "unscale_() has already been called on this optimizer since the last update()."
+AFTER_STEP = "unscale_() is being called after step()."
+STEPPED = "step() has already been called since the last update()."
+NOTHING = "No inf checks were recorded prior to update."
 
 RIGHT: dict[str, tuple[Call, ...]] = {
     "the reference order": (FRESH, UNSCALE, CLIP, STEP, UPDATE, FRESH, STEP, UPDATE),
@@ -84,7 +88,7 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
 
 def hits(calls: tuple[Call, ...]) -> list[Hit]:
     order = CallOrder(2)
-    return [hit for call in calls for hit in order.hits(call)]
+    return [hit for call in calls for hit in (misuse_of_refusal(order, call) if call.raised else order.hits(call))]
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -20,6 +20,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import calls, source_lines
 from ampdbg.probes import calls as replaced_calls
 from ampdbg.probes.watch import watch
+from ampdbg.source.ownership import Line
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,9 @@ def test_no_graph_or_loss_is_kept_alive() -> None:
 
 
 def test_frames_are_walked_for_the_first_calls_of_each_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks: list[source_lines.Line | None] = []
+    walks: list[Line | None] = []
 
-    def walk() -> source_lines.Line | None:
+    def walk() -> Line | None:
         walks.append(source_lines.innermost_line())
         return walks[-1]
 

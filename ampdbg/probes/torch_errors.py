@@ -1,0 +1,106 @@
+"""What torch says when mixed precision is misused, and the code that each text is (torch 2.6 to 2.13)."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.autograd.function import FunctionCtx
+
+from ampdbg.errors import AmpdbgError
+from ampdbg.probes.call_order import Call, CallOrder, Hit
+from ampdbg.probes.source_lines import source_of
+from ampdbg.record.run import AutocastError
+from ampdbg.source.ownership import line_of_error
+
+
+@dataclass(frozen=True)
+class TorchError:
+    """A text of torch's.
+
+    ``code`` is the finding that the error is; for a call that the scaler refuses ``decide`` may name it instead, by
+    the calls before, or "" where one of those is to blame already. ``by_autocast``: FP32 would not have raised it.
+    ``in_loop``: it says of itself which misuse it is, wherever a loop raises it, if ``applies`` to where it was raised.
+    """
+
+    text: str
+    code: str = ""
+    decide: Callable[[CallOrder, Call], str] | None = None
+    by_autocast: bool = False
+    in_loop: bool = False
+    applies: Callable[[BaseException], bool] = lambda error: True
+
+    def is_in(self, message: str) -> bool:
+        """Whether a message has this text."""
+        return re.search(self.text, message) is not None
+
+
+def _in_undecorated_function(error: BaseException) -> bool:
+    """Whether the error came out of an ``autograd.Function`` without ``custom_fwd`` and ``custom_bwd``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    contexts = [value for frame in frames for value in _first_argument(frame) if isinstance(value, FunctionCtx)]
+    return bool(contexts) and not _is_decorated(type(contexts[-1]))
+
+
+def _first_argument(frame: FrameType) -> list[object]:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    return [frame.f_locals[name] for name in names[:1] if name in frame.f_locals]
+
+
+def _is_decorated(context: type) -> bool:
+    """torch.amp.custom_fwd and custom_bwd wrap a method and set ``__wrapped__``."""
+    function = getattr(context, "_forward_cls", None)
+    return all(hasattr(getattr(function, name, None), "__wrapped__") for name in ("forward", "backward"))
+
+
+TORCH_ERRORS = (
+    TorchError(r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True),
+    TorchError(
+        r"binary_cross_entropy and torch\.nn\.BCELoss are unsafe to autocast",
+        "misuse-bce",
+        by_autocast=True,
+        in_loop=True,
+    ),
+    TorchError(
+        r"must have the same dtype|expected .*scalar type|expected .* to have the same dtype|same scalar type"
+        r"|Input type .* should be the same|found (dtype )?(Half|BFloat16|c10::Half)|dtype of .* does not match",
+        "misuse-custom-function",
+        in_loop=True,
+        applies=_in_undecorated_function,
+    ),
+    TorchError(r"Attempting to unscale FP16 gradients", "misuse-half-parameters", by_autocast=True),
+    TorchError(r"unscale_\(\) has already been called", decide=CallOrder.code_of_second_unscale),
+    TorchError(r"unscale_\(\) is being called after step\(\)", decide=CallOrder.code_of_late_unscale),
+    TorchError(r"step\(\) has already been called", decide=CallOrder.code_of_second_step),
+    TorchError(r"No inf checks were recorded for this optimizer", "misuse-unused-optimizer"),
+    TorchError(r"No inf checks were recorded prior to update", decide=CallOrder.code_of_empty_update),
+)
+
+
+def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
+    """The finding that an exception of the user's code is, or None when autocast did not cause it."""
+    cause = raised.__cause__
+    if cause is None:
+        return None
+    text = str(cause)
+    known = next((one for one in TORCH_ERRORS if one.by_autocast and one.is_in(text)), None)
+    if known is None:
+        return None
+    line = line_of_error(cause)
+    return AutocastError(known.code, step, text, line and source_of(line))
+
+
+def misuse_of_error(error: BaseException) -> str:
+    """The code of the misuse that an error of a loop says it is; "" for any other."""
+    text = str(error)
+    return next((one.code for one in TORCH_ERRORS if one.in_loop and one.is_in(text) and one.applies(error)), "")
+
+
+def misuse_of_refusal(order: CallOrder, call: Call) -> tuple[Hit, ...]:
+    """What is wrong with a call that the scaler itself refused: its message, and what came before, tell."""
+    known = next((one for one in TORCH_ERRORS if not one.in_loop and one.is_in(call.raised)), None)
+    code = "" if known is None else known.decide(order, call) if known.decide else known.code
+    return (Hit(code, call),) if code else ()
