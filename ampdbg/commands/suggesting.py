@@ -26,7 +26,7 @@ def told(path: Path, strategy: Searching) -> tuple[Suggestion, Path] | None:
         return None
     from ampdbg.proof.suggestion import Suggestion
 
-    return Suggestion(record, patch=None, names=(), all_names=()), Path()
+    return Suggestion(record, patch=None, names=()), Path()
 
 
 def _warn_of_uncommitted(config: Config) -> None:

@@ -12,9 +12,7 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name.helper_form import applies_to, edit_factory
-from ampdbg.patch.by_name.name_sets import in_words
-from ampdbg.patch.by_name.plain_layers import takes_one_tensor
+from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
 from ampdbg.patch.edits import CallPin, Edited, FunctionPin, Refused, SourcePin, StatementPin, edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import (
@@ -202,9 +200,8 @@ def applied(edits: Sequence[Edit], materials: Materials) -> tuple[tuple[FileEdit
 
 
 def _with_helper(edited: Edited, names: Sequence[str], materials: Materials) -> Edited:
-    every = [name for name, _ in materials.model.named_modules()]
     makes = parse_target(materials.config.model.target).name
-    return edit_factory(edited.source, makes, names, every, one_tensor=layers_of_one_tensor(names, materials.model))
+    return edit_factory(edited.source, makes, names, one_tensor=layers_of_one_tensor(names, materials.model))
 
 
 def layers_of_one_tensor(names: Iterable[str], model: torch.nn.Module) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from ampdbg.patch.by_name.name_sets import in_words
+from ampdbg.patch.by_name.helper import in_words
 from ampdbg.patch.diffs import new_file_diff, unified_diff
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.record.file import to_json

@@ -11,7 +11,7 @@ from ampdbg.config import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.patch.by_name.helper_form import MODULE_NAME, module_text
+from ampdbg.patch.by_name.helper import MODULE_NAME, module_text
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.patch.own_lines import OwnLines, own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
@@ -45,14 +45,13 @@ class Suggestion:
 
     ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
     failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
-    ``all_names`` are all modules. ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
+    ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
     remedies other than pins. ``refused`` says why no code could be edited: ``FILE:LINES: reason`` each.
     """
 
     record: Record
     patch: Patch | None
     names: tuple[str, ...]
-    all_names: tuple[str, ...]
     one_tensor: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -64,7 +63,7 @@ class Suggestion:
 
     def pins_file(self, names: Sequence[str]) -> str:
         """The file that pins those of ``names``."""
-        return module_text(names, self.all_names, one_tensor=self.one_tensor)
+        return module_text(names, one_tensor=self.one_tensor)
 
 
 def suggest(
@@ -114,7 +113,6 @@ def _without_patch(ended: Bisected) -> Suggestion:
         record=ended.record,
         patch=None,
         names=names,
-        all_names=tuple(name for name, _ in ended.run.workload.model.named_modules()),
         one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
         notes=_notes(ended, names),
     )

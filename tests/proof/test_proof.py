@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ampdbg.config import Config, load_config
-from ampdbg.patch.by_name.helper_form import module_text
+from ampdbg.patch.by_name.helper import module_text
 from ampdbg.proof import proving as proof_module
 from ampdbg.proof.jobs import Patched
 from ampdbg.proof.saved_steps import Uncarried

@@ -39,7 +39,6 @@ def suggestion(folder: Path, *, record: Record | None = None, after: bytes = AFT
         record=record or proven(),
         patch=patch_of(FileEdit(files[0], BEFORE, after), FileEdit(files[1], BEFORE, after)),
         names=NAMES,
-        all_names=("", "blocks", "blocks.2", "blocks.2.attn", "blocks.3", "head"),
         notes=(f"{folder}/model.py:41: scale before the product",),
     )
 

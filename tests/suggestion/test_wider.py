@@ -63,5 +63,5 @@ def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -
     path = tmp_path / "net.py"
     assert found.refused == (
         f"{path}:15: the name torch stands for something else here; import torch under its own name first",
-        f"{path}: it has a function _keep_in_fp32 of its own; rename that first",
+        f"{path}: it has a function _keep_in_fp32 already; add the modules to it by hand, or rename it",
     )

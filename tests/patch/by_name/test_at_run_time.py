@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdbg.precision.pins import pin_fp32
-from tests.helper_form.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
+from tests.patch.by_name.pinned_models import Model, Scores, autocast_as_on_cuda, dtypes_of_outputs, pinned
 
 HALF, WIDE = torch.float16, torch.float32
 

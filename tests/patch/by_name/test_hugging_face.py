@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ampdbg.patch.by_name.helper import takes_one_tensor
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
-from ampdbg.patch.by_name.plain_layers import takes_one_tensor
 
 
 class PreTrainedModel(nn.Module):

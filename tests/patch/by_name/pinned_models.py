@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
-from ampdbg.patch.by_name.helper_form import module_text
-from ampdbg.patch.by_name.plain_layers import takes_one_tensor
+from ampdbg.patch.by_name.helper import module_text, takes_one_tensor
 from ampdbg.precision.emulation import cuda_on_cpu
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -64,11 +63,11 @@ class Model(nn.Module):
         return self.last(self.attn(h, scale=2.0, extra=[{"x": (Pair(h, 1),)}])["scores"])
 
 
-def pin_function(folder: Path, names: Sequence[str], all_names: Sequence[str] = (), **options: Any) -> Any:
+def pin_function(folder: Path, names: Sequence[str], **options: Any) -> Any:
     """The ``pin_fp32`` of a file that holds the module form, importable again by its name as pickle needs."""
     name = f"ampdbg_pins_{next(_numbers)}"
     path = folder / f"{name}.py"
-    path.write_text(module_text(names, all_names, **options), encoding="utf-8")
+    path.write_text(module_text(names, **options), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -82,7 +81,7 @@ def pinned(model: AnyModel, names: Sequence[str], folder: Path) -> AnyModel:
     """The model with the helper for ``names`` applied, the short form where the pins allow it."""
     modules = dict(model.named_modules())
     simple = [name for name in names if name in modules and takes_one_tensor(modules[name])]
-    result = pin_function(folder, names, tuple(modules), one_tensor=simple)(model)
+    result = pin_function(folder, names, one_tensor=simple)(model)
     assert result is model
     return model
 

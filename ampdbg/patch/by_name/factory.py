@@ -1,0 +1,271 @@
+"""Where a file makes the model, a function, a class or a variable, and the call that is put there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from ampdbg.source.bindings import dotted
+from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, find, plain_parameters, walk
+from ampdbg.source.source_file import EditError
+
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
+MODEL = "model"
+LONG = 72
+"""An expression of more characters, or lines, is not put into a call as it stands."""
+
+BLANK = cst.EmptyLine(indent=False)
+CONTAINERS = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, *COMPREHENSIONS)
+
+
+def with_model_kept(module: cst.Module, name: str, helper: str) -> tuple[int, cst.Module]:
+    """The module with the model that ``name`` makes passed through the function ``helper``.
+
+    A function's returned model is, a class calls it at the end of ``__init__``, a variable's model behind its
+    assignment.
+
+    Returns:
+        The index of the statement that makes the model, and the module.
+
+    Raises:
+        EditError: there is no ``name``, or no plain place for the call.
+    """
+    (first, *inner), index = _followed(module, name)
+    edited = _edited(module.body[index], inner, first, helper)
+    return index, module.with_changes(body=[*module.body[:index], *edited, *module.body[index + 1 :]])
+
+
+def applied_to(module: cst.Module, name: str) -> str:
+    """What the helper's call runs for, where that is more than one model; else "".
+
+    Raises:
+        EditError: there is no ``name``.
+    """
+    (_, *inner), index = _followed(module, name)
+    maker: cst.CSTNode = module.body[index]
+    for part in inner:
+        maker = _member(maker, part, name)
+    if isinstance(maker, cst.FunctionDef):
+        return f"all that {name} returns" if _has_parameters(maker.params, 0) else ""
+    if not isinstance(maker, cst.ClassDef):
+        return ""
+    own = _initialiser_of(maker)
+    # The arguments of an inherited __init__ are not known.
+    return f"every {name}" if own is None or _has_parameters(own.params, 1) else ""
+
+
+def _followed(module: cst.Module, name: str) -> tuple[list[str], int]:
+    """The parts of ``name`` and the index of the statement that binds the first of them; an alias is followed."""
+    parts = name.split(".")
+    index = _index(module.body, parts[0])
+    value = _value(module.body[index], parts[0])
+    if isinstance(value, cst.Name) and len(parts) == 1:
+        return _followed(module, value.value)
+    return parts, index
+
+
+def _index(body: Sequence[cst.CSTNode], name: str) -> int:
+    """Where a name is bound, the last time."""
+    found = [index for index, node in enumerate(body) if name in _bound(node)]
+    if not found:
+        raise EditError(f"{name} is not defined at the top of this file; it may be imported, or made in a condition")
+    return found[-1]
+
+
+def _bound(node: cst.CSTNode) -> set[str]:
+    if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+        return {node.name.value}
+    lines = node.body if isinstance(node, cst.SimpleStatementLine) else ()
+    return {name for small in lines for name in _targets(small)}
+
+
+def _targets(small: cst.CSTNode) -> list[str]:
+    if isinstance(small, cst.Assign):
+        return [dotted(target.target) for target in small.targets]
+    return [dotted(small.target)] if isinstance(small, cst.AnnAssign) and small.value is not None else []
+
+
+def _value(node: cst.CSTNode, name: str) -> cst.BaseExpression | None:
+    for small in node.body if isinstance(node, cst.SimpleStatementLine) else ():
+        if isinstance(small, (cst.Assign, cst.AnnAssign)) and name in _targets(small):
+            return small.value
+    return None
+
+
+def _member(node: cst.CSTNode, name: str, whole: str) -> cst.CSTNode:
+    """The function or class ``name`` in a class."""
+    body = _block(node.body).body if isinstance(node, cst.ClassDef) else ()
+    found = [item for item in body if isinstance(item, (cst.FunctionDef, cst.ClassDef)) and item.name.value == name]
+    if not found:
+        raise EditError(f"{whole} is neither a function nor a class in this file")
+    return found[-1]
+
+
+def _has_parameters(params: cst.Parameters, bound: int) -> bool:
+    """Whether there are more parameters than those that are ``bound``, as ``self`` is."""
+    takes_any = isinstance(params.star_arg, cst.Param) or params.star_kwarg is not None
+    return takes_any or len(plain_parameters(params)) > bound
+
+
+def _edited(node: Statement, inner: Sequence[str], name: str, helper: str) -> list[Statement]:
+    """The statements in the place of the one that makes the model."""
+    if inner:
+        member = _member(node, inner[0], ".".join([name, *inner]))
+        assert isinstance(member, (cst.FunctionDef, cst.ClassDef))
+        (edited,) = _edited(member, inner[1:], inner[0], helper)
+        changed = node.deep_replace(member, edited)
+        assert isinstance(changed, cst.ClassDef)
+        return [changed]
+    if isinstance(node, cst.FunctionDef):
+        return [_function(node, helper)]
+    if isinstance(node, cst.ClassDef):
+        return [_class(node, helper)]
+    if isinstance(_value(node, name), cst.Lambda):
+        raise EditError(f"{name} is a lambda; write it as a function")
+    return [node, _call_line(helper, name)]
+
+
+# A function
+
+
+def _function(function: cst.FunctionDef, helper: str) -> cst.FunctionDef:
+    """The function with the one model that it returns passed through the helper."""
+    name, inside = function.name.value, _own_nodes(function.body)
+    if function.asynchronous is not None:
+        raise EditError(f"{name} is a coroutine; call the helper where its model is awaited")
+    if any(isinstance(node, cst.Yield) for node in inside):
+        raise EditError(f"{name} is a generator; call the helper where its model is used")
+    returns = [node for node in inside if isinstance(node, cst.Return) and node.value is not None]
+    if not returns:
+        raise EditError(f"{name} returns no model")
+    value = returns[0].value
+    if len(returns) > 1 or isinstance(value, cst.IfExp):
+        raise EditError(f"{name} returns one thing here and another there; make the model in a function of its own")
+    if isinstance(value, CONTAINERS):
+        raise EditError(f"{name} returns more than the model; call the helper on the model in it")
+    edited = function.visit(_Return(function, returns[0], helper))
+    assert isinstance(edited, cst.FunctionDef)
+    return edited
+
+
+def _own_nodes(node: cst.CSTNode) -> list[cst.CSTNode]:
+    """Every node but those of nested functions and classes."""
+    inner = {id(below) for item in walk(node) if isinstance(item, SCOPES) for below in walk(item)}
+    return [item for item in walk(node) if id(item) not in inner]
+
+
+class _Return(cst.CSTTransformer):
+    """Passes what one ``return`` gives through the helper; a model whose making is long gets a name first."""
+
+    def __init__(self, function: cst.FunctionDef, node: cst.Return, helper: str) -> None:
+        super().__init__()
+        self.node, self.helper = node, helper
+        assert node.value is not None
+        code = cst.Module([]).code_for_node(node.value)
+        shared = {item.name.value for item in find(function, cst.NameItem)}  # of global and nonlocal
+        self.is_named = MODEL not in shared and ("\n" in code or len(code) > LONG)
+
+    def leave_SimpleStatementLine(  # noqa: N802 - LibCST's name
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
+        if original_node.body[0] is not self.node or not self.is_named:
+            return updated_node
+        assert self.node.value is not None
+        made = cst.Assign([cst.AssignTarget(cst.Name(MODEL))], self.node.value)
+        return cst.FlattenSentinel(
+            [updated_node.with_changes(body=[made]), cst.SimpleStatementLine([self._kept(cst.Name(MODEL))])]
+        )
+
+    def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
+        if original_node is not self.node or updated_node.value is None:
+            return updated_node
+        return self._kept(_unwrapped(updated_node.value)).with_changes(semicolon=updated_node.semicolon)
+
+    def _kept(self, value: cst.BaseExpression) -> cst.Return:
+        call = cst.Call(cst.Name(self.helper), [cst.Arg(value)])
+        return cst.Return(call, whitespace_after_return=cst.SimpleWhitespace(" "))
+
+
+def _unwrapped(value: cst.BaseExpression) -> cst.BaseExpression:
+    """Without its outermost parentheses, for which the call's own stand; comments keep them."""
+    outer: Sequence[cst.LeftParen] = getattr(value, "lpar", ())
+    closing: Sequence[cst.RightParen] = getattr(value, "rpar", ())
+    spaces = [*(paren.whitespace_after for paren in outer[:1]), *(paren.whitespace_before for paren in closing[-1:])]
+    if not outer or not all(isinstance(space, cst.SimpleWhitespace) for space in spaces):
+        return value
+    return value.with_changes(lpar=outer[1:], rpar=closing[:-1])
+
+
+# A class
+
+
+def _initialiser_of(node: cst.ClassDef) -> cst.FunctionDef | None:
+    methods = [item for item in _block(node.body).body if isinstance(item, cst.FunctionDef)]
+    return next((method for method in methods if method.name.value == "__init__"), None)
+
+
+def _class(node: cst.ClassDef, helper: str) -> cst.ClassDef:
+    block, own = _block(node.body), _initialiser_of(node)
+    if own is not None:
+        body = [_initialiser(own, helper) if item is own else item for item in block.body]
+        return node.with_changes(body=block.with_changes(body=body))
+    if any("dataclass" in dotted(call) for item in node.decorators for call in [_decorator(item)]):
+        raise EditError(f"{node.name.value} is a dataclass, whose __init__ is not written out")
+    methods = [i for i, item in enumerate(block.body) if isinstance(item, cst.FunctionDef)]
+    place = methods[0] if methods else len(block.body)
+    before, after = list(block.body[:place]), list(block.body[place:])
+    if not methods and all(_is_placeholder(item) for item in before):
+        before = []
+    spaced = [_spaced(item) if i == 0 else item for i, item in enumerate(after)]
+    body = [*before, _new_initialiser(helper, is_first=not before), *spaced]
+    return node.with_changes(body=block.with_changes(body=body))
+
+
+def _decorator(node: cst.Decorator) -> cst.BaseExpression:
+    return node.decorator.func if isinstance(node.decorator, cst.Call) else node.decorator
+
+
+def _initialiser(method: cst.FunctionDef, helper: str) -> cst.FunctionDef:
+    first = [*method.params.posonly_params, *method.params.params][:1]
+    if not first:
+        raise EditError("its __init__ does not name self")
+    if any(isinstance(node, cst.Return) for node in _own_nodes(method.body)):
+        raise EditError("its __init__ returns early; call the helper where the model is made")
+    block = _block(method.body)
+    call = _call_line(helper, first[0].name.value)
+    return method.with_changes(body=block.with_changes(body=[*block.body, call]))
+
+
+def _new_initialiser(helper: str, *, is_first: bool) -> cst.FunctionDef:
+    text = f"def __init__(self, *args, **kwargs):\n    super().__init__(*args, **kwargs)\n    {helper}(self)\n"
+    method = cst.parse_module(text).body[0]
+    assert isinstance(method, cst.FunctionDef)
+    return method if is_first else method.with_changes(leading_lines=[BLANK])
+
+
+def _is_placeholder(node: cst.CSTNode) -> bool:
+    """``pass`` and ``...``."""
+    small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
+    return isinstance(small, cst.Pass) or (isinstance(small, cst.Expr) and isinstance(small.value, cst.Ellipsis))
+
+
+def _spaced(node: cst.BaseStatement) -> cst.BaseStatement:
+    lines: Sequence[cst.EmptyLine] = getattr(node, "leading_lines", ())
+    if any(line.comment is None for line in lines[:1]):
+        return node
+    return node.with_changes(leading_lines=[BLANK, *lines])
+
+
+def _block(body: cst.BaseSuite) -> cst.IndentedBlock:
+    """A suite as a block of lines; ``class Net(Base): pass`` becomes one."""
+    if isinstance(body, cst.IndentedBlock):
+        return body
+    assert isinstance(body, cst.SimpleStatementSuite)
+    line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
+    return cst.IndentedBlock([line])
+
+
+def _call_line(helper: str, argument: str) -> cst.SimpleStatementLine:
+    return cst.SimpleStatementLine([cst.Expr(cst.Call(cst.Name(helper), [cst.Arg(cst.Name(argument))]))])
