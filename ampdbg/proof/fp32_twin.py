@@ -14,6 +14,7 @@ from ampdbg.config import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounding_to
+from ampdbg.replay.passes import loss_of, run_pass
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.loop import update_weights
 
@@ -86,11 +87,4 @@ def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def _accumulated(run: Run, batches: tuple[object, ...]) -> float:
     for optimizer in run.workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    share, total = 1.0 / len(batches), 0.0
-    for batch in batches:
-        first, *more = run.workload.losses(batch).values()
-        loss = share * sum(more, start=first)
-        total += float(loss.detach())
-        with run.workload.user.running("the backward pass"):
-            loss.backward()
-    return total
+    return loss_of(run_pass(run.workload, batches, run.mode.forward))

@@ -150,7 +150,7 @@ def _imported(file: Path) -> ModuleType:
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
     shapes = [parameter.shape for parameter in run.workload.model.parameters()]
-    if any([weight.shape for weight in step.weights] != shapes for step in steps):
+    if any([weight.shape for weight in step.snapshot.weights] != shapes for step in steps):
         raise WorkloadError("the model has other parameters than the failing step")
     return steps
 

@@ -10,7 +10,6 @@ import torch
 
 from ampdbg.errors import UserCodeError
 from ampdbg.replay.snapshot import FailingStep
-from ampdbg.replay.state import altered_batch
 from ampdbg.workload import Workload
 
 
@@ -50,16 +49,7 @@ def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
 
 
 def _compact(step: FailingStep) -> FailingStep:
-    batches = tuple(altered_batch(batch, _alone) for batch in step.snapshot.batches)
-    attributes = step.snapshot.attributes.for_another_model()
-    return replace(step, snapshot=replace(step.snapshot, batches=batches, attributes=attributes))
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor is saved with all that shares its memory: a batch that is a slice would carry the whole data set."""
-    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return replace(step, snapshot=replace(step.snapshot, state=step.snapshot.state.for_another_model()))
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -28,8 +28,7 @@ from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
 from ampdbg.replay.replay import Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, Snapshot, take_snapshot
-from ampdbg.replay.state import Versions
+from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, Versions, take_snapshot
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -202,8 +201,7 @@ class Investigator:
         self._on_investigated = on_investigated
         self._is_low = run.mode.dtype is not torch.float32
         self._versions = Versions()
-        first = self.snapshot(())
-        self._first = replace(first, attributes=first.attributes.settled())
+        self._first = ModelState.now(run.workload.model, self._versions).settled()
         self._tried: Counter[Why] = Counter()
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
@@ -256,15 +254,8 @@ class Investigator:
 
     def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
         """The step with what an earlier one has spoilt as the run began: replays show how it comes."""
-        first = self._first
-        attributes = snapshot.attributes.unpoisoned(first.attributes)
-        spoilt = {
-            name for name, buffer in snapshot.buffers.items() if name in first.buffers and not tensors.is_finite(buffer)
-        }
-        if attributes is snapshot.attributes and not spoilt:
-            return snapshot
-        buffers = {name: (first if name in spoilt else snapshot).buffers[name] for name in snapshot.buffers}
-        return replace(snapshot, buffers=buffers, attributes=attributes)
+        state = snapshot.state.unpoisoned(self._first)
+        return snapshot if state is snapshot.state else replace(snapshot, state=state)
 
     def _weights_are_finite(self) -> bool:
         """Where weights are not finite, they are what is wrong, and no replay says more."""

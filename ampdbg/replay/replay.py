@@ -19,9 +19,10 @@ from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay
+from ampdbg.replay.passes import loss_of, run_pass
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
-from ampdbg.replay.state import altered_batch, altered_model, weights_kept
+from ampdbg.replay.state import altered_batch, altered_model, optimizers_restored
 
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
@@ -93,7 +94,7 @@ def replay_step(
             loss=loss,
             grad_norm=_unscaled_norm(model, manner.scale),
             gradients=tuple(_nonfinite_gradients(model)),
-            buffers=tuple(_newly_nonfinite_buffers(model, snapshot)),
+            buffers=tuple(_newly_nonfinite_buffers(model, snapshot.state.buffers)),
             rounded=bool(manner.rounds_to),
         )
         gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
@@ -110,7 +111,7 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
     if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
         return ()  # The optimizer's state is of the parameters' own dtype.
     losses: list[float] = []
-    with rewound(run.workload.model, snapshot), weights_kept(run):
+    with rewound(run.workload.model, snapshot), optimizers_restored(run.workload.optimizers):
         for _ in range(steps):
             for optimizer in run.workload.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -147,17 +148,13 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner) -> tuple[float, str]:
 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner) -> float:
-    share = 1.0 / len(snapshot.batches)
-    total = 0.0
-    for batch in snapshot.batches:
-        given = functools.reduce(altered_batch, manner.alterations, batch)
-        with _autocast(run.device, manner.dtype):
-            losses = run.workload.losses(given)
-        total += share * sum(float(loss.detach()) for loss in losses.values())
-        with run.workload.user.running("the backward pass"):
-            for position, loss in enumerate(losses.values(), start=1):
-                (loss.float() * (manner.scale * share)).backward(retain_graph=position < len(losses))
-    return total
+    losses = run_pass(
+        run.workload,
+        [functools.reduce(altered_batch, manner.alterations, batch) for batch in snapshot.batches],
+        functools.partial(_autocast, run.device, manner.dtype),
+        scaled=lambda loss: loss.float() * manner.scale,
+    )
+    return loss_of(losses)
 
 
 def _wait(device: torch.device) -> None:
@@ -177,9 +174,9 @@ def _nonfinite_gradients(model: torch.nn.Module) -> Iterator[str]:
             yield name
 
 
-def _newly_nonfinite_buffers(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[str]:
+def _newly_nonfinite_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
     for name, buffer in model.named_buffers():
-        if not is_finite(buffer) and name in snapshot.buffers and is_finite(snapshot.buffers[name]):
+        if not is_finite(buffer) and name in before and is_finite(before[name]):
             yield name
 
 

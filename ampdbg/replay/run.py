@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import Mode, mode_of
 from ampdbg.precision.pins import pin_fp32
+from ampdbg.replay.random_state import seeded
 from ampdbg.workload import Workload, build_workload
 
 
@@ -46,23 +45,3 @@ def prepared(config: Config) -> Iterator[Run]:
         mode.prepare(workload.model, workload.optimizers)
         stack.enter_context(pin_fp32(workload.model, config.precision.pins))
         yield Run(config, workload, device, mode)
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, torch and (where it is in use) NumPy; afterwards each has the state it had before."""
-    python_state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)

@@ -16,6 +16,7 @@ from ampdbg.probes.coverage import compiled_notes, coverage
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.record.run import Unseen
+from ampdbg.replay.passes import run_pass
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
 
@@ -41,7 +42,7 @@ def shadow_and_unseen(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ..
     model = run.workload.model
     with rewound(model, snapshot), coverage(model) as covered:
         with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:
-            _forward_and_backward(run, snapshot)
+            _run_in_bfloat16(run, snapshot)
         unseen = covered.unseen()
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
@@ -49,19 +50,9 @@ def shadow_and_unseen(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ..
     return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))
 
 
-def _forward_and_backward(run: Run, snapshot: Snapshot) -> None:
-    share = 1.0 / len(snapshot.batches)
-    for batch in snapshot.batches:
-        with torch.autocast(run.device.type, dtype=torch.bfloat16):
-            losses = _losses(run, batch)
-        for position, loss in enumerate(losses.values(), start=1):
-            with run.workload.user.running("the backward pass"):
-                (loss * share if share != 1.0 else loss).backward(retain_graph=position < len(losses))
-
-
-def _losses(run: Run, batch: object) -> dict[str, torch.Tensor]:
+def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> None:
     try:
-        return run.workload.losses(batch)
+        run_pass(run.workload, snapshot.batches, lambda: torch.autocast(run.device.type, dtype=torch.bfloat16))
     except UserCodeError as error:
         if "BFloat16" not in str(error.__cause__):
             raise

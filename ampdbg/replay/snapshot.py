@@ -1,125 +1,321 @@
 """What a step needs to be run again: its batches, the random state, buffers and attributes from before it.
 
 The weights are not copied for it: a replay is made while they are still those of the step, before the optimizer
-has written them or after the scaler has withheld it. Only around the replay itself there is a copy of them.
+has written them or after the scaler has withheld it. Only around the replay itself there is a copy of them. The
+batches are copied, as a step may write into them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ampdbg.probes.tensors import is_finite
 from ampdbg.record.replays import Investigation
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import Attributes, Versions, put_back
+from ampdbg.replay.state import (
+    LARGEST,
+    Copying,
+    Left,
+    distinct,
+    duplicate,
+    duplicated,
+    is_array,
+    own_attributes,
+    restored,
+    written,
+)
+
+WRITTEN = -1
+
+Versions = WeakIdKeyDictionary
+"""The version of each tensor at the last step, or ``WRITTEN`` where it has changed from one step to another."""
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """The random state of Python, NumPy (where it is in use), torch and its GPUs."""
+@dataclass(frozen=True, eq=False)
+class SavedTensor:
+    """A tensor as it was. ``contents`` are the model's own memory until something is known to write there.
 
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    devices: tuple[torch.Tensor, ...]
+    ``tensor`` leads to the very object that the model held.
+    """
+
+    contents: torch.Tensor
+    tensor: weakref.ref[torch.Tensor] | None
+    is_leaf: bool
+    requires_grad: bool
+    is_copy: bool = False
+
+    def made(self, unchanging: Collection[int]) -> torch.Tensor:
+        """That object where the model holds it still and it is what it was, else an equal one."""
+        own = self.tensor() if self.tensor else None
+        # What was made of a parameter, such as its transpose, follows it, and leads the gradients there.
+        if own is not None and id(own) in unchanging and not (self.is_copy and self.is_leaf):
+            return own
+        return duplicated(self.contents).requires_grad_(self.is_leaf and self.requires_grad)
+
+    def is_still(self, before: SavedTensor) -> bool:
+        """Whether it is the tensor that it was before, and nothing was seen to be written there."""
+        own = self.tensor() if self.tensor else None
+        return not self.is_copy and own is not None and before.tensor is not None and own is before.tensor()
+
+    def settled(self) -> SavedTensor:
+        """The same, whatever is written into the model's tensor from now on."""
+        return self if self.is_copy else replace(self, contents=duplicated(self.contents), is_copy=True)
+
+
+@dataclass(frozen=True, eq=False)
+class SavedGenerator:
+    """A generator of torch's, which not every version of torch can copy."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    def made(self) -> torch.Generator:
+        """One that goes on as the saved one would have."""
+        generator = torch._C.Generator(self.device)  # the emulation of CUDA has a class of its own in its place
+        generator.set_state(self.state)
+        return generator
+
+
+@dataclass(frozen=True, eq=False)
+class ModelState:
+    """What a step found in a model besides its parameters: buffers by name, and plain attributes by module.
+
+    Plain data are numbers, strings, tensors, arrays, generators of random numbers, and containers of them; in the
+    place of any other attribute stands ``Left``. ``model`` is whose they are: what a module of it has beyond these
+    was made by the step.
+    """
+
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    model: weakref.ref[torch.nn.Module] | None = None
 
     @staticmethod
-    def now() -> RandomState:
-        """The state at this moment."""
-        numpy = sys.modules.get("numpy")
-        devices = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-        return RandomState(random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), devices)
+    def now(model: torch.nn.Module, versions: Versions | None = None) -> ModelState:
+        """What they are at this moment.
 
-    def restore(self) -> None:
-        """Makes this the state of the process."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
-        torch.set_rng_state(self.cpu)
-        if self.devices:
-            torch.cuda.set_rng_state_all(list(self.devices))
+        Buffers are copied. Of the other tensors only those are that were seen to change in place from one step to
+        another; of the rest it is enough to know which one the model held.
+
+        Args:
+            model: the model.
+            versions: those of its tensors at the step before, which become this one's.
+        """
+        with torch.no_grad():
+            buffers = dict(_copied_buffers(model))
+            held = {id(buffer) for buffer in model.buffers()}
+            seen = Versions() if versions is None else versions
+            copying = Copying(lambda value: _saved_leaf(value, held, seen), strict=True)
+            attributes = {name: copying.each(own_attributes(one)) for name, one in _eager_modules(model)}
+        return ModelState(buffers, attributes, weakref.ref(model))
+
+    def write(self, model: torch.nn.Module, unchanging: Collection[int]) -> None:
+        """Makes the model's buffers and attributes so; ``unchanging`` are the ids of objects that are restored later.
+
+        What the model does not have, or has in another shape, as one that is built anew, stays as it is.
+        """
+        is_own = self.model is not None and self.model() is model
+        attributes = (self if is_own else self.for_another_model()).attributes
+        copying = Copying(lambda value: _made_leaf(value, unchanging), strict=True)
+        with torch.no_grad():
+            for name, module in _eager_modules(model):
+                if name not in attributes:
+                    continue
+                if is_own:
+                    for other in own_attributes(module).keys() - attributes[name].keys():
+                        del vars(module)[other]
+                made = copying.each(attributes[name])
+                vars(module).update((key, value) for key, value in made.items() if value is not Left.AS_IT_IS)
+            for name, module in model.named_modules():
+                self._write_buffers(name, module)
+
+    def settled(self) -> ModelState:
+        """The same, whatever the model does from now on."""
+        return self._with_tensors(SavedTensor.settled)
+
+    def for_another_model(self) -> ModelState:
+        """The same for a model that is built anew; nothing leads to the tensors of this one."""
+        made = self._with_tensors(lambda one: replace(one.settled(), tensor=None) if one.is_leaf else Left.AS_IT_IS)
+        return replace(made, model=None)
+
+    def unpoisoned(self, first: ModelState) -> ModelState:
+        """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
+
+        It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
+        """
+        buffers = {name for name in self.buffers.keys() & first.buffers.keys() if not is_finite(self.buffers[name])}
+        attributes = {
+            name: [key for key, value in saved.items() if not _is_sound(value, first.attributes.get(name, {}).get(key))]
+            for name, saved in self.attributes.items()
+        }
+        if not buffers and not any(attributes.values()):
+            return self
+        return replace(
+            self,
+            buffers={name: (first if name in buffers else self).buffers[name] for name in self.buffers},
+            attributes={
+                name: _exchanged(saved, first.attributes.get(name, {}), attributes[name])
+                for name, saved in self.attributes.items()
+            },
+        )
+
+    def _with_tensors(self, change: Callable[[SavedTensor], Any]) -> ModelState:
+        copying = Copying(lambda value: change(value) if isinstance(value, SavedTensor) else value, strict=True)
+        return replace(self, attributes={name: copying.each(saved) for name, saved in self.attributes.items()})
+
+    def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
+        for key, buffer in module.named_buffers(recurse=False):
+            contents = self.buffers.get(f"{name}.{key}" if name else key)
+            if contents is None or contents.is_nested != buffer.is_nested:
+                continue
+            if not contents.is_nested and contents.shape != buffer.shape:
+                continue
+            if not written(buffer.data, distinct(contents)):
+                module._buffers[key] = duplicated(contents)
+
+
+def _copied_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in model.named_buffers():
+        with contextlib.suppress(Exception):  # what cannot be copied is as the model has it by then
+            yield name, duplicated(buffer)
+
+
+def _saved_leaf(value: Any, buffers: Collection[int], versions: Versions) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _saved_tensor(value, versions) if id(value) not in buffers and _is_plain(value) else Left.AS_IT_IS
+    if isinstance(value, torch._C.Generator):
+        return SavedGenerator(value.device, value.get_state())
+    return copy.deepcopy(value) if _is_copied(value) else Left.AS_IT_IS
+
+
+def _made_leaf(saved: Any, unchanging: Collection[int]) -> Any:
+    if isinstance(saved, SavedTensor):
+        return saved.made(unchanging)
+    return saved.made() if isinstance(saved, SavedGenerator) else copy.deepcopy(saved)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_inference() or tensor.nbytes > LARGEST)
+
+
+def _saved_tensor(tensor: torch.Tensor, versions: Versions) -> SavedTensor:
+    saved = SavedTensor(tensor.detach(), weakref.ref(tensor), tensor.is_leaf, tensor.requires_grad)
+    # ``WRITTEN`` is no version: such a tensor differs at every step from then on.
+    is_written = versions.get(tensor, tensor._version) != tensor._version
+    versions[tensor] = WRITTEN if is_written else tensor._version
+    return saved.settled() if is_written and saved.is_leaf else saved
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether it is a generator, an array or a number that can be copied as it is."""
+    if is_array(value):
+        return value.nbytes <= LARGEST and not value.dtype.hasobject
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.generic, numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    return isinstance(value, (random.Random, *kinds))
+
+
+def _exchanged(saved: Mapping[str, Any], first: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The saved values with those of ``first`` under some keys, and none where it has none."""
+    kept = {key: value for key, value in saved.items() if key not in keys}
+    return {**kept, **{key: first[key] for key in keys if key in first}}
+
+
+def _is_sound(saved: Any, first: Any) -> bool:
+    """Whether all tensors of a saved value are finite, or it is one that nothing was written into."""
+    if isinstance(saved, SavedTensor) and isinstance(first, SavedTensor) and saved.is_still(first):
+        return True
+    unsound: list[SavedTensor] = []
+
+    def look(one: Any) -> Any:
+        if isinstance(one, SavedTensor) and not is_finite(one.contents):
+            unsound.append(one)
+        return one
+
+    Copying(look, strict=True).of(saved)
+    return not unsound
+
+
+def _eager_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            yield name, module
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
 
-    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
+    They are copies that belong to the snapshot. ``weights`` are copies of the model's parameters, in order, where
+    the step is to be run again later.
     """
 
     step: int
     batches: tuple[Any, ...]
     random_state: RandomState
-    buffers: dict[str, torch.Tensor]
-    attributes: Attributes = field(default_factory=Attributes)
+    state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
 
 
 def take_snapshot(
     model: torch.nn.Module, step: int, batches: tuple[Any, ...], versions: Versions | None = None
 ) -> Snapshot:
-    """The step that is about to run; its buffers are copied, its batches are not.
+    """The step that is about to run; its buffers and its batches are copied.
 
     ``versions`` are those of the tensors among the attributes at the step before, and become this one's.
     """
-    with torch.no_grad():
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        attributes = Attributes.now(model, Versions() if versions is None else versions)
-    return Snapshot(step, batches, RandomState.now(), buffers, attributes)
+    return Snapshot(step, duplicate(batches), RandomState.now(), ModelState.now(model, versions))
 
 
 @contextlib.contextmanager
 def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
-    """The model and the random state as they were before the step, but for the weights, which are those of now.
+    """Model, batches and random state as they were before the step, but for the weights, which are those of now.
 
     Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them.
     """
     random_state = RandomState.now()
-    with put_back(model, snapshot.weights) as held:
+    with restored(model, snapshot.batches, snapshot.weights) as held:
         try:
-            snapshot.attributes.write(model, held)
-            _write_buffers(model, snapshot)
+            snapshot.state.write(model, held.ids)
             snapshot.random_state.restore()
             yield
         finally:
             random_state.restore()
 
 
-def _write_buffers(model: torch.nn.Module, snapshot: Snapshot) -> None:
-    for name, buffer in model.named_buffers():
-        if name in snapshot.buffers and buffer.shape == snapshot.buffers[name].shape:
-            buffer.data.copy_(snapshot.buffers[name])
-
-
 @dataclass(frozen=True)
 class FailingStep:
-    """A step that was investigated. ``weights`` are copies, in the order of the model's parameters."""
+    """A step that was investigated, with its loss scale; its snapshot has the weights that it had."""
 
     made: Investigation
     snapshot: Snapshot
     scale: float
-    weights: tuple[torch.Tensor, ...]
 
 
 def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made: Investigation) -> FailingStep:
     """The step with the weights that the model has now: to be called while those are still the step's."""
     weights = tuple(weight.detach().clone() for weight in model.parameters())
-    lasting = replace(snapshot, attributes=snapshot.attributes.settled(), weights=weights)
-    return FailingStep(made, lasting, scale, weights)
+    return FailingStep(made, replace(snapshot, state=snapshot.state.settled(), weights=weights), scale)
 
 
 @contextlib.contextmanager
 def weights_of(model: torch.nn.Module, failing: FailingStep) -> Iterator[None]:
     """The model has the weights of the step; afterwards those that it has now."""
     now = [weight.detach().clone() for weight in model.parameters()]
-    _write(model, failing.weights)
+    _write(model, failing.snapshot.weights)
     try:
         yield
     finally:

@@ -12,9 +12,9 @@ from ampdbg.precision.widening import LIFTS, altered, widening
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.comparison import MOST_OF_IT
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import RandomState
-from ampdbg.replay.state import KeptWeights
+from ampdbg.replay.state import Held, held_by
 
 _wider = widening(LIFTS["float32"])
 
@@ -30,7 +30,8 @@ class ComparedUpdates:
         named = [] if scaled else run.workload.model.named_parameters()
         self._half = {name: value for name, value in named if value.dtype is torch.float16 and value.requires_grad}
         self._run = run
-        self._before: KeptWeights | None = None
+        self._before: Held | None = None
+        self._start: dict[str, torch.Tensor] = {}
         self._energy = dict.fromkeys(self._half, 0.0)
         self._lost = dict.fromkeys(self._half, 0.0)
         self._steps = 0
@@ -39,7 +40,8 @@ class ComparedUpdates:
     def before_update(self) -> None:
         """To be called right before the optimizers' step."""
         wanted = bool(self._half) and self._spoilt is None
-        self._before = KeptWeights.now(self._run) if wanted else None
+        self._before = held_by(self._run.workload.optimizers) if wanted else None
+        self._start = {name: value.detach().clone() for name, value in self._half.items()} if wanted else {}
 
     def after_update(self, step: int) -> None:
         """To be called right after it, while the gradients are still there; leaves everything as it is."""
@@ -56,7 +58,7 @@ class ComparedUpdates:
             self._spoilt = step, spoilt
             return
         for name, parameter in self._half.items():
-            start = before.parameters[parameter]
+            start = self._start[name]
             squares = (wide[name].double() - start.double()).square()
             self._energy[name] += float(squares.sum())
             self._lost[name] += float(squares[parameter.detach() == start].sum())
@@ -78,9 +80,9 @@ class ComparedUpdates:
         )
 
 
-def _float32_update(run: Run, before: KeptWeights, half: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     """The half parameters as an update in float32 leaves them; none where the optimizer cannot make it."""
-    after, random_state = KeptWeights.now(run), RandomState.now()
+    after, random_state = held_by(run.workload.optimizers), RandomState.now()
     try:
         before.restore()
         with _widened(run), run.workload.user.running("the optimizer's step"):

@@ -21,6 +21,7 @@ from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
+from ampdbg.replay.passes import run_pass
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.state import notes_on
 from ampdbg.training.half_updates import ComparedUpdates
@@ -142,25 +143,14 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
 
 
 def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
-    """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
-
-    Returns whether every loss was finite: the one sync a step.
-    """
+    """Adds up the gradients of one step's micro-batches; returns whether every loss was finite: the one sync a step."""
     for optimizer in run.workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    share = 1.0 / len(batches)
-    seen: list[torch.Tensor] = []
     for batch in batches:
         watcher.see_batch(nonfinite_in_batch(batch))
-        with run.mode.forward():
-            losses = run.workload.losses(run.mode.cast(batch))
-        watcher.see_losses(losses, share)
-        seen += [loss.detach() for loss in losses.values()]
-        for position, loss in enumerate(losses.values(), start=1):
-            more_to_come = position < len(losses)
-            with run.workload.user.running("the backward pass"):
-                scaler.scale(loss * share if share != 1.0 else loss).backward(retain_graph=more_to_come)
-    return is_finite(torch.stack(seen))
+    cast = [run.mode.cast(batch) for batch in batches]
+    losses = run_pass(run.workload, cast, run.mode.forward, scaled=scaler.scale, seen=watcher.see_losses)
+    return is_finite(torch.stack([loss for each in losses for loss in each.values()]))
 
 
 def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:

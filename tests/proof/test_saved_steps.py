@@ -14,6 +14,7 @@ from ampdbg.proof.saved_steps import Uncarried, load_steps, save_steps
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, weights_of
+from ampdbg.replay.state import duplicate
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 
@@ -35,7 +36,9 @@ def test_a_step_arrives_as_it_was(tmp_path: Path) -> None:
     assert (repr(loaded.made), loaded.scale, loaded.snapshot.step) == (repr(step.made), step.scale, step.snapshot.step)
     pairs = zip(loaded.snapshot.batches[0], step.snapshot.batches[0], strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-    assert all(torch.equal(one, other) for one, other in zip(loaded.weights, step.weights, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(loaded.snapshot.weights, step.snapshot.weights, strict=True)
+    )
     assert torch.equal(loaded.snapshot.random_state.cpu, step.snapshot.random_state.cpu)
 
 
@@ -62,7 +65,7 @@ def test_a_slice_does_not_carry_the_data_set_it_is_of(tmp_path: Path) -> None:
     (step,) = failing_steps(config)
     rows = torch.randn(1_000_000, 8)
     with prepared(config) as run:
-        loaded = carried(run, with_batch(step, (rows[:2], rows[2:4])), tmp_path / "steps")
+        loaded = carried(run, with_batch(step, duplicate((rows[:2], rows[2:4]))), tmp_path / "steps")
     assert torch.equal(loaded.snapshot.batches[0][1], rows[2:4])
     assert (tmp_path / "steps").stat().st_size < 1_000_000
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ampdbg.replay.state import LARGEST, MOST, Attributes, Left, Versions, put_back
+from ampdbg.replay.snapshot import ModelState, Versions
+from ampdbg.replay.state import LARGEST, MOST, Left, restored
 
 
 class Net(torch.nn.Module):
@@ -49,14 +50,14 @@ def values(net: Any) -> list[Any]:
     return [*plain, [tensor.tolist() for tensor in net.cache[(1, 2)]], net.array.tolist(), "made" in vars(net)]
 
 
-def after_two_steps(net: Any) -> Attributes:
+def after_two_steps(net: Any) -> ModelState:
     """The attributes before the third step, taken at each as a run takes them."""
     versions = Versions()
     for _ in range(2):
-        Attributes.now(net, versions)
+        ModelState.now(net, versions)
         moved(net)
     del net.made
-    return Attributes.now(net, versions)
+    return ModelState.now(net, versions)
 
 
 def test_every_replay_starts_with_what_the_step_found() -> None:
@@ -64,8 +65,8 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
     saved, found = after_two_steps(net), values(net)
     drawn, ended = moved(net), values(net)
     for _ in range(2):
-        with put_back(net) as held:
-            saved.write(net, held)
+        with restored(net) as held:
+            saved.write(net, held.ids)
             assert values(net) == found
             assert moved(net) == drawn
         assert values(net) == ended
@@ -77,8 +78,8 @@ def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
     net.bank[0] = 7
     net.cache[(1, 2)][0].fill_(5)
     moved(net)
-    with put_back(net) as held:
-        saved.write(net, held)
+    with restored(net) as held:
+        saved.write(net, held.ids)
         assert values(net) == found
 
 
@@ -91,8 +92,8 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
     file.seek(0)
     for carried in (saved, torch.load(file, weights_only=False)):
         other.added = 1  # type: ignore[assignment]
-        with put_back(other) as held:
-            carried.write(other, held)
+        with restored(other) as held:
+            carried.write(other, held.ids)
             assert values(other) == found
             assert other.added == 1
             assert other.alias is other.buffer
@@ -103,23 +104,23 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
 
 def test_what_nothing_writes_into_is_not_copied() -> None:
     net = Net()
-    saved = after_two_steps(net).by_module[""]
+    saved = after_two_steps(net).attributes[""]
     assert saved["mask"].contents.data_ptr() == net.mask.data_ptr()
     assert saved["bank"].contents.data_ptr() != net.bank.data_ptr()
     assert saved["mask"].settled().contents.untyped_storage().nbytes() == 12
-    with put_back(net) as held:
-        assert saved["mask"].made(held) is net.mask
-        assert saved["bank"].made(held) is not net.bank
+    with restored(net) as held:
+        assert saved["mask"].made(held.ids) is net.mask
+        assert saved["bank"].made(held.ids) is not net.bank
 
 
 def test_what_two_attributes_share_stays_shared() -> None:
     net: Any = torch.nn.Module()
     net.one = [torch.zeros(1)]
     net.two = {"same": net.one, "inner": net.one[0]}
-    saved = Attributes.now(net, Versions()).settled()
-    with put_back(net) as held:
+    saved = ModelState.now(net).settled()
+    with restored(net) as held:
         net.one = None
-        saved.write(net, held)
+        saved.write(net, held.ids)
         assert net.two["same"] is net.one
         assert net.two["inner"] is net.one[0]
 
@@ -132,7 +133,7 @@ def test_what_is_no_plain_data_or_too_large_is_left_as_it_is() -> None:
     net.many, net.large = [0] * (MOST + 1), torch.empty(LARGEST + 1, dtype=torch.uint8)
     net.keys = {object(): 1}
     net.inference = torch.inference_mode()(torch.zeros)(1)
-    saved = Attributes.now(net, Versions()).by_module[""]
+    saved = ModelState.now(net).attributes[""]
     assert saved.pop("training") is True  # type: ignore[attr-defined]
     assert set(saved.values()) == {Left.AS_IT_IS}
     assert len(saved) == 8
@@ -141,9 +142,9 @@ def test_what_is_no_plain_data_or_too_large_is_left_as_it_is() -> None:
 def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     net: Any = torch.nn.Module()
     net.prompt = torch.zeros(2, requires_grad=True)
-    saved = Attributes.now(net, Versions()).settled()
-    with put_back(net) as held:
-        saved.write(net, held)
+    saved = ModelState.now(net).settled()
+    with restored(net) as held:
+        saved.write(net, held.ids)
         net.prompt.sum().backward()
     assert net.prompt.grad is None
 
@@ -153,15 +154,15 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
     net.mask = torch.full((2,), -torch.inf)
     versions = Versions()
-    first = Attributes.now(net, versions).settled()
-    sound = Attributes.now(net, versions)
+    first = ModelState.now(net, versions).settled()
+    sound = ModelState.now(net, versions)
     assert sound.unpoisoned(first) is sound
     net.bank.fill_(torch.nan)
     net.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
-    saved = Attributes.now(net, versions)
-    with put_back(net) as held:
-        saved.unpoisoned(first).write(net, held)
+    saved = ModelState.now(net, versions)
+    with restored(net) as held:
+        saved.unpoisoned(first).write(net, held.ids)
         assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
         assert "late" not in vars(net)
     assert "late" in vars(net)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.replay.state import LARGEST, MOST, Attributes, Versions, notes_on, put_back, tensors_in
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.state import LARGEST, MOST, notes_on, restored, tensors_in
 
 
 class State:
@@ -146,11 +147,11 @@ def described(value: Any, met: dict[int, Any]) -> Any:
 
 
 @pytest.mark.parametrize("what", WRITES)
-def test_what_a_forward_pass_writes_is_put_back(what: str) -> None:
+def test_what_a_forward_pass_writes_is_restored(what: str) -> None:
     net = Net()
     net.linear(torch.ones(1, 2)).sum().backward()
     before, other = described(net, {}), None
-    with put_back(net):
+    with restored(net):
         WRITES[what](net)
         other = described(net, {})
     assert other != before
@@ -162,10 +163,10 @@ def fails(net: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_it_is_put_back_when_the_code_raises() -> None:
+def test_it_is_restored_when_the_code_raises() -> None:
     net = Net()
     before = described(net, {})
-    with pytest.raises(ZeroDivisionError), put_back(net):
+    with pytest.raises(ZeroDivisionError), restored(net):
         fails(net)
     assert described(net, {}) == before
 
@@ -173,21 +174,21 @@ def test_it_is_put_back_when_the_code_raises() -> None:
 def test_a_copy_of_the_weights_is_used_only_where_it_is_one() -> None:
     net = torch.nn.Linear(2, 2)
     weight, bias = net.weight.detach().clone(), net.bias.detach().clone()
-    with put_back(net, (weight, torch.full((2,), 7.0))):
+    with restored(net, weights=(weight, torch.full((2,), 7.0))):
         net.weight.data.zero_()
         net.bias.data.zero_()
     assert torch.equal(net.weight, weight)
     assert torch.equal(net.bias, bias)
 
 
-def test_what_cannot_be_copied_is_left_alone_and_the_rest_put_back() -> None:
+def test_what_cannot_be_copied_is_left_alone_and_the_rest_restored() -> None:
     class Stubborn(torch.Tensor):
         def clone(self) -> torch.Tensor:  # type: ignore[override]
             raise RuntimeError("not me")
 
     net: Any = Net()
     net.stubborn = [iter([1, 2, 3]), torch.ones(2).as_subclass(Stubborn)]
-    with put_back(net):
+    with restored(net):
         assert next(net.stubborn[0]) == 1
         net.count = 7
     assert net.count == 1000
@@ -198,15 +199,15 @@ def test_what_cannot_be_copied_is_left_alone_and_the_rest_put_back() -> None:
 def test_a_nested_tensor_is_left_alone_and_its_model_replayed() -> None:
     net: Any = Net()
     net.nested = nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-    saved = Attributes.now(net, Versions())
-    with put_back(net) as held:
-        saved.write(net, held)
+    saved = ModelState.now(net)
+    with restored(net) as held:
+        saved.write(net, held.ids)
         net.nested, net.count = None, 7
     assert net.nested is nested
     assert net.count == 1000
 
 
-def test_an_iterator_is_told_of() -> None:
+def test_an_iterator_is_noted() -> None:
     net: Any = Net()
     net.linear.ticks, net.draws = iter([1]), (number for number in [1])
     assert notes_on(net) == (

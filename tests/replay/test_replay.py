@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from ampdbg.record.run import Record
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.replay import Manner, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.snapshot import Snapshot, rewound, take_snapshot
-from ampdbg.replay.state import Attributes, Versions
+from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 from ampdbg.training.loop import train
 from tests.observing import observing
 
@@ -121,7 +120,7 @@ def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None
         snapshot = after_a_step(run)
         before = state(run)
         run.workload.model.raises_in = raises_in  # type: ignore[assignment]
-        snapshot = replace(snapshot, attributes=Attributes.now(run.workload.model, Versions()))
+        snapshot = replace(snapshot, state=ModelState.now(run.workload.model))
         failed = set()
         for manner in MANNERS:
             for traced in (None, ProducerTrace, SampleTrace):
@@ -199,23 +198,23 @@ def test_a_replay_in_fp32_is_wider_than_the_code_asks_for(tmp_path: Path) -> Non
             assert math.isfinite(replay_step(run, snapshot, Manner(dtype)).replay.loss), dtype
 
 
-def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+class SlowToRestore(random.Random):
+    """A generator of random numbers that takes its time to be put into a state."""
 
-    def slow(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any) -> Any:
-            clock[0] += seconds
-            return call(*args)
+    def setstate(self, state: Any) -> None:
+        time.sleep(0.2)
+        super().setstate(state)
 
-        return called
 
+def test_the_time_of_a_replay_is_that_of_its_passes(tmp_path: Path) -> None:
     with prepared(config(tmp_path)) as run:
+        run.workload.model.register_forward_hook(lambda *args: time.sleep(0.05))
+        run.workload.model.generator = SlowToRestore(1)  # type: ignore[assignment]
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
-        monkeypatch.setattr("ampdbg.replay.replay.time.perf_counter", lambda: clock[0])
-        monkeypatch.setattr("ampdbg.replay.replay.rewound", slow(100.0, rewound))
-        monkeypatch.setattr("ampdbg.replay.replay._unscaled_norm", slow(100.0, lambda *args: 1.0))
-        monkeypatch.setattr(type(run.workload), "losses", slow(3.0, type(run.workload).losses))
-        assert replay_step(run, snapshot, Manner("float32")).seconds == 3.0
+        started = time.perf_counter()
+        seconds = replay_step(run, snapshot, Manner("float32")).seconds
+        assert time.perf_counter() - started - seconds >= 0.2
+        assert seconds >= 0.05
 
 
 def test_lifting_reaches_casts_new_tensors_and_autocast() -> None:

@@ -1,0 +1,57 @@
+"""The pass of a step: forward and backward over its micro-batches, with one loss or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ampdbg.workload import Workload
+
+Losses = Mapping[str, torch.Tensor]
+"""The losses of one micro-batch by name, each of shape ()."""
+
+
+def run_pass(
+    workload: Workload,
+    batches: Sequence[Any],
+    forward: Callable[[], AbstractContextManager[Any]],
+    *,
+    scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    seen: Callable[[Losses, float], None] = lambda losses, share: None,
+) -> tuple[Losses, ...]:
+    """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
+
+    Args:
+        workload: what makes losses of a batch.
+        batches: one a micro-batch, on the device; each has an equal share of the gradients.
+        forward: makes the context of each forward pass and its losses.
+        scaled: multiplies a loss by the loss scale.
+        seen: called with the losses of each micro-batch and its share, before they go backward.
+
+    Returns:
+        The losses of each micro-batch, detached.
+
+    Raises:
+        WorkloadError: what the user's code returned holds no usable loss.
+        UserCodeError: the user's code raised.
+    """
+    share = 1.0 / len(batches)
+    every = []
+    for batch in batches:
+        with forward():
+            losses = workload.losses(batch)
+        seen(losses, share)
+        every.append({name: loss.detach() for name, loss in losses.items()})
+        for position, loss in enumerate(losses.values(), start=1):
+            with workload.user.running("the backward pass"):
+                part = scaled(loss * share if share != 1.0 else loss)
+                part.backward(retain_graph=position < len(losses))
+    return tuple(every)
+
+
+def loss_of(losses: Sequence[Losses]) -> float:
+    """The loss of a step: the mean over its micro-batches of the sum of their losses."""
+    return sum(float(loss) for each in losses for loss in each.values()) / len(losses)
