@@ -10,7 +10,7 @@ import pytest
 import ampdbg
 from ampdbg.record.file import read_record
 from tests.commands.program import Here
-from tests.training.test_shadow import FIVE, OVERFLOWING_LINE, config
+from tests.replay.test_shadow import FIVE, OVERFLOWING_LINE, config
 
 HEALTHY = FIVE.replace("h * 300.0", "h * 1.0")
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ampdbg.proof.eval_mode import raised_in_eval_mode
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
-from ampdbg.replay.snapshot import FailingStep, RandomState
+from ampdbg.replay.snapshot import FailingStep
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 COUNTING = NET.replace(
