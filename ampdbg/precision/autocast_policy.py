@@ -26,7 +26,8 @@ from .op_lists import BANNED, FP32_APPEND_DTYPE, RECURRENT_LAYERS, OpLists, inst
 _AUTOCAST_CPU = DispatchKeySet(DispatchKey.AutocastCPU)
 _CAST_ON_CPU_ONLY = "AutocastCPU"
 
-_weight_cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+weight_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Each weight with its copy in half, by the weight's ``id``."""
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def cuda_autocast_policy() -> Iterator[None]:
 
 def clear_weight_cache() -> None:
     """Forgets the half copies of weights, as autocast does when its outermost region is left."""
-    _weight_cache.clear()
+    weight_casts.clear()
 
 
 _ALLOW_OVERRIDE = (
@@ -207,11 +208,11 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not (is_weight and dtype is not torch.float32 and cacheable):
         return tensor.to(dtype)
     # The tensor is kept beside its copy, so that its id cannot be given to another one.
-    _, cast = _weight_cache.get(id(tensor), (None, None))
+    _, cast = weight_casts.get(id(tensor), (None, None))
     if cast is None or cast.dtype is not dtype:
         with torch.set_grad_enabled(torch.is_grad_enabled() or casts_keep_gradients()):
             cast = tensor.to(dtype)
-        _weight_cache[id(tensor)] = (tensor, cast)
+        weight_casts[id(tensor)] = (tensor, cast)
     return cast
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.jit import _builtins
 
-from ampdbg.precision.autocast_policy import _weight_cache
+from ampdbg.precision.autocast_policy import weight_casts
 from ampdbg.precision.emulation import cuda_on_cpu
 
 OWNERS = (
@@ -125,12 +125,12 @@ def leave_after_an_error_of_torch() -> None:
 def leave_while_only_some_parts_were_entered() -> None:
     """The last part fails to start: what the first ones did has to be undone as well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ampdbg.precision.emulation.cuda_names_on_cpu", fail)
+        patch.setattr(torch.optim, "SGD", fail)  # the names of CUDA are replaced last, and an optimizer is made first
         with contextlib.suppress(PlannedError), cuda_on_cpu():
             pytest.fail("the body must not be reached")
 
 
-def fail() -> contextlib.AbstractContextManager[None]:
+def fail(parameters: object) -> None:
     raise PlannedError
 
 
@@ -153,7 +153,7 @@ def test_torch_is_what_it_was(leave: Callable[[], None]) -> None:
     leave()
     for now, then in zip(everything(), before, strict=True):
         assert now == then
-    assert not _weight_cache
+    assert not weight_casts
 
 
 def train_on_cpu_once() -> None:

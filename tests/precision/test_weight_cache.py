@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ampdbg.precision.autocast_policy import _weight_cache, casts_keep_gradients
+from ampdbg.precision.autocast_policy import casts_keep_gradients, weight_casts
 from ampdbg.precision.emulation import cuda_on_cpu
 
 
@@ -97,9 +97,9 @@ def test_two_ops_share_one_copy() -> None:
     weight = torch.ones(1, 1, requires_grad=True)
     with torch.autocast("cuda"):
         torch.einsum("bi,oi->bo", torch.ones(1, 1), weight)
-        (_, first) = _weight_cache[id(weight)]
+        (_, first) = weight_casts[id(weight)]
         torch.linalg.multi_dot((torch.ones(1, 1), weight))
-        assert _weight_cache[id(weight)][1] is first
+        assert weight_casts[id(weight)][1] is first
 
 
 def test_the_copies_are_forgotten_when_the_outermost_region_ends() -> None:
@@ -107,8 +107,8 @@ def test_the_copies_are_forgotten_when_the_outermost_region_ends() -> None:
     with torch.autocast("cuda"):
         with torch.autocast("cuda"):
             torch.einsum("bi,oi->bo", torch.ones(1, 1), weight)
-        assert _weight_cache
-    assert not _weight_cache
+        assert weight_casts
+    assert not weight_casts
 
 
 def test_a_weight_changed_between_two_regions_is_cast_anew() -> None:
@@ -136,7 +136,7 @@ def test_only_leaves_that_require_a_gradient_are_cached() -> None:
     with torch.autocast("cuda"):
         for weight in (frozen, leaf * 1, leaf.view(1, 1), leaf.double()):
             torch.einsum("bi,oi->bo", torch.ones(1, 1).to(weight.dtype), weight)
-        assert not _weight_cache
+        assert not weight_casts
 
 
 @by_use
