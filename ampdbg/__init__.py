@@ -6,27 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ampdbg.record.file import write_record as write_record
-
-    from .commands.bisect import bisect as bisect
-    from .commands.ranges import ranges as ranges
-    from .commands.scan import scan as scan
-    from .commands.suggest_fp32 import suggest_fp32 as suggest_fp32
+    from .api import bisect as bisect
+    from .api import ranges as ranges
+    from .api import scan as scan
+    from .api import suggest_fp32 as suggest_fp32
     from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
     from .probes.watch import watch as watch
+    from .record.file import write_record as write_record
 
 __version__ = "0.1.0"
 
 # Imported on first use: `import ampdbg` and `ampdbg --help` must not wait for torch.
 _HOMES = {
-    "scan": ".commands.scan",
-    "ranges": ".commands.ranges",
-    "bisect": ".commands.bisect",
-    "suggest_fp32": ".commands.suggest_fp32",
+    "scan": ".api",
+    "ranges": ".api",
+    "bisect": ".api",
+    "suggest_fp32": ".api",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",
-    "write_record": ".record_json",
+    "write_record": ".record.file",
     "pin_fp32": ".precision.pins",
 }
 

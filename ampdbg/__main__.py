@@ -1,6 +1,40 @@
-"""``python -m ampdbg`` is the ``ampdbg`` program."""
+"""The ``ampdbg`` program, and ``python -m ampdbg``."""
 
-from .commands.app import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from ampdbg.errors import EXIT_INTERRUPTED
+
+
+def main() -> None:
+    """Runs the program on ``sys.argv`` and exits with its code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    _open_closed_streams()
+    from ampdbg.commands.app import main as run
+
+    run()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Until a command begins there is nothing to keep, and a traceback of its imports would tell nobody anything."""
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Where the shell has closed stdout or stderr there is no stream, and a file would get its descriptor."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            if null != descriptor:
+                os.close(null)
+            setattr(sys, name, os.fdopen(descriptor, "w", encoding="utf-8", closefd=False))
+
 
 if __name__ == "__main__":
     main()

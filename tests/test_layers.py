@@ -34,6 +34,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pinning",),
     ("patch",),
     ("proof",),
+    ("given",),
+    ("api",),
     ("report",),
     ("commands",),
     ("__init__", "__main__"),

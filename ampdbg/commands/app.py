@@ -15,7 +15,6 @@ from ampdbg import __version__
 
 from . import bisect, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
-from .usage import Command
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
@@ -56,7 +55,7 @@ def _build() -> typer.Typer:
     )
     app.callback()(_program)
     for name, function in COMMANDS.items():
-        app.command(name, cls=Command)(guarded(function))
+        app.command(name)(guarded(function))
     return app
 
 

@@ -19,7 +19,7 @@ import typer
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
 from ampdbg.record.run import Record
 
-from .record_files import try_to_save
+from .results import save
 from .terminal import say
 
 
@@ -34,7 +34,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         debug = bool(options.get("debug", False))
         try:
-            with terminated_like_interrupted():
+            with interruptible():
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)
@@ -62,13 +62,13 @@ def _keep(error: AmpdbgError, path: Path | None) -> None:
     """Writes the record that an error carries, and says where it is."""
     if not isinstance(error.record, Record):
         return
-    written, failure = try_to_save(error.record, path)
-    if written is None:
-        say(f"warning: no record was written: {failure}; choose another place with --record FILE")
+    saved = save(error.record, path)
+    if saved.path is None:
+        say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
     else:
         steps = len(error.record.steps)
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
-        say(f"{before}: ampdbg report {shlex.quote(str(written))}")
+        say(f"{before}: ampdbg report {shlex.quote(str(saved.path))}")
 
 
 def _confess(error: Exception, debug: bool) -> int:
@@ -80,8 +80,8 @@ def _confess(error: Exception, debug: bool) -> int:
 
 
 @contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """Turns SIGTERM, which batch systems send before they kill, into the KeyboardInterrupt that saves the record."""
+def interruptible() -> Iterator[None]:
+    """Ctrl-C and SIGTERM, which batch systems send before they kill, raise the KeyboardInterrupt that saves it all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -93,8 +93,12 @@ def terminated_like_interrupted() -> Iterator[None]:
             os.kill(os.getpid(), number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, interrupt)
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ampdbg.given import Changes
 
 
 class Policy(str, Enum):
@@ -47,7 +48,17 @@ def _checked_settings(values: list[str] | None) -> list[str]:
     return values or []
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML config of the run.", show_default=False)]
+def _checked_record(value: Path | None) -> Path | None:
+    from .results import holds_something_else
+
+    if value is not None and holds_something_else(value):
+        raise typer.BadParameter(f"{value} holds no record, and would be overwritten; name another file")
+    return value
+
+
+CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
+OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 Steps = Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to train.")]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", callback=_checked_device, help="Where to run.")
@@ -74,7 +85,13 @@ Settings = Annotated[
 ]
 RecordFile = Annotated[
     Path | None,
-    typer.Option("--record", metavar="FILE", dir_okay=False, help="Write the record here, not into .ampdbg/."),
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        dir_okay=False,
+        callback=_checked_record,
+        help="Write the record here, not into .ampdbg/.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")]
@@ -82,19 +99,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback o
 FailOnChoice = Annotated[FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")]
 
 
-def as_overrides(
-    steps: int | None, device: str | None, policy: str | None, seed: int | None, settings: Sequence[str]
-) -> tuple[str, ...]:
-    """The options as config overrides, ``dotted.key=value``; an option of its own name wins over ``--set``."""
-    named = {"train.steps": steps, "train.device": device, "precision.policy": policy, "train.seed": seed}
-    return (*settings, *(f"{key}={value}" for key, value in named.items() if value is not None))
-
-
-def as_typed(
-    given: str, steps: int | None, device: str | None, policy: Policy | None, seed: int | None, settings: Sequence[str]
-) -> str:
-    """``given``, which is quoted for a shell already, and behind it the options that change the run."""
-    named = {"--steps": steps, "--device": device, "--policy": policy.value if policy else None, "--seed": seed}
-    pairs = [("--set", setting) for setting in settings]
-    pairs += [(option, str(value)) for option, value in named.items() if value is not None]
-    return " ".join([given, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
+def changes(
+    steps: int | None, device: str | None, policy: Policy | None, seed: int | None, settings: Sequence[str] | None
+) -> Changes:
+    """What the options change in the config."""
+    return {
+        "overrides": settings or (),
+        "steps": steps,
+        "device": device,
+        "policy": policy.value if policy else None,
+        "seed": seed,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +29,25 @@ EVERY_LINE = 20
 
 @contextlib.contextmanager
 def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
-    """The display that fits stderr, removed at the end of the block; of a search's trials at most ``max_trials``."""
+    """The display that fits stderr, removed at the end of the block; of a search's trials at most ``max_trials``.
+
+    Wherever the user's code goes in the block, the working folder is afterwards what it was.
+    """
+    with _working_folder_kept(), _display(quiet, max_trials) as observer:
+        yield observer
+
+
+@contextlib.contextmanager
+def _working_folder_kept() -> Iterator[None]:
+    folder = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+
+
+@contextlib.contextmanager
+def _display(quiet: bool, max_trials: int | None) -> Iterator[Observer]:
     if quiet:
         yield UNOBSERVED
     elif is_rich_terminal(sys.stderr):

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.file import to_json, write_atomically
+from ampdbg.record.file import read_record, to_json, write_atomically
+from ampdbg.record.folder import latest_record
 from ampdbg.record.run import Record
 
 from . import options
-from .record_files import LATEST, load_record
 from .terminal import PLAIN, Look, look_of, write_result
 
 
@@ -38,9 +38,10 @@ def command(
     debug: options.Debug = False,
 ) -> int:
     """Render a record again."""
-    seen = load_record(record)
+    path = record or latest_record()
+    shown = read_record(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    text = RENDERERS[format](seen, look, record or LATEST)
+    text = RENDERERS[format](shown, look, path)
     if output is None:
         write_result(text, sys.stdout)
     else:

@@ -4,116 +4,41 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
-from ampdbg.record.file import read_record, to_json
-from ampdbg.record.pins import Strategy
-from ampdbg.record.run import Record
+from ampdbg.files import replace_file
+from ampdbg.given import Given, read_given
+from ampdbg.record.file import to_json
+from ampdbg.record.folder import latest_record
 
-from . import bisect, options
-from .config_sources import config_given, is_python, is_record, told_of_watched_loop
-from .options import Searching, as_overrides, as_typed
-from .patch_files import apply_patch, with_places, write_suggestion
-from .patch_output import FORMS, Given, Output, PatchFormat, next_step, output_of, warning_of_piping
-from .record_files import LATEST, load_record, tell_unsaved, try_to_save
-from .scan import diagnosed
-from .suggesting import searched, told
+from . import bisect, forms, options, progress
+from .forms import Handover
+from .options import Searching
+from .results import Saved, save
 from .terminal import look_of, results_only, say, shown_as, write_result
 
 if TYPE_CHECKING:
-    from ampdbg.config import Config
     from ampdbg.proof.suggestion import Suggestion
     from ampdbg.report.verdict import NextStep
 
-MODULE_FILE = "bisect takes --module; suggest-fp32 takes the record that it writes"
 
+class PatchFormat(str, Enum):
+    """The form that the suggestion is handed over in."""
 
-def suggest_fp32(
-    config: str | Path | None = None,
-    *,
-    steps: int | None = None,
-    device: str | None = None,
-    policy: str | None = None,
-    seed: int | None = None,
-    overrides: Sequence[str] = (),
-    verify: bool = True,
-    apply: bool = False,
-    force: bool = False,
-    strategy: Strategy = "guided",
-    max_trials: int | None = None,
-) -> Record:
-    """Finds what must run in FP32 and the patch that does it, proves the patch, and returns the record.
-
-    The record has the set in ``pins`` and the proof in ``verification``. No record is written.
-
-    Args:
-        config: the YAML config, or a record, whose config is run again; without it the latest record of this folder.
-            The record of a watched loop, which has none, is only told where no pin helps.
-        steps: replaces ``train.steps``; ``device``, ``policy`` and ``seed`` replace their keys likewise.
-        device: where to run.
-        policy: whose autocast op lists apply.
-        seed: the random seed.
-        overrides: any keys, as ``"dotted.key=YAML value"``.
-        verify: prove the patch in fresh processes.
-        apply: write the files, where there is a patch.
-        force: write them also where git sees uncommitted changes in them.
-        strategy: as of ``ampdbg.bisect``, and ``max_trials`` too.
-        max_trials: no more experiments than that.
-
-    Raises:
-        ConfigError: the config is missing or holds mistakes.
-        RecordError: the record cannot be read, or there is none.
-        WorkloadError: a target cannot be found or used, or a file has changed since the record was made.
-        UserCodeError: the workload's own code raised.
-        PatchError: the files cannot be written; none was. ``record`` of the error is the record.
-    """
-    path = _path(config)
-    watched = told_of_watched_loop(path, "suggest-fp32", strategy)
-    if watched is not None:
-        return watched
-    checked, known = _given(path, as_overrides(steps, device, policy, seed, overrides))
-    from ampdbg.proof.suggestion import suggest
-
-    with diagnosed("suggest-fp32"):
-        found = suggest(checked, verify=verify, known=known, strategy=strategy, max_trials=max_trials)
-    if apply:
-        try:
-            apply_patch(found, force)
-        except PatchError as error:
-            error.record = found.record
-            raise
-    return found.record
-
-
-def _path(config: str | Path | None) -> Path:
-    """What was given, or the latest record."""
-    if config is None:
-        load_record(None)  # says what to do where there is none
-    return LATEST if config is None else Path(config)
-
-
-def _given(path: Path, overrides: Sequence[str]) -> tuple[Config, Record | None]:
-    """The config, and the record that it was taken from, if it was."""
-    if is_python(path):
-        raise _module_refused(path, f"{path}: a Python file, not a config")
-    known = read_record(path) if is_record(path) else None
-    return config_given(path, None, overrides), known
-
-
-def _module_refused(module: Path, what: str) -> ConfigError:
-    return ConfigError(f"{what}; {MODULE_FILE}: ampdbg bisect --module {shlex.quote(str(module))}")
+    diff = "diff"
+    module = "module"
+    yaml = "yaml"
+    json = "json"
 
 
 def command(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG or RECORD", help="The YAML config of the run, or a record.", show_default=False),
-    ] = None,
+    config: options.OptionalConfig = None,
     format_: Annotated[
         PatchFormat, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
     ] = PatchFormat.diff,
@@ -141,52 +66,116 @@ def command(
     Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step. Without an
     argument the latest record is taken. Try: ampdbg suggest-fp32 CONFIG | git apply
     """
+    _check(format_, output, module, apply=apply)
+    with results_only() as stdout:
+        changes = options.changes(steps, device, policy, seed, settings)
+        given = read_given(latest_record() if config is None else config, **changes)
+        if apply and not force and not quiet:
+            _warn_of_uncommitted(given)
+        with progress.shown(quiet, max_trials) as observer:
+            found = api.suggestion(
+                given,
+                form=format_.value,
+                verify=not no_verify,
+                strategy=strategy.value,
+                max_trials=max_trials,
+                observer=observer,
+            )
+        handed = forms.hand_over(found, format_.value, given.config.folder if given.config is not None else Path())
+        saved = save(found.record, record)
+        failure = _failure_of_applying(found, force) if apply else None
+        file, failure = _written(handed, output, saved, failure)
+        is_printed = not apply and output is None and handed.content is not None
+        if is_printed and not json and not stdout.isatty() and (warning := forms.warning_of_piping(handed)):
+            say(warning)  # also with --quiet: git itself would say nothing
+        if handed.content is None or not quiet:
+            applied = apply and failure is None
+            step = forms.next_step(found, handed, given, strategy.value, file, applied=applied)
+            say(_page(found, handed, step, given, saved).rstrip())
+        write_result(to_json(found.record) if json else handed.content or b"" if is_printed else b"", stdout)
+    if failure is not None:
+        raise _with_places(failure, file, saved.path)
+    saved.report_failure()
+    return EXIT_HEALTHY if handed.content is not None else bisect.exit_code(found.record)
+
+
+def _check(format_: PatchFormat, output: Path | None, module: Path | None, *, apply: bool) -> None:
+    """Refuses what cannot be done before anything is run."""
     if apply and format_ is not PatchFormat.diff:
         raise ConfigError(f"got --apply with --format {format_.value}; --apply writes the files that a diff is of")
     if module is not None:
-        raise _module_refused(module, f"got --module {module}")
+        raise ConfigError(
+            f"got --module {module}; bisect takes --module; suggest-fp32 takes the record that it writes: "
+            f"ampdbg bisect --module {shlex.quote(str(module))}"
+        )
     if output is not None:
-        from ampdbg.patch.file_edits import check_writable
+        from ampdbg.patch import file_edits
 
-        check_writable(output)
-    path = _path(config)
-    overrides = as_overrides(steps, device, policy.value if policy else None, seed, settings or ())
-    typed = as_typed(shlex.quote(str(path)), steps, device, policy, seed, settings or ())
-    given = Given(typed, is_record(path), strategy.value)
-    with results_only() as result:
-        found, folder = told(path, strategy) or searched(
-            *_given(path, overrides),
-            FORMS[format_],
-            strategy,
-            max_trials,
-            verify=not no_verify,
-            quiet=quiet,
-            warns=apply and not force,
-        )
-        ready = output_of(found, format_, folder)
-        saved, failure = try_to_save(found.record, record)
-        written = write_suggestion(
-            found, ready, output, saved, apply=apply, force=force, beside_record=record is None and output is None
-        )
-        is_printed = not apply and output is None and ready.content is not None
-        if is_printed and not json and not result.isatty() and (warning := warning_of_piping(ready)):
-            say(warning)  # also with --quiet: git itself would say nothing
-        if ready.content is None or not quiet:
-            step = next_step(found, ready, given, written.file, applied=apply and written.failure is None)
-            say(_report(found, ready, step, typed, saved).rstrip())
-        write_result(to_json(found.record) if json else ready.content or b"" if is_printed else b"", result)
-    if written.failure is not None:
-        raise with_places(written.failure, written.file, saved)
-    tell_unsaved(failure, record)
-    return EXIT_HEALTHY if ready.content is not None else bisect.exit_code(found.record)
+        file_edits.check_writable(output)
 
 
-def _report(found: Suggestion, ready: Output, step: NextStep | None, given: str, written: Path | None) -> str:
+def _warn_of_uncommitted(given: Given) -> None:
+    """Which files the patch will be of is not known before the search; that it may not be written is said now."""
+    from ampdbg.config import parse_target
+    from ampdbg.patch.file_edits import uncommitted
+
+    config = given.runnable
+    specs = (spec for spec in (config.model, config.data, config.loss, config.step) if spec is not None)
+    files = dict.fromkeys(target.path(config.folder) for spec in specs if (target := parse_target(spec.target)).file)
+    for file in files:
+        if uncommitted(file):
+            say(
+                f"warning: {file} has uncommitted changes: without --force a patch of it is not applied, but saved "
+                "beside the record"
+            )
+
+
+def _failure_of_applying(found: Suggestion, force: bool) -> PatchError | None:
+    try:
+        api.apply_patch(found, force=force)
+    except PatchError as error:
+        return error
+    return None
+
+
+def _written(
+    handed: Handover, output: Path | None, saved: Saved, failure: PatchError | None
+) -> tuple[Path | None, PatchError | None]:
+    """Writes the text to ``output``, else beside the record; where that is, if anywhere, and the first failure.
+
+    What could not be written where it was asked for must not be lost: it is beside the record all the same.
+    """
+    if handed.content is None:
+        return None, failure
+    if output is not None:
+        try:
+            replace_file(output, handed.content)
+            return output, failure
+        except OSError as error:
+            failure = failure or PatchError(f"{output}: cannot be written: {error.strerror or error}")
+    beside = saved.path.with_suffix(handed.suffix) if saved.path is not None else None
+    is_ours = saved.asked_for is None and output is None
+    if beside is None or not (is_ours or (failure is not None and not beside.exists())):
+        return None, failure
+    try:
+        replace_file(beside, handed.content)
+    except OSError:
+        return None, failure  # a copy that nobody asked for may be missing
+    return beside, failure
+
+
+def _with_places(failure: PatchError, file: Path | None, record: Path | None) -> PatchError:
+    """The failure, and where the search's results are all the same."""
+    kept = {"the patch": file, "the record": record}
+    places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path is not None)
+    return PatchError(f"{failure}; {places}" if places else str(failure))
+
+
+def _page(found: Suggestion, handed: Handover, step: NextStep | None, given: Given, saved: Saved) -> str:
     from ampdbg.report.suggestion import EditMade, Suggested, render_suggestion
 
-    look = look_of(sys.stderr)
-    is_by_name = ready.format in (PatchFormat.module, PatchFormat.yaml) and ready.content is not None
+    is_by_name = handed.form in ("module", "yaml") and handed.content is not None
     units = found.patch.units if found.patch is not None and not is_by_name else ()
     edits = tuple(EditMade(unit.title, unit.notes) for unit in units)
     suggested = Suggested(edits, found.notes, step, is_by_name, found.refused)
-    return render_suggestion(found.record, suggested, **shown_as(look, given, written))
+    return render_suggestion(found.record, suggested, **shown_as(look_of(sys.stderr), given.typed, saved.path))

@@ -74,17 +74,29 @@ def is_rich_terminal(stream: TextIO) -> bool:
 
 
 def say(message: str) -> None:
-    """A line on stderr, for people; nobody reading any more is no reason to stop."""
-    with contextlib.suppress(BrokenPipeError):
+    """A line on stderr, for people; that nobody can read it any more is no reason to stop."""
+    try:
         print(message, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # the reader has gone, the disk is full, or it is closed
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """What is left in its buffer, and all that follows, goes nowhere: at exit Python would fail on it once more."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def write_result(text: str | bytes, stream: TextIO) -> None:
     """Writes the result, bytes as they are; a reader that has gone away, such as ``head``, ends it quietly.
 
     Raises:
-        AmpdbgError: stdout cannot be written, as when it is a file on a full disk.
+        AmpdbgError: stdout cannot be written, as when it is closed or a file on a full disk.
     """
+    if sys.__stdout__ is None and text:
+        raise AmpdbgError("stdout: cannot be written: it is closed")
     try:
         if isinstance(text, bytes):
             _write_bytes(text, stream)

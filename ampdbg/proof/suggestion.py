@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,8 +35,9 @@ PROVEN_STEPS = 200
 
 BEYOND = 20
 
-Form = Literal["code", "file", "config"]
-"""What a suggestion is: a patch of the user's code, a file of pins by name, or pins of the config."""
+Form = Literal["diff", "module", "yaml", "json"]
+"""What a suggestion is handed over as: a patch of the user's code (also in JSON), a file of pins by name, or pins of
+the config."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Suggestion:
     """
 
     record: Record
-    patch: Patch | None
-    names: tuple[str, ...]
+    patch: Patch | None = None
+    names: tuple[str, ...] = ()
     one_tensor: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class Suggestion:
 def suggest(
     config: Config,
     *,
-    form: Form = "code",
+    form: Form = "diff",
     verify: bool = True,
     known: Record | None = None,
     strategy: Strategy = "guided",
@@ -121,7 +122,7 @@ def _without_patch(ended: Bisected) -> Suggestion:
 def _suggested(found: Suggestion, ended: Bisected, form: Form, observer: Observer, *, verify: bool) -> Suggestion:
     if ended.record.interrupted or not ended.record.pins:
         return found
-    if form != "code":
+    if form in BY_NAME:
         return _by_name(found, ended, form, observer) if verify and found.is_by_name else found
     observer.stage("planning the patch")
     return _with_patch(found, ended, _materials(ended), observer, verify=verify)
@@ -175,7 +176,7 @@ def _told(refused: Sequence[Refused]) -> Iterator[str]:
 
 def _by_name(found: Suggestion, ended: Bisected, form: Form, observer: Observer) -> Suggestion:
     """The pins by name, proven in the form that they are handed over in."""
-    make = {"file": _pinned_by_file, "config": _pinned_by_config}[form]
+    make = BY_NAME[form]
     parts = tied_together(found.names, ended.run.workload.model)
     rest = {part: tuple(name for name in found.names if name not in part) for part in parts}
     without = {" and ".join(part): make(found, ended, names) for part, names in rest.items()}
@@ -190,6 +191,12 @@ def _pinned_by_file(found: Suggestion, ended: Bisected, names: tuple[str, ...]) 
 
 def _pinned_by_config(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
     return Patched(pins=tuple(name or EVERYTHING for name in names))
+
+
+BY_NAME: Mapping[Form, Callable[[Suggestion, Bisected, tuple[str, ...]], Patched]] = {
+    "module": _pinned_by_file,
+    "yaml": _pinned_by_config,
+}
 
 
 def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], observer: Observer) -> Proof:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,15 +13,23 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ampdbg.commands import record_files
-from ampdbg.commands import scan as scan_file
-from ampdbg.commands.record_files import save_record
+from ampdbg import api
+from ampdbg.commands.results import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
+from ampdbg.given import Given
+from ampdbg.record import folder as record_folder
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from tests.commands.program import Here
 from tests.report.records import calibration, collapse, healthy, interrupted, overflow, skipped_step
+
+
+@pytest.fixture(autouse=True)
+def _config(here: Here) -> None:
+    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
+    for name in ("c.yaml", "my c.yaml"):
+        Path(name).write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
 
 
 @pytest.fixture
@@ -32,15 +39,15 @@ def returns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Record], dict[str, Any
     def put(record: Record) -> dict[str, Any]:
         called: dict[str, Any] = {}
 
-        def scan(config: Path, **options: Any) -> Record:
-            called.update(options, config=config)
+        def scan(given: Given, **options: Any) -> Record:
+            called.update(options, given=given)
             options["observer"].start(len(record.steps))
             sys.stdout.write("printed by the user's code\n")
             for step in record.steps:
                 options["observer"].step(step)
             return record
 
-        monkeypatch.setattr(scan_file, "scan", scan)
+        monkeypatch.setattr(api, "scan", scan)
         return called
 
     return put
@@ -54,10 +61,10 @@ def raises(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """``raises(error)`` makes the training raise it."""
 
     def put(error: BaseException) -> None:
-        def scan(config: Path, **options: Any) -> NoReturn:
+        def scan(given: Given, **options: Any) -> NoReturn:
             raise error
 
-        monkeypatch.setattr(scan_file, "scan", scan)
+        monkeypatch.setattr(api, "scan", scan)
 
     return put
 
@@ -144,7 +151,7 @@ def test_two_runs_of_the_same_second_keep_both_records(here: Here, returns: Retu
 
 def test_runs_at_the_same_moment_keep_their_records(here: Here) -> None:
     def saved(_: int) -> Path | None:
-        return save_record(healthy(), None)
+        return save(healthy(), None).path
 
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(saved, range(16)))
@@ -156,9 +163,9 @@ def test_a_name_is_given_back_where_the_record_cannot_be_written(here: Here) -> 
     def full(record: Record, path: Path) -> None:
         raise RecordError(f"{path}: cannot be written: No space left on device")
 
-    here.monkeypatch.setattr(record_files, "write_record", full)
+    here.monkeypatch.setattr(record_folder, "write_record", full)
     with pytest.raises(RecordError, match="No space left"):
-        save_record(healthy(), None)
+        record_folder.add_record(healthy())
     assert list(Path(".ampdbg").iterdir()) == []
 
 
@@ -211,16 +218,16 @@ def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
     called = returns(healthy())
     here(
         *("scan", "c.yaml", "--steps", "5", "--device", "cuda:1", "--policy", "native", "--seed", "3"),
-        *("--set", "a.b=1", "--set", "c=[x, y=z]"),
+        *("--set", "train.steps=9", "--set", "model.args.c=[x, y=z]"),
     )
-    assert called["config"] == Path("c.yaml")
-    assert (called["steps"], called["device"], called["policy"], called["seed"]) == (5, "cuda:1", "native", 3)
-    assert called["overrides"] == ["a.b=1", "c=[x, y=z]"]
+    config = called["given"].runnable
+    assert (config.train.steps, config.train.device, config.train.seed) == (5, "cuda:1", 3)
+    assert (config.precision.policy, config.model.args) == ("native", {"c": ["x", "y=z"]})
 
 
 def test_the_next_command_carries_the_options_that_change_the_run(here: Here, returns: Returns) -> None:
     returns(healthy())
-    given = ("my c.yaml", "--set", "c=[x, y=z]", "--device", "cpu", "--policy", "native", "--seed", "3")
+    given = ("my c.yaml", "--set", "model.args.c=[x, y=z]", "--device", "cpu", "--policy", "native", "--seed", "3")
     result = here("scan", *given, "--steps", "50", "--replays", "1", "--quiet")
     assert result.stdout.splitlines()[-1].strip() == f"ampdbg scan {shlex.join(given)} --steps 500"
     returns(replace(with_severity("error"), verdict="precision"))
@@ -237,7 +244,8 @@ def test_a_python_file_is_no_config(here: Here) -> None:
 
 
 TWO_LINES = """\
-error: model.py: a Python file, not a config; write a config, such as config.yaml, with two lines:
+error: model.py: a Python file, not a config; try: ampdbg bisect --module model.py, or write a config, such as \
+config.yaml, with two lines:
   model: {target: "model.py:build_model"}
   data: {target: "model.py:build_data"}
 """
@@ -285,7 +293,7 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Her
     result = here("scan", "c.yaml")
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr == "interrupted: nothing was recorded\n"
-    assert os.listdir() == []
+    assert not Path(".ampdbg").exists()
 
 
 def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:

@@ -193,7 +193,7 @@ def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
 def test_the_module_form(here: Here, fake: Fake) -> None:
     faked = fake()
     result = here("suggest-fp32", "config.yaml", "--format", "module")
-    assert faked.options["form"] == "file"
+    assert faked.options["form"] == "module"
     assert "#   - the failing step (3): healthy; loss 2.3101, 2.3102 in FP32\n" in result.stdout
     assert "def pin_fp32(model):" in result.stdout
     compile(result.stdout, "ampdbg_pins.py", "exec")
@@ -321,7 +321,7 @@ def test_what_may_not_be_applied_is_said_before_the_search(here: Here, fake: Fak
     subprocess.run(["git", "init", "-q"], check=True)
     fake()
     lines = here("suggest-fp32", "config.yaml", "--apply").stderr.splitlines()
-    assert lines[0].startswith(f"warning: {Path('net.py').resolve()}: git has not got it as it is now; ")
+    assert lines[0].startswith(f"warning: {Path('net.py').resolve()} has uncommitted changes: ")
     assert lines[1] == "loading model and data"
     assert "warning" not in here("suggest-fp32", "config.yaml").stderr
 
@@ -427,13 +427,13 @@ def test_after_an_interrupt_and_with_no_code_to_edit_the_options_are_carried_too
     assert last == f"ampdbg suggest-fp32 config.yaml {' '.join(OPTIONS)} --format module"
 
 
-def test_a_record_is_not_scanned_and_its_config_has_no_name(here: Here, fake: Fake) -> None:
+def test_a_record_is_run_again_and_its_config_has_no_name(here: Here, fake: Fake) -> None:
     fake()
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
     result = here("suggest-fp32", "r.json", "--format", "yaml")
     assert result.stderr.rstrip().endswith("\nNext: these lines belong into the config of that run")
     result = here("suggest-fp32", "r.json", "--apply")
-    assert result.stderr.splitlines()[-1] == "  ampdbg bisect r.json"
+    assert result.stderr.splitlines()[-1] == "  ampdbg scan r.json"
 
 
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
@@ -448,14 +448,16 @@ def test_a_watched_loop_is_told_that_no_pin_helps(form: str, here: Here, fake: F
     assert ampdbg.suggest_fp32("loop.json").pins == ()
 
 
-@pytest.mark.parametrize("arguments", [("net.py",), ("--module", "net.py")])
-def test_a_module_file_is_for_bisect(arguments: tuple[str, ...], here: Here, fake: Fake) -> None:
+def test_a_module_file_is_for_bisect(here: Here, fake: Fake) -> None:
     fake()
-    result = here("suggest-fp32", *arguments)
+    result = here("suggest-fp32", "--module", "net.py")
     assert (result.code, result.stdout) == (2, "")
     assert result.stderr.endswith(
         "; bisect takes --module; suggest-fp32 takes the record that it writes: ampdbg bisect --module net.py\n"
     )
+    result = here("suggest-fp32", "net.py")
+    assert (result.code, result.stdout) == (2, "")
+    assert "net.py: a Python file, not a config; try: ampdbg bisect --module net.py" in result.stderr
 
 
 def test_without_an_argument_and_a_record_it_says_what_to_do(here: Here) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ampdbg.commands.forms import as_json, base_folder, diff, module
 from ampdbg.patch.plan import FileEdit, PatchUnit
-from ampdbg.proof.dialects import as_json, base_folder, diff, module
 from ampdbg.proof.suggestion import Suggestion
 from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
 
@@ -165,7 +165,7 @@ class Net(nn.Module):
 
 
 def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
-    text = module(suggestion(tmp_path)).decode()
+    text = module(suggestion(tmp_path), tmp_path).decode()
     assert text.startswith(
         "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
     )

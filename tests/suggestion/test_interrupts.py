@@ -15,7 +15,7 @@ def interrupt(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("form", "at"), [("code", "own_lines"), ("file", "prove")])
+@pytest.mark.parametrize(("form", "at"), [("diff", "own_lines"), ("module", "prove")])
 def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suggestion, at, interrupt)
     found = suggest(spiked(tmp_path), form=form)

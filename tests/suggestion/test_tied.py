@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.commands.forms import diff
 from ampdbg.config import load_config
 from ampdbg.proof import proving
-from ampdbg.proof.dialects import diff
 from ampdbg.proof.saved_steps import Uncarried
 from ampdbg.proof.suggestion import suggest
 
@@ -75,7 +75,7 @@ def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding
     text = diff(found, tmp_path).decode()
     assert text.startswith("# Keeps in FP32 under autocast: head.\n")
     assert ADDED in text
-    by_name = suggest(config, form="file")
+    by_name = suggest(config, form="module")
     assert by_name.record.verification is not None
     assert by_name.record.verification.passed
     assert "without embedding and head" in [step.name for step in by_name.record.verification.steps]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from ampdbg.commands.forms import diff
 from ampdbg.proof import suggestion
-from ampdbg.proof.dialects import diff
 from ampdbg.record.pins import Proof, ProofStep
 from tests.proof.overflowing import NET, written
 

@@ -1,4 +1,4 @@
-"""Where a command's record is written, and which one is the latest."""
+"""The folder of records, ``.ampdbg``: each run has a file there, and the latest is there once more."""
 
 from __future__ import annotations
 
@@ -8,65 +8,38 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ampdbg.errors import RecordError
-from ampdbg.record.file import read_record, write_atomically, write_record
+from ampdbg.record.file import write_atomically, write_record
 from ampdbg.record.run import Record
-
-from .terminal import say
 
 FOLDER = Path(".ampdbg")
 LATEST = FOLDER / "latest.json"
 
 
-def save_record(record: Record, path: Path | None) -> Path:
-    """Writes the record to ``path``, or to ``.ampdbg/<UTC time>-<command>.json`` and ``.ampdbg/latest.json``.
+def add_record(record: Record) -> Path:
+    """Writes the record to ``.ampdbg/<UTC time>-<command>.json``.
 
     Raises:
         RecordError: it cannot be written.
     """
-    if path is not None:
-        write_record(record, path)
-        return path
     path = _reserved(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
     try:
         write_record(record, path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    write_record(record, LATEST)
     _keep_out_of_git()
     return path
 
 
-def try_to_save(seen: Record, path: Path | None) -> tuple[Path | None, RecordError | None]:
-    """Writes the record; a folder that cannot be written must not cost the report of a run that took hours."""
-    try:
-        return save_record(seen, path), None
-    except RecordError as error:
-        return None, error
-
-
-def tell_unsaved(failure: RecordError | None, asked_for: Path | None) -> None:
-    """Says that no record was written, where none was.
+def latest_record() -> Path:
+    """The path of the latest record of this folder.
 
     Raises:
-        RecordError: ``asked_for`` names the file that was to be.
+        RecordError: there is none.
     """
-    if failure is None:
-        return
-    if asked_for is not None:
-        raise failure
-    say(f"warning: no record was written: {failure}; choose another place with --record FILE")
-
-
-def load_record(path: Path | None) -> Record:
-    """Reads ``path``, or the latest record of this folder.
-
-    Raises:
-        RecordError: there is none, or it is damaged.
-    """
-    if path is None and not LATEST.exists():
+    if not LATEST.exists():
         raise RecordError(f"no record given, and none here ({LATEST}); make one with: ampdbg scan CONFIG")
-    return read_record(path or LATEST)
+    return LATEST
 
 
 def _utc_time(created: str) -> str:

@@ -1,0 +1,206 @@
+"""The commands as functions: a config in, a diagnosed Record out. None of them writes or prints anything.
+
+Each takes the path of a YAML config, or of a record, whose config is run again from where the record was made. The
+keywords ``steps``, ``device``, ``policy`` and ``seed`` replace the config's own, ``overrides`` any of its keys
+("dotted.key=YAML value"). ``observer`` sees the run as it goes on.
+
+All of them raise:
+    ConfigError: the config is missing or holds mistakes.
+    RecordError: the record cannot be read.
+    WorkloadError: a target cannot be found or used.
+    UserCodeError: the workload's own code raised; ``record`` of the error has the steps before it, diagnosed.
+
+torch is imported only once the config is known to be right: that takes seconds, and a mistake must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampdbg.errors import AmpdbgError, ConfigError, PatchError
+from ampdbg.given import NO_CONFIG, Changes, Given, read_given
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.record.folder import latest_record
+from ampdbg.record.pins import Search, Strategy
+from ampdbg.record.run import Record
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ampdbg.proof.suggestion import Form, Suggestion
+
+
+def scan(
+    config: str | Path | Given, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
+) -> Record:
+    """Trains the workload, watches every step and says what went wrong.
+
+    At most ``replays`` unhealthy steps of each kind are replayed. An interrupt ends the run early: the record holds
+    the steps before it, with ``interrupted`` set.
+    """
+    checked = _given(config, changes).runnable
+    observer.start(checked.train.steps)
+    from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.training.loop import train
+
+    with _diagnosed("scan"):
+        return diagnose(train(checked, observer=observer, replays=replays))
+
+
+def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
+    """Measures the ranges of step number ``steps``, by default the first, which is 1.
+
+    The steps before it are trained as configured. The step itself runs in bfloat16, so that no overflow
+    hides another one; the weights stay as they were.
+    """
+    given = _given(config, changes)
+    checked = given.runnable
+    train = checked.train.model_copy(update={"steps": given.changes.get("steps") or 1})
+    checked = checked.model_copy(update={"train": train})
+    observer.start(train.steps)
+    from ampdbg.diagnosis.ranges import diagnose_ranges
+    from ampdbg.training.ranges import profile_ranges
+
+    return diagnose_ranges(profile_ranges(checked, observer=observer))
+
+
+def bisect(
+    config: str | Path | Given | None = None,
+    *,
+    module: str | Path | None = None,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    observer: Observer = UNOBSERVED,
+    **changes: Unpack[Changes],
+) -> Record:
+    """Finds the smallest set of modules that makes the failing step healthy.
+
+    Trains as :func:`scan` does until a step fails, and runs that step again with sets of modules in FP32. The
+    record has the set in ``pins``, every experiment in ``trials``, and how it ended in ``search``. An interrupt
+    ends it early, with the best set so far and ``interrupted`` set.
+
+    Args:
+        config: a config or a record; of a watched loop, which has no config, the record must say that no pin helps.
+        module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
+            arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
+        strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree.
+        max_trials: no more experiments than that.
+    """
+    given = _given(config, changes, module)
+    if given.config is None:
+        return _no_pin_helps(given, "bisect", strategy)
+    observer.start(given.config.train.steps)
+    from ampdbg.pinning.bisection import bisect_run
+
+    with _diagnosed("bisect"):
+        return bisect_run(given.config, strategy=strategy, max_trials=max_trials, observer=observer)
+
+
+def suggest_fp32(
+    config: str | Path | Given | None = None,
+    *,
+    verify: bool = True,
+    apply: bool = False,
+    force: bool = False,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    observer: Observer = UNOBSERVED,
+    **changes: Unpack[Changes],
+) -> Record:
+    """Finds what must run in FP32 and the patch that does it, and proves the patch.
+
+    The record has the set in ``pins`` and the proof in ``verification``.
+
+    Args:
+        config: as of :func:`bisect`; without it the latest record of this folder.
+        verify: prove the patch in fresh processes.
+        apply: write the files, where there is a patch.
+        force: write them also where git sees uncommitted changes in them.
+        strategy: as of :func:`bisect`, and ``max_trials`` too.
+
+    Raises:
+        PatchError: the files cannot be written; none was. ``record`` of the error is the record.
+    """
+    given = _given(latest_record() if config is None else config, changes)
+    found = suggestion(given, verify=verify, strategy=strategy, max_trials=max_trials, observer=observer)
+    if apply:
+        try:
+            apply_patch(found, force=force)
+        except PatchError as error:
+            error.record = found.record
+            raise
+    return found.record
+
+
+def suggestion(
+    given: Given,
+    *,
+    form: Form = "diff",
+    verify: bool = True,
+    strategy: Strategy = "guided",
+    max_trials: int | None = None,
+    observer: Observer = UNOBSERVED,
+) -> Suggestion:
+    """As :func:`suggest_fp32`, with the patch itself; ``form`` is how it is to be handed over."""
+    if given.config is not None:
+        observer.start(given.config.train.steps)
+    from ampdbg.proof.suggestion import Suggestion, suggest
+
+    if given.config is None:
+        return Suggestion(_no_pin_helps(given, "suggest-fp32", strategy))
+    with _diagnosed("suggest-fp32"):
+        return suggest(
+            given.config,
+            form=form,
+            verify=verify,
+            known=given.record,
+            strategy=strategy,
+            max_trials=max_trials,
+            observer=observer,
+        )
+
+
+def apply_patch(found: Suggestion, *, force: bool = False) -> None:
+    """Writes the patched files, where there is a patch.
+
+    Raises:
+        PatchError: a file cannot be written, or git sees uncommitted changes in it and it is not forced.
+    """
+    from ampdbg.patch.file_edits import write_edits
+
+    if found.patch is not None:
+        write_edits(found.patch.edits, force=force)
+
+
+def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:
+    return config if isinstance(config, Given) else read_given(config, module, **changes)
+
+
+def _no_pin_helps(given: Given, command: str, strategy: Strategy) -> Record:
+    """What the record of a watched loop, which has no config to run, says of pins.
+
+    Raises:
+        ConfigError: they may help in the loop, or nothing is wrong with it; it would have to be run to tell.
+    """
+    record = given.record
+    root = next((one for one in record.findings if one.severity != "info"), None) if record is not None else None
+    if record is None or root is None or record.verdict != "other":
+        raise ConfigError(f"{given.name}: {NO_CONFIG}")
+    return replace(record, command=command, search=Search(strategy, "no-pin-helps", root.message))
+
+
+@contextlib.contextmanager
+def _diagnosed(command: str) -> Iterator[None]:
+    """An error carries the record of the steps before it, diagnosed, as the ``command``'s own."""
+    try:
+        yield
+    except AmpdbgError as error:
+        if isinstance(error.record, Record):
+            from ampdbg.diagnosis.diagnose import diagnose
+
+            error.record = replace(diagnose(error.record), command=command)
+        raise

@@ -1,0 +1,153 @@
+"""What a command was given: a config, a record or a module file, and what changes in it; read once."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from ampdbg.errors import ConfigError, RecordError
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ampdbg.config import Config
+
+EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
+NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
+NO_CONFIG = "a watched loop has no config to run again; give a config"
+
+
+class Changes(TypedDict, total=False):
+    """What replaces keys of a config: four of them by name, any others as ``"dotted.key=YAML value"``."""
+
+    steps: int | None
+    device: str | None
+    policy: str | None
+    seed: int | None
+    overrides: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What there is to run.
+
+    ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it; the record of a watched loop has
+    none. ``record`` is where the config was taken from, if it was.
+    """
+
+    name: str
+    changes: Changes
+    config: Config | None
+    record: Record | None = None
+
+    @property
+    def runnable(self) -> Config:
+        """The config.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.config is None:
+            raise ConfigError(f"{self.name}: {NO_CONFIG}")
+        return self.config
+
+    @property
+    def typed(self) -> str:
+        """The name, and behind it the options that change the run, as a shell takes them."""
+        pairs = [("--set", setting) for setting in self.changes.get("overrides", ())]
+        pairs += [(f"--{key}", str(value)) for key, value in _named(**self.changes).items()]
+        return " ".join([self.name, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
+
+
+def read_given(config: str | Path | None, module: str | Path | None = None, **changes: Unpack[Changes]) -> Given:
+    """Reads the one of ``config`` and ``module`` that is there.
+
+    A ``config`` may be a record, whose config is taken: its paths count from where the record was made, which is
+    to be the current folder.
+
+    Raises:
+        ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
+        RecordError: a record that is damaged, or a file that cannot be read.
+        WorkloadError: the module file lacks what is needed.
+        UserCodeError: importing the module file raised.
+    """
+    overrides = _overrides(**changes)
+    if module is not None:
+        if config is not None:
+            raise ConfigError(f"got both {config} and --module {module}; {EITHER}")
+        from ampdbg.workload.module_file import config_of_module_file
+
+        return Given(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
+    if config is None:
+        raise ConfigError(f"got nothing to run; {EITHER}")
+    path = Path(config)
+    if path.suffix == ".py" and path.is_file():
+        raise ConfigError(_no_config(path))
+    record = _record_at(path)
+    return Given(_quoted(path), changes, _config(path, record, overrides), record)
+
+
+def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config | None:
+    from ampdbg.config import config_of_record, load_config
+
+    if record is None:
+        return load_config(path, overrides)
+    if not record.config:
+        return None
+    try:
+        return config_of_record(record.config, str(path), Path(record.config_folder), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{NO_FOLDER}") from None
+
+
+def _record_at(path: Path) -> Record | None:
+    """The record in the file; None where it is a config, which may be written in JSON too."""
+    if path.suffix != ".json":
+        return None
+    try:
+        return read_record(path)
+    except RecordError:
+        if _is_json_config(path):
+            return None
+        raise
+
+
+def _is_json_config(path: Path) -> bool:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and "format" not in data
+
+
+def _no_config(path: Path) -> str:
+    file = path.as_posix()
+    return (
+        f"{path}: a Python file, not a config; try: ampdbg bisect --module {_quoted(path)}, or write a config, "
+        f"such as config.yaml, with two lines:\n"
+        f'  model: {{target: "{file}:build_model"}}\n'
+        f'  data: {{target: "{file}:build_data"}}'
+    )
+
+
+def _overrides(**changes: Unpack[Changes]) -> tuple[str, ...]:
+    """The changes as ``--set`` takes them; one that has a name of its own wins over the others."""
+    keys = {"steps": "train.steps", "device": "train.device", "policy": "precision.policy", "seed": "train.seed"}
+    if unknown := changes.keys() - Changes.__annotations__.keys():
+        raise TypeError(f"got {', '.join(sorted(unknown))}; allowed: {', '.join(Changes.__annotations__)}")
+    named = (f"{keys[name]}={value}" for name, value in _named(**changes).items())
+    return (*changes.get("overrides", ()), *named)
+
+
+def _named(**changes: Unpack[Changes]) -> dict[str, object]:
+    return {name: value for name, value in changes.items() if name != "overrides" and value is not None}
+
+
+def _quoted(path: str | Path) -> str:
+    return shlex.quote(str(path))
