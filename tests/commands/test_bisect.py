@@ -267,7 +267,7 @@ def test_a_wrong_call_is_refused(name: str, here: Here) -> None:
 
 def test_a_damaged_record_is_named(here: Here) -> None:
     Path("r.json").write_text('{"format": "ampdbg.record", ', encoding="utf-8")
-    with pytest.raises(RecordError, match=r"r\.json: not a record: line 1 is not JSON"):
+    with pytest.raises(RecordError, match=r"r\.json: not a record: "):
         ampdbg.bisect("r.json")
 
 
