@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.delta import delta_debug
-from ampdbg.search.found import Found
-from ampdbg.search.guided import guided
-from ampdbg.search.trial import Seen, Trials
+from ampdbg.search.shrinking import Result
+from ampdbg.search.strategies import delta_debug, guided
+from ampdbg.search.trials import Answer, Trials
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")
 """The modules of a transformer's block."""
@@ -32,7 +31,7 @@ FALSE = 4
 class Strategy:
     """``search(trials, culprits, false candidates)``, and the most trials allowed for n modules and k culprits."""
 
-    search: Callable[[Trials, Sequence[str], Sequence[str]], Found]
+    search: Callable[[Trials, Sequence[str], Sequence[str]], Result]
     allowed: Callable[[int, int], float]
 
 
@@ -54,7 +53,7 @@ def transformer(count: int) -> AtomTree:
 def planted(tree: AtomTree, culprits: Sequence[str]) -> Trials:
     """Trials of a step that is healthy exactly when all culprits are pinned."""
     needed = frozenset(culprits)
-    return Trials(lambda pins: Seen(healthy=tree.expand(pins) >= needed), tree)
+    return Trials(lambda pins: Answer(healthy=tree.expand(pins) >= needed), tree)
 
 
 def row(name: str, tree: AtomTree, count: int, rounds: int) -> str:

@@ -12,7 +12,7 @@ from ampdbg.record.pins import PinSite
 from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.search import AtomTree, Seen
+from ampdbg.search import Answer, AtomTree
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Experiment:
         self.tree = tree
         self._sites: dict[str, list[PinSite]] = {}
 
-    def run(self, pins: Sequence[str]) -> Seen:
+    def run(self, pins: Sequence[str]) -> Answer:
         """One trial. Its loss is that of the first step, in FP16."""
         started = time.perf_counter()
         health, loss = self._tried(self.cases[0], pins)
@@ -55,7 +55,7 @@ class Experiment:
                 break
         sites = tuple(map(_site, health.guilty))
         self._note(sites, pins)
-        return Seen(
+        return Answer(
             healthy=health.healthy,
             why=health.why,
             suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),

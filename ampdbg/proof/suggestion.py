@@ -18,8 +18,8 @@ from ampdbg.patch.placements import lines_that_may_be_edited
 from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.patch.source_pins import Refused
 from ampdbg.pinning.bisection import Bisected, bisected
-from ampdbg.pinning.found_pins import digest
 from ampdbg.pinning.pin_search import keeps_scale
+from ampdbg.pinning.pin_set import digest
 from ampdbg.pinning.tying import tied_together
 from ampdbg.probes.half_names import NamesByLine, names_seen
 from ampdbg.proof.jobs import Job, Patched

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms
-from ampdbg.search.found import Found, without
-from ampdbg.search.trial import Trials
+from ampdbg.search.trials import Trials
 
 NOTHING: Atoms = frozenset()
+
+MOST_ATOM_RUNS = 200_000
+"""A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about 20
+seconds on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The set that a search ended with.
+
+    ``pins`` are the fewest names for it, in tree order; none where the step is healthy without, or never was.
+    ``minimal`` says that it is 1-minimal: dropping any one pin, and any one of the parts that it was put together
+    from, was tried and is unhealthy. ``dropped`` has the trial of each pin that was dropped alone, with all that is
+    tied to it. ``out_of_trials`` says that the search ended early, by its limit or by Ctrl-C.
+    """
+
+    pins: tuple[str, ...]
+    healthy: bool
+    minimal: bool
+    dropped: Mapping[str, Trial] = field(default_factory=dict)
+    out_of_trials: bool = False
+
+
+def best_so_far(trials: Trials) -> Result:
+    """The smallest healthy set that was tried, where a search ended early."""
+    pins = trials.best or ()
+    known = {pin: trials.known(_without(trials, pins, pin)) for pin in pins}
+    dropped = {pin: trial for pin, trial in known.items() if trial is not None}
+    return Result(pins, trials.best is not None, minimal=False, dropped=dropped, out_of_trials=True)
+
+
+def grouped(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
+    """The parts, where dropping each alone takes too long in groups of neighbours."""
+    size = -(-len(parts) // _affordable(trials))
+    return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)] if parts else []
+
+
+def _affordable(trials: Trials) -> int:
+    """How many parts may be dropped each alone."""
+    return max(1, MOST_ATOM_RUNS // max(1, len(trials.tree.atoms)))
 
 
 def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
@@ -72,23 +113,32 @@ def _boundary(levels: Sequence[int], low: int, high: int) -> int:
     return min(range(low + third, high - third + 1), key=lambda place: (levels[place], abs(2 * place - low - high)))
 
 
-def certified(trials: Trials, parts: Sequence[Atoms]) -> Found:
+def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
     """Drops each part of a healthy set alone, then each pin, until every such trial is unhealthy.
 
     Trials made before are not made again. A healthy one, which there is only where pins can harm, makes the set
-    smaller and begins the round again, so that there are never more rounds than parts and pins.
+    smaller and begins the round again, so that there are never more rounds than parts and pins. Where the pins are
+    too many to be dropped each alone, the set is not proven to be minimal.
     """
     parts = [part for part in parts if part]
     while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
         parts = [part & smaller for part in parts if part & smaller]
     pins = trials.tree.compress(NOTHING.union(*parts))
-    dropped = {pin: trials.test(without(trials, pins, pin), "with fewer") for pin in pins}
-    return Found(pins, healthy=True, minimal=True, dropped=dropped)
+    if len(pins) > _affordable(trials):
+        return Result(pins, healthy=True, minimal=False)
+    dropped = {pin: trials.test(_without(trials, pins, pin), "with fewer") for pin in pins}
+    return Result(pins, healthy=True, minimal=True, dropped=dropped)
 
 
 def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
     atoms = NOTHING.union(*parts)
     pins = trials.tree.compress(atoms)
-    for rest in (*(atoms - part for part in reversed(parts)), *(without(trials, pins, pin) for pin in pins)):
+    alone = pins if len(pins) <= _affordable(trials) else ()
+    for rest in (*(atoms - part for part in reversed(parts)), *(_without(trials, pins, pin) for pin in alone)):
         if trials.test(rest, "with fewer").healthy:
             yield rest
+
+
+def _without(trials: Trials, pins: tuple[str, ...], pin: str) -> Atoms:
+    """The atoms of ``pins`` without those of ``pin`` and of all that is tied to it."""
+    return trials.closed(pins) - trials.closed([pin])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.pinning import set_found
+from ampdbg.pinning import pin_set
 from ampdbg.pinning.bisection import bisect_run
 from tests.pinning.spiked import CULPRITS, interrupted_at, names, spiked
 
@@ -32,7 +32,7 @@ def test_in_the_closing_trials(closing: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("measured", ["step_seconds", "step_costs"])
 def test_while_it_is_measured(measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(set_found, measured, interrupt)
+    monkeypatch.setattr(pin_set, measured, interrupt)
     record = bisect_run(spiked(tmp_path))
     assert record.interrupted
     assert record.search is not None

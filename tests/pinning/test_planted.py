@@ -18,7 +18,7 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
-from ampdbg.search import Seen
+from ampdbg.search import Answer
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
@@ -155,7 +155,7 @@ def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
 def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Runs 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
     healthy, ran, run = {4, 5, 6, 9, 11, 13}, itertools.count(1), Experiment.run
-    monkeypatch.setattr(Experiment, "run", lambda *given: Seen(healthy=True) if next(ran) in healthy else run(*given))
+    monkeypatch.setattr(Experiment, "run", lambda *given: Answer(healthy=True) if next(ran) in healthy else run(*given))
     monkeypatch.setattr(pin_search, "MOST_REPEATS", 3)
     searched: list[tuple[str, ...]] = []
     record = bisect_run(spiked(tmp_path), observer=observing(search=searched.append))

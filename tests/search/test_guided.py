@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.found import best_so_far
-from ampdbg.search.guided import guided
-from ampdbg.search.trial import Seen, Trials
+from ampdbg.search.shrinking import best_so_far
+from ampdbg.search.strategies import guided
+from ampdbg.search.trials import Answer, Trials
 from tests.search.planted import SMALL, Step, planted, steps
 
 TREE = atom_tree(SMALL)
@@ -111,9 +111,9 @@ def test_a_pin_stays_as_wide_as_it_was_given() -> None:
 def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -> None:
     """The step names a block's own lines; what must be pinned is a module inside another part of that block."""
 
-    def blames_the_block(pins: tuple[str, ...]) -> Seen:
+    def blames_the_block(pins: tuple[str, ...]) -> Answer:
         healthy = "blocks.0.mlp.fc" in TREE.expand(pins)
-        return Seen(healthy, suspects=() if healthy else ("blocks.0:own",))
+        return Answer(healthy, suspects=() if healthy else ("blocks.0:own",))
 
     trials = Trials(blames_the_block, TREE)
     found = guided(trials, ["head"])
@@ -122,7 +122,7 @@ def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -
 
 
 def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_root() -> None:
-    trials = Trials(lambda pins: Seen("embed" in TREE.expand(pins), why="loss is far off"), TREE)
+    trials = Trials(lambda pins: Answer("embed" in TREE.expand(pins), why="loss is far off"), TREE)
     found = guided(trials, ["blocks.0.mlp.fc"])
     assert (found.pins, found.minimal) == (("embed",), True)
     widened = [pins for stage, pins, _ in stages(trials) if stage == "widened"]
@@ -130,14 +130,14 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
 
 
 def test_where_even_the_root_does_not_help_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Seen(healthy=False, why="nan"), TREE)
+    trials = Trials(lambda pins: Answer(healthy=False, why="nan"), TREE)
     found = guided(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal, found.out_of_trials) == ((), False, False, False)
     assert trials.made[-1].pins == ("",)
 
 
 def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
-    trials = Trials(lambda pins: Seen(healthy=False, why="nan"), TREE)
+    trials = Trials(lambda pins: Answer(healthy=False, why="nan"), TREE)
     assert not guided(trials, []).healthy
     assert len(trials.made) == 1
 
@@ -145,10 +145,10 @@ def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
 def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
     """Pinning one block without the other raises, say, for their dtypes no longer meet."""
 
-    def harmed(pins: tuple[str, ...]) -> Seen:
+    def harmed(pins: tuple[str, ...]) -> Answer:
         pinned = TREE.expand(pins)
         blocks = pinned & {*TREE.under("blocks")}
-        return Seen("head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
+        return Answer("head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
 
     found = guided(Trials(harmed, TREE), ["head", "blocks.1"])
     assert (found.pins, found.minimal) == (("head",), True)
@@ -227,16 +227,16 @@ def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
     with pytest.raises(KeyboardInterrupt):
         guided(trials, ["head", "embed", "blocks.1"])
     found = best_so_far(trials)
-    assert (found.pins, found.healthy, found.minimal, found.out_of_trials) == (("embed", "head"), True, False, False)
+    assert (found.pins, found.healthy, found.minimal, found.out_of_trials) == (("embed", "head"), True, False, True)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -> None:
     source = random.Random(seed)
 
-    def flaky(pins: tuple[str, ...]) -> Seen:
+    def flaky(pins: tuple[str, ...]) -> Answer:
         cured = {"head", "embed"} <= TREE.expand(pins)
-        return Seen(cured or source.random() >= 0.3)
+        return Answer(cured or source.random() >= 0.3)
 
     trials = Trials(flaky, TREE, repeats=30)
     assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")

@@ -1,26 +1,32 @@
-"""What a search has found, proven and written down: the set run again, its pins described, or why there is none."""
+"""The set of pins that a search ends with: run again, described and costed for the record, or why there is none."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+
+import torch
 
 from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
 from ampdbg.pinning.costs import step_costs, step_seconds
 from ampdbg.pinning.experiment import Case, Experiment
-from ampdbg.pinning.found_pins import classes_of, described, digests, reason_of, statements
-from ampdbg.pinning.tying import tied_together
-from ampdbg.record.pins import OWN, PinSite, Search, Trial
+from ampdbg.pinning.tying import tied_modules, tied_together
+from ampdbg.record.findings import Finding
+from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps
-from ampdbg.search import Found, OutOfTrials, Trials
-from ampdbg.source.ownership import is_library_class
+from ampdbg.search import Answer, AtomTree, OutOfTrials, Result, Trials
+from ampdbg.search.trials import trial_of
+from ampdbg.source.ownership import is_library_class, is_users_file
 
 FURTHER_BATCHES = 3
 """The set that was found is tried on so many more batches."""
@@ -37,15 +43,35 @@ class Setting:
     """What every part of one search needs; ``order`` are the modules in order of their first calls."""
 
     run: Run
-    failing: FailingStep
     experiment: Experiment
-    trials: Trials
     order: tuple[str, ...]
     observer: Observer
+    max_trials: int | None
     repeats: int
 
+    @property
+    def failing(self) -> FailingStep:
+        """The step that the search is about."""
+        return self.experiment.cases[0].failing
 
-def record_of_found(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+    @cached_property
+    def trials(self) -> Trials:
+        """Its trials; ``replace`` begins them anew."""
+        return Trials(
+            self._try,
+            self.experiment.tree,
+            max_trials=self.max_trials,
+            repeats=self.repeats,
+            on_trial=self.observer.trial,
+            together=tied_modules(self.run.workload.model, self.experiment.tree),
+        )
+
+    def _try(self, pins: tuple[str, ...]) -> Answer:
+        self.observer.trial_start(pins)
+        return self.experiment.run(pins)
+
+
+def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:
     """A set that is healthy and was searched to the end: run once more, on further batches too, and costed.
 
     What an interrupt leaves of that is in the record, and what the search has proven stands.
@@ -53,7 +79,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, found: Fou
     Raises:
         Contradiction: the set is not healthy when it is run once more, or the step is without pins.
     """
-    closing = Closing(found.pins)
+    closing = Closing(result.pins)
     try:
         _close(setting, closing)
     except KeyboardInterrupt:
@@ -63,13 +89,13 @@ def record_of_found(setting: Setting, record: Record, search: Search, found: Fou
     search = replace(
         search,
         message="" if bad is None else f"run once more, the set is not healthy: {bad}",
-        minimal=found.minimal and bad is None,
+        minimal=result.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
         losses=_losses(setting, again),
         step_seconds=closing.step_seconds,
     )
-    record = record_of_best(setting, record, search, replace(found, pins=closing.pins))
+    record = record_of_best(setting, record, search, replace(result, pins=closing.pins))
     return replace(record, trials=(*record.trials, *closing.made))
 
 
@@ -101,10 +127,10 @@ def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
     return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
 
 
-def record_without_set(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+def record_without_set(setting: Setting, record: Record, search: Search, result: Result) -> Record:
     """No set is healthy: for want of trials, or because what goes wrong is in no module."""
     outside = setting.experiment.outside
-    if found.out_of_trials:
+    if result.out_of_trials:
         return replace(record, search=replace(search, outcome="out-of-trials"), trials=setting.trials.made)
     if not outside:
         last = setting.trials.made[-1].why if setting.trials.made else ""
@@ -126,7 +152,7 @@ def _no_module_cures(site: PinSite) -> str:
     )
 
 
-def record_of_best(setting: Setting, record: Record, search: Search, found: Found) -> Record:
+def record_of_best(setting: Setting, record: Record, search: Search, result: Result) -> Record:
     """The record with a set that is healthy: what each pin cures, what dropping it does, what it costs.
 
     Another interrupt leaves out the costs.
@@ -135,24 +161,24 @@ def record_of_best(setting: Setting, record: Record, search: Search, found: Foun
         costs = step_costs(setting.run, setting.failing)
     except KeyboardInterrupt:
         costs, record = None, replace(record, interrupted=True)
-    dropped = {pin: trial.why for pin, trial in found.dropped.items()}
-    tied = {name: part for part in tied_together(found.pins, setting.run.workload.model) for name in part}
-    pins = [described(setting.run.workload.model, name, setting.trials.tree) for name in found.pins]
+    dropped = {pin: trial.why for pin, trial in result.dropped.items()}
+    tied = {name: part for part in tied_together(result.pins, setting.run.workload.model) for name in part}
+    pins = [described(setting.run.workload.model, name, setting.experiment.tree) for name in result.pins]
     pins = [
         replace(
             pin,
             reason=reason_of(pin, record.findings),
-            sites=setting.experiment.sites(setting.trials.tree.under(pin.name)),
+            sites=setting.experiment.sites(setting.experiment.tree.under(pin.name)),
             tied=tuple(other for other in tied[pin.name] if other != pin.name),
             without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
-            cost=costs.of(setting.trials.tree.under(pin.name)) if costs is not None else None,
+            cost=costs.of(setting.experiment.tree.under(pin.name)) if costs is not None else None,
         )
         for pin in pins
     ]
     search = replace(
         search,
-        cost=costs.of(setting.trials.tree.expand(found.pins)) if costs is not None else None,
-        classes=classes_of(setting.run.workload.model, found.pins, setting.order),
+        cost=costs.of(setting.experiment.tree.expand(result.pins)) if costs is not None else None,
+        classes=classes_of(setting.run.workload.model, result.pins, setting.order),
         sources=digests(pins),
     )
     return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))
@@ -163,7 +189,7 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     modules = dict(setting.run.workload.model.named_modules())
     whole = [pin.removesuffix(OWN) if is_library_class(type(modules[pin.removesuffix(OWN)])) else pin for pin in pins]
     # A module that is whole now may hold others of the set.
-    larger = setting.trials.tree.compress(setting.trials.tree.expand(whole))
+    larger = setting.experiment.tree.compress(setting.experiment.tree.expand(whole))
     with contextlib.suppress(OutOfTrials):  # what was found stands without it
         if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
             return larger
@@ -173,20 +199,7 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
 def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
     """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
     setting.observer.trial_start(closing.pins)
-    seen = [experiment.run(closing.pins) for _ in range(setting.repeats)]
-    bad = next((one for one in seen if not one.healthy), None)
-    shown = bad or seen[-1]
-    trial = Trial(
-        pins=closing.pins,
-        healthy=bad is None,
-        why=shown.why,
-        stage=stage,
-        suspects=shown.suspects,
-        runs=len(seen),
-        healthy_runs=sum(one.healthy for one in seen),
-        loss=shown.loss,
-        seconds=sum(one.seconds for one in seen),
-    )
+    trial = trial_of(closing.pins, stage, [experiment.run(closing.pins) for _ in range(setting.repeats)])
     closing.made.append(trial)
     setting.observer.trial(trial)
 
@@ -199,4 +212,44 @@ def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
         replays = PinnedReplays(setting.run, further, keeps_scale=first.replays.keeps_scale)
         if is_finite(replays.fp32.replay):
             case = Case(further, replays)
-            yield Experiment(setting.run, (case,), setting.trials.tree, is_silent=setting.experiment.is_silent)
+            yield Experiment(setting.run, (case,), setting.experiment.tree, is_silent=setting.experiment.is_silent)
+
+
+def described(model: torch.nn.Module, name: str, tree: AtomTree) -> Pin:
+    """The pin of this name, with its module's class."""
+    module = name.removesuffix(OWN)
+    kind = type(model.get_submodule(module))
+    return Pin(module, own=name.endswith(OWN), class_name=kind.__name__, is_library=is_library_class(kind))
+
+
+def statements(sites: Iterable[PinSite]) -> tuple[Pin, ...]:
+    """Pins of the lines that belong to no module, each once."""
+    lines = {site.source: site for site in sites if site.source is not None}
+    return tuple(Pin("", source=source, sites=(site,), reason=0) for source, site in lines.items())
+
+
+def reason_of(pin: Pin, findings: Sequence[Finding]) -> int | None:
+    """The index of the finding in the pin's module, or of the root finding."""
+    same = (index for index, finding in enumerate(findings) if finding.op and finding.module == pin.module)
+    return next(same, 0 if findings else None)
+
+
+def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """How many instances of each pinned class are pinned, and how many ran, where there are several."""
+    every = Counter(type(model.get_submodule(name)).__name__ for name in ran)
+    pinned = Counter(type(model.get_submodule(pin.removesuffix(OWN))).__name__ for pin in pins)
+    return {name: (count, every[name]) for name, count in pinned.items() if every[name] > 1}
+
+
+def digests(pins: Iterable[Pin]) -> dict[str, str]:
+    """The SHA-256 of each of the user's files that a line of the pins stands in."""
+    files = {site.source.file for pin in pins for site in pin.sites if site.source is not None}
+    return {file: digest(file) for file in sorted(files) if is_users_file(file)}
+
+
+def digest(file: str) -> str:
+    """The SHA-256 of a file; "" where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""

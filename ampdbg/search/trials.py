@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,28 +10,41 @@ from ampdbg.search.atoms import Atoms, AtomTree
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one experiment showed.
+class Answer:
+    """What one run of an experiment showed.
 
     ``suspects`` are the pins' names of what went wrong, the first to run first; ``why`` says what that was.
-    ``healthy_runs`` of ``runs`` were healthy; None means all of a healthy one and none of another.
     ``seconds`` is the time it took.
     """
 
     healthy: bool
     why: str = ""
     suspects: tuple[str, ...] = ()
-    runs: int = 1
-    healthy_runs: int | None = None
     loss: float | None = None
     seconds: float = 0.0
 
 
-Try = Callable[[tuple[str, ...]], Seen]
+def trial_of(pins: tuple[str, ...], stage: str, answers: Sequence[Answer]) -> Trial:
+    """The trial of these runs with ``pins``: healthy when all are, else what the first that is not showed."""
+    shown = next((answer for answer in answers if not answer.healthy), answers[-1])
+    return Trial(
+        pins=pins,
+        healthy=shown.healthy,
+        why=shown.why,
+        stage=stage,
+        suspects=shown.suspects,
+        runs=len(answers),
+        healthy_runs=sum(answer.healthy for answer in answers),
+        loss=shown.loss,
+        seconds=sum(answer.seconds for answer in answers),
+    )
+
+
+Try = Callable[[tuple[str, ...]], Answer]
 """Runs one experiment with the pins of these names."""
 
 
-class OutOfTrials(Exception):  # noqa: N818 - not an error: the end of a search that was told where to end
+class OutOfTrials(Exception):  # noqa: N818 - not an error: a search ends at the limit that it was given
     """A set is to be tried that no trial is left for."""
 
 
@@ -46,11 +58,10 @@ class Trials:
         tree: what can be pinned.
         max_trials: how many experiments may be run; None is no limit.
         repeats: how often a set is run before it is called healthy; the first unhealthy run ends its trial.
-        on_trial: told of every trial once, as it ends.
+        on_trial: called with every trial once, as it ends.
         together: groups of pins' names.
 
     Attributes:
-        made: the trials, in order.
         best: the pins of the healthy set of the fewest atoms so far; None before there is one.
     """
 
@@ -65,14 +76,18 @@ class Trials:
         together: Sequence[frozenset[str]] = (),
     ) -> None:
         self.tree = tree
-        self.made: tuple[Trial, ...] = ()
         self.best: tuple[str, ...] | None = None
         self._try = try_
         self._max_trials = max_trials
         self._repeats = repeats
         self._on_trial = on_trial
-        self._answers: dict[Atoms, Trial] = {}
+        self._made: dict[Atoms, Trial] = {}
         self._units = _units(tree, together)
+
+    @property
+    def made(self) -> tuple[Trial, ...]:
+        """The trials, in order."""
+        return tuple(self._made.values())
 
     def test(self, pins: Iterable[str], stage: str) -> Trial:
         """What happens with these pins: found out by experiment, unless this set of atoms has been tried before.
@@ -84,61 +99,38 @@ class Trials:
             KeyError: nothing of a pin's name ran.
         """
         atoms = self.closed(pins)
-        if atoms not in self._answers:
-            if self._max_trials is not None and len(self.made) >= self._max_trials:
+        if atoms not in self._made:
+            if self._max_trials is not None and len(self._made) >= self._max_trials:
                 raise OutOfTrials
             pins = self.tree.compress(atoms)
-            self._keep(atoms, pins, self._run(pins), stage)
-        return self._answers[atoms]
+            self._keep(atoms, trial_of(pins, stage, self._run(pins)))
+        return self._made[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
         """The trial of these pins, where it has been made already."""
-        return self._answers.get(self.closed(pins))
+        return self._made.get(self.closed(pins))
 
     def closed(self, pins: Iterable[str]) -> Atoms:
         """The atoms of the pins, and of all that is tied to them."""
         atoms = self.tree.expand(pins)
-        return atoms.union(*(self._units[atom] for atom in atoms if atom in self._units))
+        return atoms.union(*(self._units[atom] for atom in self._units.keys() & atoms))
 
     def units(self, atoms: Iterable[str]) -> tuple[Atoms, ...]:
         """What can be pinned on its own of these, in tree order: single atoms, and tied ones as one."""
         ordered = sorted(atoms, key=self.tree.place)
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
 
-    def _run(self, pins: tuple[str, ...]) -> Seen:
-        runs = [self._try(pins)]
-        while runs[-1].healthy and len(runs) < self._repeats:
-            runs.append(self._try(pins))
-        return dataclasses.replace(
-            runs[-1],
-            runs=sum(seen.runs for seen in runs),
-            healthy_runs=sum(map(_healthy_runs, runs)),
-            seconds=sum(seen.seconds for seen in runs),
-        )
+    def _run(self, pins: tuple[str, ...]) -> list[Answer]:
+        answers = [self._try(pins)]
+        while answers[-1].healthy and len(answers) < self._repeats:
+            answers.append(self._try(pins))
+        return answers
 
-    def _keep(self, atoms: Atoms, pins: tuple[str, ...], seen: Seen, stage: str) -> None:
-        trial = Trial(
-            pins=pins,
-            healthy=seen.healthy,
-            why=seen.why,
-            stage=stage,
-            suspects=seen.suspects,
-            runs=seen.runs,
-            healthy_runs=_healthy_runs(seen),
-            loss=seen.loss,
-            seconds=seen.seconds,
-        )
-        self._answers[atoms] = trial
-        self.made = (*self.made, trial)
-        if seen.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
-            self.best = pins
+    def _keep(self, atoms: Atoms, trial: Trial) -> None:
+        self._made[atoms] = trial
+        if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
+            self.best = trial.pins
         self._on_trial(trial)
-
-
-def _healthy_runs(seen: Seen) -> int:
-    if seen.healthy_runs is None:
-        return seen.runs if seen.healthy else 0
-    return seen.healthy_runs
 
 
 def _units(tree: AtomTree, together: Iterable[Iterable[str]]) -> dict[str, Atoms]:
