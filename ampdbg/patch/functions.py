@@ -18,7 +18,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
-class Written:
+class SourceFunction:
     """A function in a file. ``line`` is its first one, that of a decorator where it has any."""
 
     file: str
@@ -35,12 +35,12 @@ class Written:
 class ChildCall:
     """Where the function of a module calls a child of it: ``callee`` is what is called there, on which lines."""
 
-    function: Written
+    function: SourceFunction
     callee: str
     lines: tuple[int, ...]
 
 
-def written(value: object) -> Written | None:
+def written(value: object) -> SourceFunction | None:
     """A method, property or decorated function of a class as its author wrote it; None for anything else."""
     if isinstance(value, (staticmethod, classmethod)):
         value = value.__func__
@@ -50,10 +50,10 @@ def written(value: object) -> Written | None:
     if not isinstance(function, FunctionType):
         return None
     code = function.__code__
-    return Written(code.co_filename, function.__qualname__, code.co_firstlineno)
+    return SourceFunction(code.co_filename, function.__qualname__, code.co_firstlineno)
 
 
-def functions_run(kind: type, name: str) -> Iterator[Written]:
+def functions_run(kind: type, name: str) -> Iterator[SourceFunction]:
     """What a class runs as its method ``name``: its own or inherited one, and those that this calls by ``super()``."""
     for owner in kind.__mro__:
         if name in vars(owner):
@@ -89,7 +89,7 @@ def call_of(module: str, model: torch.nn.Module) -> ChildCall | None:
     return None
 
 
-def modules_running(function: Written, model: torch.nn.Module) -> tuple[str, ...]:
+def modules_running(function: SourceFunction, model: torch.nn.Module) -> tuple[str, ...]:
     """The names of all modules whose class runs this method, and not one of its own in its place."""
     name = function.qualname.rpartition(".")[2]
     named = [(path, type(module)) for path, module in model.named_modules()]
@@ -97,32 +97,32 @@ def modules_running(function: Written, model: torch.nn.Module) -> tuple[str, ...
     return tuple(path for path, kind in named if kind in kinds)
 
 
-def function_at(file: str, line: int) -> Written | None:
+def function_at(file: str, line: int) -> SourceFunction | None:
     """The innermost named function that holds a line."""
     found = [(function, node) for function, node in _functions(file) if function.line <= line <= _end(node)]
     return max(found, key=lambda item: item[0].line)[0] if found else None
 
 
-def lines_of(function: Written) -> range:
+def lines_of(function: SourceFunction) -> range:
     """The lines of a function, its decorators among them."""
     node = node_of(function)
     return range(function.line, _end(node) + 1) if node is not None else range(0)
 
 
-def node_of(function: Written) -> FunctionNode | None:
+def node_of(function: SourceFunction) -> FunctionNode | None:
     """The function as its file has it; None where that is no file, or none that parses, or another by now."""
     name = function.qualname.rpartition(".")[2]
     at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
     return next(at_line, None)
 
 
-def parameters_of(function: Written) -> tuple[str, ...]:
+def parameters_of(function: SourceFunction) -> tuple[str, ...]:
     """The names of its parameters, in order, ``self`` and the starred ones among them."""
     node = node_of(function)
     return tuple(_parameters(node)) if node is not None else ()
 
 
-def may_run_modules(function: Written, module: torch.nn.Module | None, tensors: frozenset[str]) -> bool:
+def may_run_modules(function: SourceFunction, module: torch.nn.Module | None, tensors: frozenset[str]) -> bool:
     """Whether the function may run a child of ``module``, whose method it is (None: a plain function's caller).
 
     ``tensors`` are the parameters that are known to hold tensors: a method of any other may run what it likes.
@@ -131,7 +131,7 @@ def may_run_modules(function: Written, module: torch.nn.Module | None, tensors: 
 
 
 def _may_run_modules(
-    function: Written, module: torch.nn.Module | None, tensors: frozenset[str], above: frozenset[Written]
+    function: SourceFunction, module: torch.nn.Module | None, tensors: frozenset[str], above: frozenset[SourceFunction]
 ) -> bool:
     node = node_of(function)
     if node is None or not is_users_file(function.file):
@@ -198,12 +198,12 @@ def _own(node: ast.AST | None) -> Iterator[ast.AST]:
             yield from _own(child)
 
 
-def _functions(file: str) -> tuple[tuple[Written, FunctionNode], ...]:
+def _functions(file: str) -> tuple[tuple[SourceFunction, FunctionNode], ...]:
     try:
         source = Path(file).read_bytes()
     except OSError:
         return ()
-    return tuple((Written(file, name, _first(node)), node) for name, node in _functions_of(source))
+    return tuple((SourceFunction(file, name, _first(node)), node) for name, node in _functions_of(source))
 
 
 @functools.lru_cache(maxsize=32)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
@@ -31,12 +34,29 @@ person would: its result would only be rounded to half on the way."""
 
 
 @dataclass(frozen=True)
+class LibraryCall:
+    """Where the user's code calls an installed library: ``callee`` is what it calls, as the line spells it."""
+
+    file: str
+    line: int
+    function: str
+    callee: str
+
+
+@dataclass(frozen=True)
 class OwnLines:
     """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
-    holds the module, file and line of each accumulation."""
+    holds the module, file and line of each accumulation, ``calls`` those that lead to a line of a library's."""
 
     close: Mapping[str, frozenset[Line]]
     adding_up: frozenset[tuple[str, str, int]]
+    calls: Mapping[tuple[str, int], LibraryCall] = field(default_factory=dict)
+
+    def calls_of(self, pin: Pin) -> list[LibraryCall]:
+        """The calls of libraries in which the lines of a pin go wrong."""
+        lines = [pin.source] if pin.source else [site.source for site in pin.sites] if pin.own else []
+        found = [self.calls.get((source.file, source.line)) for source in lines if source is not None]
+        return list(dict.fromkeys(call for call in found if call is not None))
 
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """The lines to wrap for a pin, by file and function, in order."""
@@ -58,13 +78,16 @@ class OwnLines:
             yield line
 
 
-def own_lines(run: Run, failing: Sequence[FailingStep]) -> OwnLines:
+def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:
     """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
+    sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
+    libraries = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
+    calls: dict[tuple[str, int], LibraryCall] = {}
     close: dict[str, set[Line]] = {}
     adding_up: set[tuple[str, str, int]] = set()
     for step in failing:
         scale = step.scale if step.made.why == "gradients" else 1.0
-        with weights_of(run.workload.model, step):
+        with weights_of(run.workload.model, step), _library_calls(libraries, calls):
             trace = replay_step(run, step.snapshot, Manner("float32"), traced=OpTrace).trace
             try:
                 ranges = shadow_step(run, step.snapshot)
@@ -77,7 +100,47 @@ def own_lines(run: Run, failing: Sequence[FailingStep]) -> OwnLines:
         for op in trace.ops if trace else ():
             if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
                 adding_up.add((op.place.module, *op.place.line[:2]))
-    return OwnLines({module: frozenset(lines) for module, lines in close.items()}, frozenset(adding_up))
+    return OwnLines({module: frozenset(lines) for module, lines in close.items()}, frozenset(adding_up), calls)
+
+
+@contextlib.contextmanager
+def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, int], LibraryCall]) -> Iterator[None]:
+    """Notes for each of a library's ``lines`` which call in the user's code led to the function that holds it.
+
+    A debugger's or a coverage tool's own trace function is put back afterwards.
+    """
+    files = {file for file, _ in lines}
+
+    def on_call(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename not in files:
+            return
+        numbers = {number for _, _, number in frame.f_code.co_lines()}
+        wanted = [line for line in lines if line[0] == frame.f_code.co_filename and line[1] in numbers]
+        call = _users_call(frame) if wanted and wanted[0] not in found else None
+        found.update((line, call) for line in wanted if call is not None)
+
+    before = sys.gettrace()
+    if lines:
+        sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _users_call(frame: FrameType) -> LibraryCall | None:
+    """The innermost call in the user's code around a frame of a library's; None where its line makes several calls."""
+    called, caller = frame.f_code.co_name, frame.f_back
+    while caller is not None and not is_users_file(caller.f_code.co_filename):
+        called, caller = caller.f_code.co_name, caller.f_back
+    if caller is None:
+        return None
+    file, line = caller.f_code.co_filename, caller.f_lineno
+    statements = (node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.stmt))
+    own = [node for node in statements if _holds_itself(node, line)]
+    callees = [ast.unparse(node.func) for part in own for node in ast.walk(part) if isinstance(node, ast.Call)]
+    named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
+    return LibraryCall(file, line, caller.f_code.co_name, named[0]) if len(set(named)) == 1 else None
 
 
 def _sites(pin: Pin) -> Iterator[Line]:

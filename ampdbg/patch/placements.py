@@ -1,22 +1,23 @@
-"""The ways in which a pin can be edited into the user's code, the narrowest first."""
+"""Where a pin can stand in the user's code: its lines, the forward around them, the call of the module, or its name."""
 
 from __future__ import annotations
 
+import difflib
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ampdbg.config import Config
 from ampdbg.config.targets import parse_target
+from ampdbg.ops import PRODUCTS, base_name
 from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
-from ampdbg.patch.edits import CallPin, Edited, FunctionPin, Refused, SourcePin, StatementPin, edit_source
-from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.edits import Edited, edit_source
 from ampdbg.patch.functions import (
-    Written,
+    SourceFunction,
     call_of,
     function_at,
     functions_run,
@@ -26,9 +27,12 @@ from ampdbg.patch.functions import (
     parameters_of,
 )
 from ampdbg.patch.own_lines import OwnLines
+from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.record.pins import Pin
 from ampdbg.source.ownership import is_users_file
+
+_IN_HALF = PRODUCTS | {"convolution", "_convolution"}
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,38 @@ class Materials:
     names: NamesByLine
 
 
+@dataclass(frozen=True)
+class Placement:
+    """One edit for one or more pins, decided once: ``refused`` says why it cannot be made, if so.
+
+    ``source`` is None for names in the helper's call, where the model is made. ``function`` is what it edits, where
+    that is known; ``notes`` are for the reader of the patch, ``length`` counts the lines that it takes out or puts in.
+    """
+
+    title: str
+    file: str
+    source: SourcePin | None
+    pins: tuple[str, ...]
+    function: SourceFunction | None = None
+    notes: tuple[str, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    length: int = 0
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why it cannot be made, for who reads a wider edit in its place."""
+        reasons = dict.fromkeys(one.reason for one in self.refused)
+        return tuple(f"{self.title} cannot be edited: {reason}" for reason in reasons)
+
+
+Way = Callable[[Pin, Materials], Iterator[Placement]]
+
+
 def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
     """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
+    found |= {(call.file, call.line) for pin in pins for call in lines.calls_of(pin)}
     names = {pin.module for pin in pins if pin.source is None}
     calls = [call for name in names if (call := call_of(name, model)) is not None]
     found |= {(call.function.file, line) for call in calls for line in call.lines}
@@ -53,29 +85,11 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     return found | {(each.file, each.line) for each in forwards if each is not None and is_users_file(each.file)}
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One unit in the making.
-
-    ``source`` is None for a name in the helper's call, where the model is made. ``function`` is what it edits, where
-    that is known; ``notes`` are for the reader of the patch.
-    """
-
-    title: str
-    file: str
-    source: SourcePin | None
-    pins: tuple[str, ...]
-    function: Written | None = None
-    notes: tuple[str, ...] = ()
-
-
-Way = Callable[[Pin, Materials], Iterator[Edit]]
-
-
-def _own_code(pin: Pin, materials: Materials) -> Iterator[Edit]:
+def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The lines that go wrong, and those about to, in the module's own code or outside of any module.
 
-    Where a line cannot be wrapped, it is the function that holds it, if no child module runs in there.
+    Where a line cannot be wrapped, it is the function that holds it, if no child module runs in there, or its half
+    parameters are cast as it starts.
     """
     if pin.module and not pin.own:
         return
@@ -83,26 +97,35 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Edit]:
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
     for (file, function), lines in materials.lines.of(pin).items():
-        statement = _statement(file, function, lines, materials.names)
-        edit = Edit(lines_title(file, lines), file, statement, (pin.name,), function_at(file, lines[0]))
-        reasons = why_not(edit, materials)
-        yield (_around(edit, pin, materials, reasons) if reasons else None) or edit
+        half, full = _names_in(file, materials.names)
+        statement = StatementPin(function, tuple(lines), half, full, _texts(file, lines))
+        place = _decided(lines_title(file, lines), file, statement, (pin.name,), function_at(file, lines[0]))
+        wider = _around(place, pin, materials) if place.refused else ()
+        yield next((other for other in wider if not other.refused), place)
 
 
-def _around(edit: Edit, pin: Pin, materials: Materials, reasons: tuple[str, ...]) -> Edit | None:
-    """The edit of the whole function that holds the lines of a refused one, or None where that is refused too."""
-    function = edit.function
+def _around(place: Placement, pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The whole function that holds the lines of a refused edit, or casts at its start."""
+    function = place.function
     if function is None:
-        return None
+        return
     half, full = _parameters_seen(function, materials)
     module = None if pin.source else materials.model.get_submodule(pin.module)
-    if not half or may_run_modules(function, module, frozenset({*half, *full})):
-        return None
-    whole = _whole(function, half, (pin.name,), reasons)
-    return None if why_not(whole, materials) else whole
+    if half and not may_run_modules(function, module, frozenset({*half, *full})):
+        yield _whole(function, half, (pin.name,), place.why_not)
+    if half and not _is_in_half_again(place, pin):
+        title = f"the start of {function.qualname} in {Path(function.file).name}"
+        source = FunctionPin(function.qualname, half, casts_alone=True)
+        yield _decided(title, function.file, source, (pin.name,), function, place.why_not)
 
 
-def _parameters_seen(function: Written, materials: Materials) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _is_in_half_again(place: Placement, pin: Pin) -> bool:
+    """Whether the lines would get half tensors in spite of FP32 parameters: from a product of theirs, or a child's."""
+    texts = place.source.texts.values() if isinstance(place.source, StatementPin) else ()
+    return any(base_name(site.op) in _IN_HALF for site in pin.sites) or any("self" in text for text in texts)
+
+
+def _parameters_seen(function: SourceFunction, materials: Materials) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The parameters of a function that held half tensors, and those that held other ones."""
     keys = [(function.file, line) for line in lines_of(function)]
     seen = [materials.names[key] for key in keys if key in materials.names]
@@ -111,7 +134,16 @@ def _parameters_seen(function: Written, materials: Materials) -> tuple[tuple[str
     return half, tuple(name for name in parameters if any(name in names.full for names in seen))
 
 
-def _forward(pin: Pin, materials: Materials) -> Iterator[Edit]:
+def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The user's own call of an installed library's function in which a line goes wrong."""
+    for call in materials.lines.calls_of(pin):
+        half, full = _names_in(call.file, materials.names)
+        source = CallPin(call.function, call.callee, (call.line,), half, full, _texts(call.file, (call.line,)))
+        title = f"{call.callee}() on line {call.line} of {Path(call.file).name}"
+        yield _decided(title, call.file, source, (pin.name,), function_at(call.file, call.line))
+
+
+def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The forward of the user's own class, where it is pinned with all that it calls, in all of its instances."""
     if pin.source or _leaves_children(pin, materials):
         return
@@ -123,9 +155,11 @@ def _forward(pin: Pin, materials: Materials) -> Iterator[Edit]:
         yield _whole(function, _parameters_seen(function, materials)[0], (pin.name,))
 
 
-def _whole(function: Written, half: tuple[str, ...], pins: tuple[str, ...], notes: tuple[str, ...] = ()) -> Edit:
-    source = FunctionPin(function.qualname, half)
-    return Edit(f"{function.qualname} in {Path(function.file).name}", function.file, source, pins, function, notes)
+def _whole(
+    function: SourceFunction, half: tuple[str, ...], pins: tuple[str, ...], notes: tuple[str, ...] = ()
+) -> Placement:
+    title = f"{function.qualname} in {Path(function.file).name}"
+    return _decided(title, function.file, FunctionPin(function.qualname, half), pins, function, notes)
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
@@ -133,7 +167,7 @@ def _leaves_children(pin: Pin, materials: Materials) -> bool:
     return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
 
 
-def _call(pin: Pin, materials: Materials) -> Iterator[Edit]:
+def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The call of the module in its parent's forward, where that is the user's own code."""
     if pin.source or _leaves_children(pin, materials):
         return
@@ -142,27 +176,49 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Edit]:
         return
     file, where = call.function.file, call.function.qualname
     half, full = _names_in(file, materials.names)
-    texts = {line: linecache.getline(file, line).strip() for line in call.lines}
-    source = CallPin(where, call.callee, call.lines, half, full, texts=texts)
-    yield Edit(f"{call.callee}() in {where} of {Path(file).name}", file, source, (pin.name,), call.function)
+    source = CallPin(where, call.callee, call.lines, half, full, _texts(file, call.lines))
+    title = f"{call.callee}() in {where} of {Path(file).name}"
+    yield _decided(title, file, source, (pin.name,), call.function)
 
 
-def _helper(pin: Pin, materials: Materials) -> Iterator[Edit]:
+def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The helper, by the module's name, where the config's own file makes the model."""
     file = _file_that_makes_the_model(materials.config)
-    if is_users_file(file) and not pin.source:
-        note = applies_to(Path(file).read_bytes(), parse_target(materials.config.model.target).name)
-        yield Edit(f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=(note,) if note else ())
+    if not is_users_file(file) or pin.source:
+        return
+    note = applies_to(Path(file).read_bytes(), parse_target(materials.config.model.target).name)
+    refused = with_helper(Path(file).read_bytes(), (pin.name,), materials).refused
+    yield Placement(
+        f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=(note,) if note else (), refused=refused
+    )
 
 
-WAYS: tuple[tuple[Way, ...], ...] = ((_own_code, _forward, _call, _helper), (_forward, _call, _helper), (_helper,))
+WAYS: tuple[tuple[Way, ...], ...] = (
+    (_own_code, _library_call, _forward, _call, _helper),
+    (_forward, _call, _helper),
+    (_helper,),
+)
 """The narrowest first; each next one is for where the patch of the one before does not cure the step."""
 
 
-def _statement(file: str, function: str, lines: Sequence[int], names: NamesByLine) -> StatementPin:
-    half, full = _names_in(file, names)
-    texts = {line: linecache.getline(file, line).strip() for line in lines}
-    return StatementPin(function, tuple(lines), half_names=half, full_names=full, texts=texts)
+def _decided(
+    title: str,
+    file: str,
+    source: SourcePin,
+    pins: tuple[str, ...],
+    function: SourceFunction | None,
+    notes: tuple[str, ...] = (),
+) -> Placement:
+    """The placement, with why it is refused or how many lines it takes."""
+    before = Path(file).read_bytes()
+    edited = edit_source(before, [source])
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), edited.source.splitlines(), autojunk=False)
+    length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
+    return Placement(title, file, source, pins, function, notes, edited.refused, length)
+
+
+def _texts(file: str, lines: Sequence[int]) -> Mapping[int, str]:
+    return {line: linecache.getline(file, line).strip() for line in lines}
 
 
 def _names_in(file: str, names: NamesByLine) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:
@@ -174,34 +230,11 @@ def _names_in(file: str, names: NamesByLine) -> tuple[dict[int, tuple[str, ...]]
     return half, tuple(text for text in full if text not in every)
 
 
-def why_not(edit: Edit, materials: Materials) -> tuple[str, ...]:
-    """Why an edit is refused, in words for who reads a wider one; () where it can be made."""
-    reasons = dict.fromkeys(refused.reason for refused in applied([edit], materials)[1])
-    return tuple(f"not {edit.title} alone: {reason}" for reason in reasons)
-
-
-def applied(edits: Sequence[Edit], materials: Materials) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:
-    """All edits together, file by file; the helper's call comes last, for it moves the lines below it."""
-    files: list[FileEdit] = []
-    refused: list[Refused] = []
-    for file in dict.fromkeys(edit.file for edit in edits):
-        before = Path(file).read_bytes()
-        here = [edit for edit in edits if edit.file == file]
-        edited = edit_source(before, [edit.source for edit in here if edit.source is not None])
-        here_refused = list(edited.refused)
-        names = [name for edit in here if edit.source is None for name in edit.pins]
-        if names:
-            edited = _with_helper(edited, names, materials)
-            here_refused += edited.refused
-        refused += (replace(one, file=file) for one in here_refused)
-        if edited.source != before:
-            files.append(FileEdit(Path(file), before, edited.source))
-    return tuple(files), tuple(refused)
-
-
-def _with_helper(edited: Edited, names: Sequence[str], materials: Materials) -> Edited:
+def with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+    """The file that makes the model, with the helper that pins modules by name."""
+    every = [name for name, _ in materials.model.named_modules()]
     makes = parse_target(materials.config.model.target).name
-    return edit_factory(edited.source, makes, names, one_tensor=layers_of_one_tensor(names, materials.model))
+    return edit_factory(source, makes, names, every, one_tensor=layers_of_one_tensor(names, materials.model))
 
 
 def layers_of_one_tensor(names: Iterable[str], model: torch.nn.Module) -> tuple[str, ...]:

@@ -1,18 +1,36 @@
-"""From pins to a patch: for each the narrowest edit of the user's own code that the code allows."""
+"""From pins to a patch: for each the smallest edit of the user's own code that the code allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ampdbg.patch.edits import CallPin, FunctionPin, Refused, StatementPin
+import torch
+
+from ampdbg.patch.edits import edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import modules_running
-from ampdbg.patch.placements import WAYS, Edit, Materials, Way, applied, layers_of_one_tensor, lines_title, why_not
+from ampdbg.patch.placements import (
+    WAYS,
+    Materials,
+    Placement,
+    Way,
+    layers_of_one_tensor,
+    lines_title,
+    with_helper,
+)
+from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, StatementPin
 from ampdbg.pinning.tying import tied_together
 from ampdbg.record.pins import Pin
 
 __all__ = ["WAYS", "FileEdit", "Materials", "Patch", "PatchUnit", "layers_of_one_tensor", "planned", "wider_than"]
+
+LONG = 20
+"""A longer edit is passed over where another of the user's code takes so many lines fewer."""
+
+FEW = 2
+"""So many modules that are not pinned may run in FP32 with those that are, if these are no more than they."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +55,41 @@ class Patch:
     refused: tuple[Refused, ...] = ()
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How many modules run the code that an edit changes, of which class, and how many of them are pinned."""
+
+    kind: str
+    running: int
+    pinned: int
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the edit takes many more modules into FP32 than the set holds."""
+        return self.running - self.pinned > max(FEW, self.pinned)
+
+    def __str__(self) -> str:
+        return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
+
+
 def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
     """The patch for the pins.
 
-    Each pin is edited in the first of ``ways`` that the code allows; by default these are :data:`WAYS`'s first.
-    What none allows is in ``refused``.
+    Each pin is edited in the first of ``ways`` that the code allows, unless another is much smaller or runs many
+    fewer modules in FP32; by default these are :data:`WAYS`'s first. What none allows is in ``refused``.
     """
-    edits: list[Edit] = []
+    chosen: list[Placement] = []
     refused: list[Refused] = []
     for pin in materials.pins:
-        chosen, reasons = _first_that_works(pin, materials, WAYS[0] if ways is None else ways)
-        edits += chosen
+        placements, reasons = _best(pin, materials, WAYS[0] if ways is None else ways)
+        chosen += placements
         refused += reasons
-    edits = list(_merged(edits))
-    parts = _tied(edits, materials)
+    chosen = list(_merged(chosen))
+    parts = _parts(chosen, materials)
     units = tuple(_unit(part, materials) for part in parts)
-    without = {_title(part): applied([edit for edit in edits if edit not in part], materials)[0] for part in parts}
-    made, more = applied(edits, materials)
-    return Patch(made, units, without, (*refused, *more))
+    without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
+    edits, more = _applied(chosen, materials)
+    return Patch(edits, units, without, (*refused, *more))
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
@@ -62,44 +97,69 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
     units = []
     for unit in patch.units:
         before = [one.title for one in narrower.units if not set(one.pins).isdisjoint(unit.pins)]
-        note = f"not {' and '.join(before)} alone: {why}"
+        note = f"Editing {' and '.join(before)} alone was not enough: {why}"
         units.append(unit if unit.title in before or not before else replace(unit, notes=(*unit.notes, note)))
     return replace(patch, units=tuple(units))
 
 
-def _tied(edits: Sequence[Edit], materials: Materials) -> list[list[Edit]]:
-    """The edits in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
-    names = [pin.name for pin in materials.pins if pin.source is None]
-    tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
-    parts: list[tuple[set[str], list[Edit]]] = []
-    for edit in edits:
-        ties = {name for part in tied if not set(part).isdisjoint(edit.pins) for name in part}
-        same = [part for part in parts if part[0] & ties]
-        parts = [part for part in parts if part not in same]
-        parts.append((ties.union(*(part[0] for part in same)), [*(one for part in same for one in part[1]), edit]))
-    return [part for _, part in parts]
+def _best(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[Placement], list[Refused]]:
+    """The placements of one way, and what was refused where there is none."""
+    possible: list[list[Placement]] = []
+    refused: list[Refused] = []
+    notes: list[str] = []
+    for way in ways:
+        placements = list(way(pin, materials))
+        reasons = [reason for place in placements for reason in place.refused]
+        if placements and not reasons:
+            possible.append([replace(place, notes=(*notes, *place.notes)) for place in placements])
+            wide = [sharing for place in placements if (sharing := _sharing(place, materials)) and sharing.is_wide]
+            if not wide and _length(placements) <= LONG:
+                break
+            notes += [f"{place.title} {_sharing(place, materials)}" for place in placements if wide]
+        else:
+            refused += reasons
+            notes += [note for place in placements for note in place.why_not]
+    if not possible:
+        return [], refused or [Refused(0, f"no code of yours makes or calls {pin.name or 'the root module'}")]
+    narrow = [each for each in possible if not any(_is_wide(place, materials) for place in each)]
+    return _shortest(narrow or possible), []
 
 
-def _unit(part: Sequence[Edit], materials: Materials) -> PatchUnit:
-    pins = tuple(pin for edit in part for pin in edit.pins)
-    notes = (note for edit in part for note in (*edit.notes, *_sharing(edit, materials)))
-    return PatchUnit(_title(part), pins, tuple(dict.fromkeys(notes)))
+def _shortest(possible: Sequence[list[Placement]]) -> list[Placement]:
+    """The first, or one of the user's code that is much shorter."""
+    best = possible[0]
+    for other in possible[1:]:
+        if all(place.source is not None for place in other) and _length(other) + LONG < _length(best):
+            best = other
+    return best
 
 
-def _title(part: Sequence[Edit]) -> str:
-    return " and ".join(edit.title for edit in part)
+def _length(placements: Iterable[Placement]) -> int:
+    return sum(place.length for place in placements)
 
 
-def _sharing(edit: Edit, materials: Materials) -> Iterator[str]:
-    """That the code which is edited runs for modules beside those that are pinned."""
-    if edit.function is None:
-        return
-    running = modules_running(edit.function, materials.model)
-    child = edit.source.callee.rpartition(".")[2] if isinstance(edit.source, CallPin) else ""
-    pinned = sum(_is_pinned(".".join(filter(None, (name, child))), materials.pins) for name in running)
-    if pinned < len(running):
-        kind = edit.function.class_name or type(materials.model.get_submodule(running[0])).__name__
-        yield f"applies to all {len(running)} instances of {kind}, {pinned} of them in the set"
+def _is_wide(place: Placement, materials: Materials) -> bool:
+    sharing = _sharing(place, materials)
+    return sharing is not None and sharing.is_wide
+
+
+def _sharing(place: Placement, materials: Materials) -> Sharing | None:
+    """What modules run the code that is edited; None where that is not known."""
+    if place.function is None:
+        return None
+    model, running = materials.model, modules_running(place.function, materials.model)
+    if not running:
+        return None
+    child = place.source.callee.rpartition(".")[2] if isinstance(place.source, CallPin) else ""
+    # What is called may be a function of a library's, and no child.
+    called = [path for name in running if (path := ".".join(filter(None, (name, child)))) in _names_of(model)]
+    pinned = sum(_is_pinned(path, materials.pins) for path in called or running)
+    kind = place.function.class_name or type(model.get_submodule(running[0])).__name__
+    return Sharing(kind, len(running), pinned)
+
+
+def _names_of(model: torch.nn.Module) -> set[str]:
+    return {name for name, _ in model.named_modules()}
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
@@ -111,33 +171,19 @@ def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
     )
 
 
-def _first_that_works(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[Edit], list[Refused]]:
-    """The edits of the first way that all of them can be made in, with what was refused in those before told."""
-    refused: list[Refused] = []
-    narrower: list[str] = []
-    for way in ways:
-        edits = list(way(pin, materials))
-        reasons = applied(edits, materials)[1]
-        if edits and not reasons:
-            return [replace(edit, notes=(*narrower, *edit.notes)) for edit in edits], []
-        refused += reasons
-        narrower += [reason for edit in edits for reason in why_not(edit, materials)]
-    return [], refused or [Refused(0, f"{pin.name or 'the root'}: no code of yours makes or calls it")]
-
-
-def _merged(edits: Sequence[Edit]) -> Iterator[Edit]:
+def _merged(placements: Sequence[Placement]) -> Iterator[Placement]:
     """Pins of several instances of a class come to the same edit; lines of one function to one, or to the whole."""
-    whole = {edit.function for edit in edits if isinstance(edit.source, FunctionPin)}
-    by_place: dict[tuple[object, ...], list[Edit]] = {}
-    for edit in edits:
-        place = ("function", edit.function) if edit.function in whole else _place(edit)
-        by_place.setdefault(place, []).append(edit)
-    for same in by_place.values():
-        first = next((edit for edit in same if isinstance(edit.source, FunctionPin)), same[0])
-        pins = tuple(dict.fromkeys(pin for edit in same for pin in edit.pins))
-        notes = tuple(dict.fromkeys(note for edit in same for note in edit.notes))
+    whole = {place.function for place in placements if isinstance(place.source, FunctionPin)}
+    by_target: dict[tuple[object, ...], list[Placement]] = {}
+    for place in placements:
+        target = ("function", place.function) if place.function in whole else _target(place)
+        by_target.setdefault(target, []).append(place)
+    for same in by_target.values():
+        first = next((place for place in same if isinstance(place.source, FunctionPin)), same[0])
+        pins = tuple(dict.fromkeys(pin for place in same for pin in place.pins))
+        notes = tuple(dict.fromkeys(note for place in same for note in place.notes))
         if isinstance(first.source, StatementPin):
-            statements = [edit.source for edit in same if isinstance(edit.source, StatementPin)]
+            statements = [place.source for place in same if isinstance(place.source, StatementPin)]
             lines = sorted({line for source in statements for line in source.lines})
             texts = {line: text for source in statements for line, text in source.texts.items()}
             source = replace(first.source, lines=tuple(lines), texts=texts)
@@ -145,10 +191,59 @@ def _merged(edits: Sequence[Edit]) -> Iterator[Edit]:
         yield replace(first, pins=pins, notes=notes)
 
 
-def _place(edit: Edit) -> tuple[object, ...]:
-    match edit.source:
+def _target(place: Placement) -> tuple[object, ...]:
+    match place.source:
         case StatementPin(function=function):
-            return edit.file, "lines", edit.function or function
+            return place.file, "lines", place.function or function
         case CallPin(function=function, callee=callee):
-            return edit.file, "call", function, callee
-    return edit.file, "helper", edit.pins
+            return place.file, "call", function, callee
+    return place.file, "helper", place.pins
+
+
+def _parts(placements: Sequence[Placement], materials: Materials) -> list[list[Placement]]:
+    """The placements in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
+    names = [pin.name for pin in materials.pins if pin.source is None]
+    tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
+    parts: list[tuple[set[str], list[Placement]]] = []
+    for place in placements:
+        ties = {name for part in tied if not set(part).isdisjoint(place.pins) for name in part}
+        same = [part for part in parts if part[0] & ties]
+        parts = [part for part in parts if part not in same]
+        parts.append((ties.union(*(part[0] for part in same)), [*(one for part in same for one in part[1]), place]))
+    return [part for _, part in parts]
+
+
+def _unit(part: Sequence[Placement], materials: Materials) -> PatchUnit:
+    pins = tuple(pin for place in part for pin in place.pins)
+    notes = [note for place in part for note in (*place.notes, *_sharing_note(place, materials))]
+    return PatchUnit(_title(part), pins, tuple(dict.fromkeys(notes)))
+
+
+def _sharing_note(place: Placement, materials: Materials) -> Iterator[str]:
+    """That the code which is edited runs for modules beside those that are pinned."""
+    sharing = _sharing(place, materials)
+    if sharing is not None and sharing.pinned < sharing.running:
+        yield str(sharing)
+
+
+def _title(part: Sequence[Placement]) -> str:
+    return " and ".join(place.title for place in part)
+
+
+def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[FileEdit, ...], tuple[Refused, ...]]:
+    """All edits together, file by file; the helper's call comes last, for it moves the lines below it."""
+    files: list[FileEdit] = []
+    refused: list[Refused] = []
+    for file in dict.fromkeys(place.file for place in placements):
+        before = Path(file).read_bytes()
+        here = [place for place in placements if place.file == file]
+        edited = edit_source(before, [place.source for place in here if place.source is not None])
+        here_refused = list(edited.refused)
+        names = [name for place in here if place.source is None for name in place.pins]
+        if names:
+            edited = with_helper(edited.source, names, materials)
+            here_refused += edited.refused
+        refused += (replace(one, file=file) for one in here_refused)
+        if edited.source != before:
+            files.append(FileEdit(Path(file), before, edited.source))
+    return tuple(files), tuple(refused)

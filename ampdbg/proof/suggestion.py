@@ -216,7 +216,7 @@ def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], o
 
 def _materials(ended: Bisected) -> Materials:
     pins, run = ended.record.pins, ended.run
-    lines = own_lines(run, ended.failing)
+    lines = own_lines(run, ended.failing, pins)
     return Materials(run.config, run.workload.model, pins, lines, _names_on(lines, ended))
 
 

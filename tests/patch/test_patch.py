@@ -269,9 +269,9 @@ def test_the_function_that_holds_the_line_is_wrapped_where_no_child_runs_in_it(w
         "    return (lambda t: t * t)(f)"
     )
     (note,) = patch.units[0].notes
-    assert note.startswith("not line ")
+    assert note.startswith("line ")
     assert note.endswith(
-        " of net.py alone: a lambda runs later, when the block is left; make it a function or a list first"
+        " of net.py cannot be edited: a lambda runs later, when the block is left; make it a function or a list first"
     )
 
 
@@ -286,7 +286,7 @@ def test_own_lines_that_cannot_be_wrapped_go_by_name_and_never_take_the_children
     net = write(HELPERS)
     patch = net.planned(net.pin(":own", line, function))
     assert titles(patch) == ["the model (its own lines), by name"]
-    assert patch.units[0].notes[0].startswith(f"not line {net.line(line)} of net.py alone: ")
+    assert patch.units[0].notes[0].startswith(f"line {net.line(line)} of net.py cannot be edited: ")
 
 
 def test_a_whole_function_stands_for_the_lines_in_it_that_other_pins_wrap(write: Write) -> None:
@@ -365,3 +365,93 @@ def test_of_a_whole_forward_the_parameters_are_cast_that_were_seen_in_half(write
 )
 def test_lines_are_told_as_they_stand(lines: tuple[int, ...], title: str) -> None:
     assert lines_title("/x/a.py", lines) == title
+
+
+COUNTED = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.settled(self.proj(x))
+
+    def settled(self, h):
+        while (h * h).sum() > 1e9:
+            h = h - self.proj(h)
+        return h
+
+
+def build():
+    return Net()
+"""
+
+
+def test_parameters_are_cast_as_a_function_starts_where_its_line_cannot_be_wrapped(write: Write) -> None:
+    net = write(COUNTED)
+    patch = net.planned(net.pin(":own", "while (h * h)", "settled"))
+    assert titles(patch) == ["the start of Net.settled in net.py"]
+    assert net.changed(patch) == "h = h.float()"
+
+
+WRAPPER = """\
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.proj(x))
+
+
+def build():
+    return nn.Sequential(*(Layer() for _ in range(5)))
+"""
+
+
+def test_a_class_that_is_used_more_widely_than_the_set_is_left_alone_and_its_module_goes_by_name(write: Write) -> None:
+    net = write(WRAPPER)
+    patch = net.planned(net.pin("1.proj", "self.proj(x)"))
+    assert titles(patch) == ["1.proj, by name"]
+    assert patch.units[0].notes == (
+        "self.proj() in Layer.forward of net.py applies to all 5 instances of Layer, 1 of them in the set",
+    )
+
+
+def test_most_instances_of_a_class_are_pinned_where_it_is_written(write: Write) -> None:
+    net = write(WRAPPER)
+    patch = net.planned(*(net.pin(f"{i}.proj", "self.proj(x)") for i in range(3)))
+    assert titles(patch) == ["self.proj() in Layer.forward of net.py"]
+
+
+LONG_FORWARD = """\
+class Tower(nn.Module):
+    def forward(self, x):
+        h = x.half()
+{lines}
+        return h
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower = Tower()
+
+    def forward(self, x):
+        return self.tower(x)
+
+
+def build():
+    return Net()
+"""
+
+
+def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write) -> None:
+    net = write(LONG_FORWARD.replace("{lines}", "        h = h * h\n" * 15 + "        h = h + h"))
+    patch = net.planned(net.pin("tower", "h = h + h"))
+    assert titles(patch) == ["self.tower() in Net.forward of net.py"]
+
+
+def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
+    net = write(LONG_FORWARD.replace("{lines}", "        h = h + h"))
+    assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
