@@ -6,7 +6,7 @@ import difflib
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -187,10 +187,9 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     if not is_users_file(file) or pin.source:
         return
     note = applies_to(Path(file).read_bytes(), parse_target(materials.config.model.target).name)
-    refused = with_helper(Path(file).read_bytes(), (pin.name,), materials).refused
-    yield Placement(
-        f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=(note,) if note else (), refused=refused
-    )
+    refused = _in_file(file, with_helper(Path(file).read_bytes(), (pin.name,), materials).refused)
+    notes = (note,) if note else ()
+    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=notes, refused=refused)
 
 
 WAYS: tuple[tuple[Way, ...], ...] = (
@@ -214,7 +213,11 @@ def _decided(
     edited = edit_source(before, [source])
     matcher = difflib.SequenceMatcher(None, before.splitlines(), edited.source.splitlines(), autojunk=False)
     length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
-    return Placement(title, file, source, pins, function, notes, edited.refused, length)
+    return Placement(title, file, source, pins, function, notes, _in_file(file, edited.refused), length)
+
+
+def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
+    return tuple(replace(one, file=file) for one in refused)
 
 
 def _texts(file: str, lines: Sequence[int]) -> Mapping[int, str]:
@@ -232,9 +235,8 @@ def _names_in(file: str, names: NamesByLine) -> tuple[dict[int, tuple[str, ...]]
 
 def with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
     """The file that makes the model, with the helper that pins modules by name."""
-    every = [name for name, _ in materials.model.named_modules()]
     makes = parse_target(materials.config.model.target).name
-    return edit_factory(source, makes, names, every, one_tensor=layers_of_one_tensor(names, materials.model))
+    return edit_factory(source, makes, names, one_tensor=layers_of_one_tensor(names, materials.model))
 
 
 def layers_of_one_tensor(names: Iterable[str], model: torch.nn.Module) -> tuple[str, ...]:

@@ -33,7 +33,10 @@ def suggested_where(
 
 def test_a_wider_patch_says_what_the_narrower_one_failed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, proven = suggested_where([FAILED, Proof(True)], tmp_path, monkeypatch)
-    assert "#     not line 15 of net.py alone: further batches: loss NaN\n" in diff(found, tmp_path).decode()
+    assert (
+        "#     Editing line 15 of net.py alone was not enough: further batches: loss NaN\n"
+        in diff(found, tmp_path).decode()
+    )
     assert proven[0] != proven[1]
 
 
