@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampdbg.source.bindings import dotted
 from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, find, plain_parameters, walk
+from ampdbg.source.imports import dotted
 from ampdbg.source.source_file import EditError
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
