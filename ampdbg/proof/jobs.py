@@ -1,4 +1,4 @@
-"""The experiments of a proof, as they are handed to a process, and what that process sees, as it hands it back."""
+"""The experiments of a proof, as a process is given them, and their results, as it returns them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ampdbg.config import Config
-from ampdbg.proof.step_use import StepUse
+
+
+@dataclass(frozen=True)
+class StepUse:
+    """One forward and backward pass: its median time in seconds, and bytes.
+
+    ``saved_bytes`` is what autograd keeps for the backward pass of one micro-batch, without the weights
+    themselves; ``peak_bytes`` is the most that CUDA's allocator had handed out, None on other devices.
+    """
+
+    seconds: float
+    saved_bytes: int
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,3 +127,12 @@ class Seen(_Seen):
     def healthy(self) -> bool:
         """Whether every failing step is."""
         return bool(self.tried) and all(one.healthy for one in self.tried)
+
+
+class Uncarried(Exception):  # noqa: N818 - not an error: the proof is then made in the process that has the steps
+    """The steps cannot be carried to another process; the message says why, in one line."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

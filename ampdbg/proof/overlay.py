@@ -1,8 +1,9 @@
-"""Patched files in the place of those on disk: while it is entered, importing one of them takes the patched bytes."""
+"""A patch in force, and the files on disk as they were: importing a patched file takes the patched bytes."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import linecache
 import os
@@ -13,7 +14,30 @@ from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from ampdbg.config import Config
 from ampdbg.precision.attributes import replaced
+from ampdbg.proof.jobs import Patched
+from ampdbg.replay.run import Run, prepared
+
+
+@contextlib.contextmanager
+def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
+    """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
+    with prepared(patched.config_of(config)) as run:
+        if patched.pins_file is not None:
+            _imported(patched.pins_file).pin_fp32(run.workload.model)
+        yield run
+
+
+def _imported(file: Path) -> ModuleType:
+    """The file as a module that no other import meets."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 GetCode = Callable[[SourceFileLoader, str], CodeType | None]
 GetData = Callable[[SourceFileLoader, str], bytes]

@@ -1,4 +1,4 @@
-"""A process of its own for an experiment of a proof: the side that starts it, and the side that runs in it."""
+"""A process of its own for an experiment of a proof: both of its sides, and the failing steps that it is given."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import torch
 
+from ampdbg.errors import UserCodeError
 from ampdbg.observer import Observer
-from ampdbg.proof.jobs import Job, Seen
-from ampdbg.proof.runs import perform
-from ampdbg.proof.saved_steps import Uncarried, load_steps
+from ampdbg.proof.experiments import perform
+from ampdbg.proof.jobs import Job, Seen, Uncarried, first_line
+from ampdbg.replay.snapshot import FailingStep
+from ampdbg.workload import Workload
 
 STALLED = 1800.0
 """Seconds without a sign of life after which a process is taken to hang; one comes at least with every step."""
@@ -175,3 +178,41 @@ def _ended(child: subprocess.Popen[str]) -> str:
 def _last_line(output: Path) -> str:
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+# The failing steps, written to a file
+
+
+def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
+    """Writes the steps with their batches, random states, buffers, attributes and weights.
+
+    Raises:
+        Uncarried: a batch holds what cannot be pickled, or the disk is full.
+    """
+    try:
+        torch.save([_compact(step) for step in steps], path)
+    except Exception as error:
+        # Pickling runs the code of whatever a batch holds, which may raise anything.
+        raise Uncarried(first_line(error)) from error
+
+
+def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
+    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
+
+    Args:
+        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
+            (``weights_only=False``), which a batch of any class needs.
+        workload: it is built, so that the modules that define those classes can be found.
+
+    Raises:
+        Uncarried: a class of a batch is not to be found in this process.
+    """
+    try:
+        with workload.user.running("reading the failing steps"):
+            return tuple(torch.load(path, weights_only=False))
+    except UserCodeError as error:
+        raise Uncarried(first_line(error.__cause__ or error)) from error
+
+
+def _compact(step: FailingStep) -> FailingStep:
+    return replace(step, snapshot=replace(step.snapshot, state=step.snapshot.state.for_another_model()))

@@ -23,7 +23,7 @@ from ampdbg.pinning.pin_set import digest
 from ampdbg.pinning.tying import tied_together
 from ampdbg.probes.half_names import NamesByLine, names_seen
 from ampdbg.proof.jobs import Job, Patched
-from ampdbg.proof.proving import prove
+from ampdbg.proof.proof import prove
 from ampdbg.record.codes import CODES
 from ampdbg.record.pins import EVERYTHING, Proof, Strategy
 from ampdbg.record.run import Record

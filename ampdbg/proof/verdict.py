@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
-from ampdbg.proof.fp32_twin import distance, last_quarter, taken
 from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding
 from ampdbg.record.pins import ProofStep
+from ampdbg.record.run import Step
+
+OfAStep = TypeVar("OfAStep")
 
 SAME_FUNCTION = 1e-3
 """In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
@@ -93,6 +99,19 @@ def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
     return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
 
 
+def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
+    """Whether a finding in the run with the patch disproves the patch; ``steps`` are those of the run.
+
+    A warning does not: its step agrees with FP32. Neither does what the loss scale went through in a run whose last
+    steps were taken: gradients that grow take a few skips, and one of 1e-15 is lost at any scale.
+    """
+    if finding.severity != "error" or not CODES[finding.code].counts_against_a_patch:
+        return False
+    end = last_quarter(steps)
+    has_settled = all(math.isfinite(step.loss) and not step.skipped for step in end)
+    return not (finding.phase == "backward" and end and has_settled)
+
+
 def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothing_trained: str = "") -> ProofStep:
     """Whether a run with the patch shows no finding of precision.
 
@@ -139,6 +158,27 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     noise = distance(rounded.losses, float32.losses, trained.skipped)
     said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
     return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
+
+
+def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
+    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
+
+    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
+    """
+    pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
+    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+        return math.nan
+    return statistics.median(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
+
+
+def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
+    """What there is of the last quarter of the steps, rounded up."""
+    return steps[len(steps) * 3 // 4 :]
+
+
+def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
+    """What there is of the steps whose update was made."""
+    return [one for number, one in enumerate(steps) if number not in skipped]
 
 
 def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:

@@ -30,7 +30,7 @@ WHOLE = [
         proven(),
     )
 ]
-VALUES = (
+VALUES: tuple[Any, ...] = (
     None,
     True,
     -1,

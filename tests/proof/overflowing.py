@@ -8,7 +8,7 @@ from pathlib import Path
 from ampdbg.config import Config, load_config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof.jobs import Job, Patched
-from ampdbg.proof.proving import prove
+from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.replays import Investigation
 from ampdbg.replay.run import prepared

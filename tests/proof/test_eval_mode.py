@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.proof.eval_mode import raised_in_eval_mode
+from ampdbg.proof.experiments import raised_in_eval_mode
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep

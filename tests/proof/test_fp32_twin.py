@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import load_config
-from ampdbg.proof.fp32_twin import distance, fp32_losses, last_quarter
+from ampdbg.proof.training_runs import fp32_losses
+from ampdbg.proof.verdict import distance, last_quarter
 from ampdbg.training.loop import train
 from tests.observing import observing
 from tests.proof.overflowing import CONFIG, written

@@ -13,9 +13,8 @@ import torch
 
 from ampdbg.config import Config, load_config
 from ampdbg.patch.by_name.helper import module_text
-from ampdbg.proof import proving as proof_module
-from ampdbg.proof.jobs import Patched
-from ampdbg.proof.saved_steps import Uncarried
+from ampdbg.proof import proof as proof_module
+from ampdbg.proof.jobs import Patched, Uncarried
 from ampdbg.record.pins import Proof
 from ampdbg.replay.run import prepared
 from tests.commands.program import ROOT
@@ -97,7 +96,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
 
 def pins_file(config: Config, *names: str) -> Patched:
     path = config.folder / "ampdbg_pins.py"
-    return Patched({path: module_text(names, ["", "before", "after"]).encode()}, pins_file=path)
+    return Patched({path: module_text(names).encode()}, pins_file=path)
 
 
 def config_pins(config: Config, *names: str) -> Patched:

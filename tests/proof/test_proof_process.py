@@ -12,9 +12,8 @@ import pytest
 from ampdbg.config import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import process as proof_process
-from ampdbg.proof.jobs import Job, Patched, Seen
+from ampdbg.proof.jobs import Job, Patched, Seen, Uncarried
 from ampdbg.proof.process import in_fresh_process
-from ampdbg.proof.saved_steps import Uncarried
 from tests.observing import observing
 from tests.proof.overflowing import written
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ampdbg.config import Config, LossScale, Precision, TargetSpec
-from ampdbg.proof.jobs import Job, Patched, Seen, Trained, Tried
-from ampdbg.proof.settling import steps_to_train, why_nothing_was_trained
-from ampdbg.proof.step_use import StepUse
+from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.training_runs import steps_to_train, why_nothing_was_trained
 from ampdbg.proof.verdict import (
+    disproves,
     figures,
     further_batches,
     in_eval_mode,
@@ -23,6 +23,8 @@ from ampdbg.proof.verdict import (
     with_the_patch,
     without_a_unit,
 )
+from ampdbg.record.findings import Finding, Phase, Severity
+from ampdbg.record.run import Step
 
 
 def tried(**changes: Any) -> Tried:
@@ -255,3 +257,30 @@ def test_figures_hold_what_was_measured_and_no_more() -> None:
     assert use is not None
     assert use.detail == "0.5 s (FP32 0.4 s); 3.0 MiB kept for the backward pass (FP32 6.0 MiB); 1024.0 MiB at the peak"
     assert use_of_a_step({}) is None
+
+
+def found(code: str, severity: Severity = "error", phase: Phase = "backward") -> Finding:
+    return Finding(code, severity, 3, phase, "what went wrong")
+
+
+SETTLED = tuple(Step(number, 1.0, 32768.0, number == 0, skipped=number == 0) for number in range(8))
+FALLING = tuple(Step(number, 1.0, 2.0**-number, True, skipped=True) for number in range(8))
+NAN_AT_THE_END = (*SETTLED, Step(8, math.nan, 32768.0, True, skipped=False))
+
+
+@pytest.mark.parametrize(
+    ("finding", "steps", "expected"),
+    [
+        (found("silent-overflow", "warning", "forward"), SETTLED, False),
+        (found("silent-overflow", "error", "forward"), SETTLED, True),
+        (found("no-usable-scale"), SETTLED, False),
+        (found("no-usable-scale"), FALLING, True),
+        (found("scale-collapse"), SETTLED, False),
+        (found("scale-collapse"), FALLING, True),
+        (found("gradient-overflow"), NAN_AT_THE_END, True),
+        (found("gradient-overflow"), (), True),
+        (found("true-nan"), FALLING, False),
+    ],
+)
+def test_only_what_fails_disproves_a_patch(finding: Finding, steps: tuple[Step, ...], expected: bool) -> None:
+    assert disproves(finding, steps) == expected

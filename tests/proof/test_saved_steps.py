@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.proof.saved_steps import Uncarried, load_steps, save_steps
+from ampdbg.proof.jobs import Uncarried
+from ampdbg.proof.process import load_steps, save_steps
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, weights_of

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.proof.step_use import StepUse, step_use
+from ampdbg.proof.experiments import step_use
+from ampdbg.proof.jobs import StepUse
 from ampdbg.replay.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
 

@@ -8,8 +8,8 @@ import pytest
 
 from ampdbg.commands.forms import diff
 from ampdbg.config import load_config
-from ampdbg.proof import proving
-from ampdbg.proof.saved_steps import Uncarried
+from ampdbg.proof import proof
+from ampdbg.proof.jobs import Uncarried
 from ampdbg.proof.suggestion import suggest
 
 NET = """\
@@ -61,7 +61,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(steps: object, path: Path) -> None:
         raise Uncarried("the test does not want it")
 
-    monkeypatch.setattr(proving, "save_steps", refuse)
+    monkeypatch.setattr(proof, "save_steps", refuse)
 
 
 def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:

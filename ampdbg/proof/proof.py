@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampdbg.observer import Observer
-from ampdbg.proof.jobs import Job, Patched, Seen
-from ampdbg.proof.process import in_fresh_process
-from ampdbg.proof.runs import perform
-from ampdbg.proof.saved_steps import Uncarried, save_steps
-from ampdbg.proof.settling import why_nothing_was_trained
+from ampdbg.proof.experiments import perform
+from ampdbg.proof.jobs import Job, Patched, Seen, Uncarried
+from ampdbg.proof.process import in_fresh_process, save_steps
+from ampdbg.proof.training_runs import why_nothing_was_trained
 from ampdbg.proof.verdict import (
     figures,
     further_batches,

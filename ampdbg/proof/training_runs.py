@@ -1,0 +1,206 @@
+"""The training runs of a proof, with the patch, without it and in FP32, and how far apart their losses are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from ampdbg.config import Config, LossScale, Precision
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.errors import AmpdbgError
+from ampdbg.formats import FLOAT16
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.widening import rounding_to
+from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, first_line
+from ampdbg.proof.overlay import prepared_with
+from ampdbg.proof.verdict import disproves
+from ampdbg.record.run import Record, Step
+from ampdbg.replay.passes import loss_of, run_pass
+from ampdbg.replay.run import Run, prepared
+from ampdbg.training.loop import train, update_weights
+
+REPLAYED_STEPS = 2
+"""At most so many unhealthy steps of each kind are replayed in the run with the patch."""
+
+
+LONGEST_EXTRA_RUN = 120.0
+"""Seconds that a training run may take which only adds a figure."""
+
+
+SPARE = 2
+"""A later batch may need a lower loss scale than the failing steps do: so many halvings are allowed for it."""
+
+MOST_MORE = 64
+"""A run is not made longer than by so many steps; float32 bears 64 halvings of 65536 and more."""
+
+
+def steps_to_train(job: Job, tried: Sequence[Tried]) -> int:
+    """The steps of the job's training runs, and more where the loss scale would take over half of them to settle.
+
+    Args:
+        job: the proof's.
+        tried: the failing steps with the patch, each at a loss scale that its gradients bear.
+    """
+    skips = _skips(job.config.precision, tried)
+    return job.train_steps if 2 * skips <= job.train_steps else job.train_steps + min(skips + SPARE, MOST_MORE)
+
+
+def _skips(precision: Precision, tried: Sequence[Tried]) -> int:
+    """So many skipped steps bring the loss scale from its first value to one at which the failing steps are healthy."""
+    scale = precision.loss_scale
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale):
+        return 0
+    # Less a rounding error: 64 is six halvings and no seventh.
+    halvings = math.log(scale.init / min(one.scale for one in tried)) / -math.log(scale.backoff_factor)
+    return max(0, math.ceil(halvings - 1e-9))
+
+
+def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Sequence[Tried]) -> str:
+    """What is wrong with a run of which every step was skipped, and what to type; "" for any other run."""
+    if not trained.losses or len(trained.skipped) < len(trained.losses):
+        return ""
+    at = f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g}"
+    if isinstance(precision.loss_scale, LossScale):
+        steps = len(trained.losses) + max(len(trained.losses), _skips(precision, tried) + SPARE)
+        return f"{at} is still falling; give the run more steps: --set train.steps={steps}"
+    lower = min(*(one.scale for one in tried), trained.scale / 4)
+    return f"{at} is too large for the gradients: --set precision.loss_scale={lower:g}"
+
+
+def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer) -> Trained:
+    """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
+    for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
+        observer.stage(f"{steps} steps with the patch")
+        trained = _trained(replace(job, train_steps=steps), REPLAYED_STEPS, observer)
+        if not trained.failure:
+            break
+    return trained
+
+
+def reference_runs(job: Job, uses: dict[str, StepUse], observer: Observer) -> dict[str, Trained]:
+    """The runs without the patch: in FP32, in FP32 from rounded weights, and in the precision of the run."""
+
+    def is_short(way: str) -> bool:
+        return way in uses and uses[way].seconds * job.train_steps < LONGEST_EXTRA_RUN
+
+    observer.stage(f"{job.train_steps} steps in FP32")
+    runs = {"float32": _trained_in_fp32(job, observer, is_rounded=False)}
+    if is_short("float32"):
+        observer.stage(f"{job.train_steps} steps in FP32 from rounded weights")
+        runs["rounded"] = _trained_in_fp32(job, observer, is_rounded=True)
+    if is_short("unpatched"):
+        observer.stage(f"{job.train_steps} steps without the patch")
+        runs["unpatched"] = _trained(job, 0, observer)
+    return runs
+
+
+def _trained_in_fp32(job: Job, observer: Observer, *, is_rounded: bool) -> Trained:
+    try:
+        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded, observer=observer)
+    except AmpdbgError as error:
+        return Trained(steps=job.train_steps, failure=first_line(error))
+    return Trained(steps=job.train_steps, losses=losses)
+
+
+class _SignsOfLife(Observer):
+    """Of a training run within a proof only that it goes on is passed on."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def step(self, step: Step) -> None:
+        self._observer.stage("")
+
+    def replay(self, step: int, doing: str) -> None:
+        self._observer.stage("")
+
+
+def _trained(job: Job, replays: int, observer: Observer) -> Trained:
+    """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
+    failure = ""
+    try:
+        record = train(
+            _longer(job),
+            prepare=functools.partial(prepared_with, job.patched),
+            observer=_SignsOfLife(observer),
+            replays=replays,
+        )
+    except AmpdbgError as error:
+        if not isinstance(error.record, Record):
+            return Trained(steps=job.train_steps, failure=first_line(error))
+        record, failure = error.record, first_line(error)
+    if record.interrupted:
+        raise KeyboardInterrupt
+    findings = [finding for finding in diagnose(record).findings if finding.severity != "info"]
+    return Trained(
+        steps=job.train_steps,
+        losses=tuple(step.loss for step in record.steps),
+        skipped=tuple(step.step for step in record.steps if step.skipped),
+        scale=record.steps[-1].scale if record.steps else 1.0,
+        faults=tuple(f"{finding.code}: {finding.message}" for finding in findings if disproves(finding, record.steps)),
+        beside=tuple(finding.code for finding in findings if not disproves(finding, record.steps)),
+        failure=failure,
+    )
+
+
+def _longer(job: Job) -> Config:
+    """The config with the number of steps of the job's training runs."""
+    steps = job.config.train.model_copy(update={"steps": job.train_steps})
+    return job.config.model_copy(update={"train": steps})
+
+
+# FP32's twin: the same batches from the same weights
+
+
+def fp32_losses(
+    config: Config,
+    *,
+    withheld: Collection[int] = (),
+    is_rounded: bool = False,
+    observer: Observer = UNOBSERVED,
+) -> tuple[float, ...]:
+    """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
+
+    Args:
+        config: a checked config; only its level is another.
+        withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
+            the same updates is comparable.
+        is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
+            difference that training in that dtype could make.
+        observer: gets a sign of life after each step.
+
+    Raises:
+        WorkloadError: a target cannot be used, or the device is not there.
+        UserCodeError: the user's code raised.
+    """
+    low = DTYPES[config.precision.format.name]
+    level = config.precision.model_copy(update={"level": "O0"})
+    with prepared(config.model_copy(update={"precision": level})) as run:
+        if is_rounded:
+            _round_weights(run.workload.model, low)
+        without_scale = run.mode.scaler()
+        batches, losses = run.workload.batches(), []
+        for number in range(config.train.steps):
+            losses.append(_accumulated(run, tuple(itertools.islice(batches, config.train.accumulate))))
+            if number not in withheld:
+                update_weights(run, without_scale)
+            observer.stage("")
+    return tuple(losses)
+
+
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    rounded = rounding_to(dtype)
+    for parameter in model.parameters():
+        parameter.data.copy_(rounded(parameter.data))
+
+
+def _accumulated(run: Run, batches: tuple[object, ...]) -> float:
+    for optimizer in run.workload.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return loss_of(run_pass(run.workload, batches, run.mode.forward))
