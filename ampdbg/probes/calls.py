@@ -114,6 +114,10 @@ class Calls:
         """Whether the gradients of this optimizer are known to be scaled still."""
         return bool(self._order.carries_scale(self._places[id(optimizer)]))
 
+    def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The scaler whose loss scale the gradients of this optimizer still carry; None where none is known."""
+        return self._actors.get(self._order.carries_scale(self._places[id(optimizer)]))
+
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``unscale_`` was called for this optimizer, and no step since."""
         return self._order.gradients[self._places[id(optimizer)]].unscaled is not None

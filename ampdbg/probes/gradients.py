@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -14,20 +16,18 @@ SMALL = 4096
 """Gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
+NormOfEach = tuple[tuple[int, ...], torch.Tensor]
+"""The parameters by ``id``, and the norms of their gradients: a vector on the device."""
+
 
 @torch.no_grad()
-def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float = 1.0) -> torch.Tensor | None:
+def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor = 1.0) -> torch.Tensor | None:
     """The 2-norm of all gradients of the optimizer divided by ``divisor``: a float32 scalar tensor, not synced.
 
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    gradients = [
-        gradient
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if (gradient := parameter.grad) is not None
-    ]
+    gradients = _gradients(optimizer)
     norm = _norm_of_plain(gradients)
     if norm is None:
         values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in gradients]
@@ -37,7 +37,29 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float = 1.0) -> tor
         norm = _norm(present)
         if norm.device.type == "cpu" and torch.isinf(norm):
             norm = _norm([value.double() for value in present]).float()
-    return norm / divisor
+    return norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
+
+
+@torch.no_grad()
+def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
+    """The 2-norm of each gradient of the optimizer, not synced.
+
+    None on a CPU, where the gradients can be looked at themselves at once, and where they are not all dense on one
+    device.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [parameter.grad for parameter in parameters]
+    devices = {gradient.device for gradient in gradients}
+    is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
+    if len(devices) != 1 or not is_dense or devices.pop().type in ("cpu", "meta"):
+        return None
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    return tuple(map(id, parameters)), norms
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:
@@ -60,7 +82,10 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def nonfinite_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], first_index: int = 0
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    first_index: int = 0,
+    before: NormOfEach | None = None,
 ) -> tuple[GroupOverflow, ...]:
     """The parameter groups that hold inf or NaN in a gradient.
 
@@ -68,10 +93,16 @@ def nonfinite_groups(
         optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
         names: qualified parameter names by ``id``.
         first_index: the index of the optimizer's first group, when several optimizers are watched.
+        before: the :func:`gradient_norms` from before anything touched the gradients. Only those that were not finite
+            then count, and where no NaN was among them clipping has made NaN of inf: what is NaN now was inf. Where
+            a NaN was, clipping has spread it, and only the names are as before.
     """
+    norms = None if before is None else dict(zip(before[0], before[1].tolist(), strict=True))
+    was_nan = norms is not None and any(math.isnan(norm) for norm in norms.values())
     found = []
     for index, group in enumerate(optimizer.param_groups, start=first_index):
-        parameters = tuple(_overflowed(group["params"], names))
+        counts = _overflowed(group["params"], names, norms)
+        parameters = tuple(counts if norms is None or was_nan else map(_all_infinite, counts))
         if parameters:
             found.append(GroupOverflow(index, group_name(group, index), parameters))
     return tuple(found)
@@ -82,9 +113,17 @@ def group_name(group: Mapping[str, object], index: int) -> str:
     return str(group.get("name", f"group {index}"))
 
 
-def _overflowed(parameters: Iterable[torch.Tensor], names: Mapping[int, str]) -> Iterator[ParameterCounts]:
+def _all_infinite(counts: ParameterCounts) -> ParameterCounts:
+    return replace(counts, inf=counts.inf + counts.nan, nan=0)
+
+
+def _overflowed(
+    parameters: Iterable[torch.Tensor], names: Mapping[int, str], norms: Mapping[int, float] | None
+) -> Iterator[ParameterCounts]:
     for position, parameter in enumerate(parameters):
-        if parameter.grad is not None and not is_finite(parameter.grad):
+        if parameter.grad is None or (norms is not None and math.isfinite(norms.get(id(parameter), math.nan))):
+            continue
+        if not is_finite(parameter.grad):
             inf, nan = count_nonfinite(parameter.grad)
             name = names.get(id(parameter), f"parameter {position}")
             yield ParameterCounts(name, inf, nan, parameter.numel())

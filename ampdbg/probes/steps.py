@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from ampdbg.probes.gradients import NormOfEach
 from ampdbg.probes.tensors import nonfinite_in_model
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
@@ -18,12 +19,17 @@ class OpenStep:
     """What is known of a step before it is closed. Tensors here are scalars, still on the device.
 
     ``scaler`` is the enabled one that has scaled a loss, ``bare`` holds the optimizers (by ``id``) whose own
-    step was called by the loop itself, and ``before_closure`` how many losses there were by then.
+    step was called by the loop itself, and ``before_closure`` how many losses there were by then. Of gradients as the
+    backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the ``bad_groups``, elsewhere the
+    norm of each in ``each``. ``early`` are those that were measured while they still carried the scale.
     """
 
     scaled: list[torch.Tensor] = field(default_factory=list)
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    each: dict[int, NormOfEach] = field(default_factory=dict)
+    bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
+    early: set[int] = field(default_factory=set)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
@@ -40,10 +46,17 @@ class OpenStep:
             parts = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
             self.scaled += [tensor.detach().float().sum() for tensor in parts]
 
-    def loss_scale(self) -> float:
-        """The loss scale of now; without asking for it as the loop would. On a GPU this syncs."""
+    def loss_scale(self) -> float | torch.Tensor:
+        """The loss scale of now, not synced; without asking for it as the loop would."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
-        return 1.0 if scale is None else float(scale)
+        return 1.0 if scale is None else scale
+
+    def forget_early(self) -> None:
+        """More gradients are to come: what was measured of those that still carry the scale is not all."""
+        for optimizer in self.early:
+            for measured in (self.norms, self.each, self.bad_groups):
+                measured.pop(optimizer, None)
+        self.early.clear()
 
     def note_scale(self) -> None:
         """Keeps the loss scale of now, and lets go of the scaler."""
@@ -148,6 +161,7 @@ class StepLog:
             step.note_scale()
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
+        step.each.clear()
         self._unread.append(step)
         on_cpu = all(tensor.device.type == "cpu" for tensor in step.scalars())
         if step.skipped or on_cpu or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:

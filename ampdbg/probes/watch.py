@@ -24,10 +24,10 @@ from ampdbg.precision.attributes import replaced
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import calls_noted, classes_with_own
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
-from ampdbg.record.run import Misuse, Record, Step, TensorCounts, Unseen
+from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, TensorCounts, Unseen
 
 from .calls import Calls
-from .gradients import gradient_norm, group_name, nonfinite_groups
+from .gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 
 _NO_SCALER = 0
 """The key of the open step that belongs to no scaler; ids are never 0."""
@@ -122,6 +122,7 @@ class Watch:
         if self._step_of(scaler).bare:
             self._close(id(scaler))
         step = self._step_of(scaler)
+        step.forget_early()
         step.add_losses(outputs)
         result = original(scaler, outputs)
         if scaler.is_enabled():
@@ -153,7 +154,7 @@ class Watch:
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
-            self._measure(step, optimizer, scaler.get_scale() if in_kernel else 1.0)
+            self._measure(step, optimizer, step.loss_scale() if in_kernel else 1.0)
         self._fired.discard(id(optimizer))
         with self._refusals("step", scaler, optimizer):
             result = original(scaler, optimizer, *args, **kwargs)
@@ -237,11 +238,16 @@ class Watch:
         return _NO_SCALER
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Without a scaler this is the last moment with gradients as the backward pass left them."""
-        if not any(step.scaler is not None or key != _NO_SCALER for key, step in self._open.items()):
-            optimizers = tuple(self._optimizers.values())
-            for place in self._calls.owners(parameters):
-                self._measure(self._open.setdefault(_NO_SCALER, OpenStep()), optimizers[place], 1.0)
+        """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
+        optimizers = tuple(self._optimizers.values())
+        for place in self._calls.owners(parameters):
+            optimizer, scaler = optimizers[place], self._calls.scaler_of(optimizers[place])
+            with_scaler = next((key for key in self._open if key != _NO_SCALER), _NO_SCALER)
+            step = self._open.setdefault(with_scaler if scaler is None else id(scaler), OpenStep())
+            if id(optimizer) not in step.norms:
+                self._measure(step, optimizer, 1.0 if scaler is None else step.loss_scale())
+                if not self._calls.is_unscaled(optimizer):
+                    step.early.add(id(optimizer))
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
         """New gradients end the step that the last ones made."""
@@ -252,16 +258,30 @@ class Watch:
         elif step.bare:
             # A closure, inside optimizer.step: of all the times that it runs, the last one counts.
             del step.scaled[step.before_closure :]
+        step.forget_early()
         step.add_losses(roots)
 
-    def _measure(self, step: OpenStep, optimizer: torch.optim.Optimizer, divisor: float) -> None:
-        if id(optimizer) in self._optimizers and id(optimizer) not in step.norms:
-            norm = gradient_norm(optimizer, divisor)
-            if norm is not None:
-                step.norms[id(optimizer)] = norm
+    def _measure(self, step: OpenStep, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
+        """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
+        key = id(optimizer)
+        if key not in self._optimizers or key in step.norms:
+            return
+        norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
+        if norm is not None:
+            step.norms[key] = norm
+            if each is not None:
+                step.each[key] = each
+            elif norm.device.type == "cpu" and not is_finite_scalar(norm):
+                step.bad_groups[key] = self._bad_groups(optimizer)
 
     def _note_groups(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
-        step.groups += nonfinite_groups(optimizer, self._names, self._first_group(optimizer))
+        known = step.bad_groups.get(id(optimizer))
+        step.groups += self._bad_groups(optimizer, step.each.get(id(optimizer))) if known is None else known
+
+    def _bad_groups(
+        self, optimizer: torch.optim.Optimizer, before: NormOfEach | None = None
+    ) -> tuple[GroupOverflow, ...]:
+        return nonfinite_groups(optimizer, self._names, self._first_group(optimizer), before)
 
     def _first_group(self, optimizer: torch.optim.Optimizer) -> int:
         index = 0

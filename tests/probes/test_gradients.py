@@ -68,3 +68,24 @@ def test_a_sparse_gradient_is_coalesced_before_it_is_looked_at() -> None:
     [found] = nonfinite_groups(optimizer_with(gradient), {})
     assert found.parameters[0].inf == 1
     assert nonfinite_groups(optimizer_with(torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (4, 1))), {}) == ()
+
+
+def test_where_counts_come_after_clipping_the_norms_from_before_say_what_they_were() -> None:
+    """As on a GPU, where nothing is read before it is known that the step is skipped."""
+    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0]), torch.tensor([2.0]))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = tuple(map(id, parameters)), torch.tensor([3.0**0.5, math.inf, 2.0])
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    [group] = nonfinite_groups(optimizer, {}, before=before)
+    assert group.index == 1
+    assert [(one.name, one.inf, one.nan) for one in group.parameters] == [("parameter 0", 1, 0)]
+
+
+def test_a_nan_from_before_clipping_names_its_parameter_alone() -> None:
+    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.nan, 1.0]))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = tuple(map(id, parameters)), torch.tensor([3.0**0.5, math.nan])
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    [group] = nonfinite_groups(optimizer, {}, before=before)
+    assert group.index == 1
+    assert [one.name for one in group.parameters] == ["parameter 0"]

@@ -388,3 +388,121 @@ def test_the_record_says_that_cuda_is_emulated() -> None:
         one_step(model, optimizer, GradScaler("cpu"))
         environment = watcher.record().environment
     assert (environment.policy, environment.emulated) == ("cuda", True)
+
+
+def touch_nothing(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """A loop without clipping."""
+
+
+def unscale(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    scaler.unscale_(optimizer)
+
+
+def unscale_and_clip_norm(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def unscale_and_clip_values(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def unscale_and_clip_by_hand(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    scaler.unscale_(optimizer)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.0)
+
+
+def clip_norm_while_scaled(scaler: GradScaler, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+Touch = Callable[[GradScaler, torch.optim.Optimizer, torch.nn.Module], None]
+TOUCHES: tuple[Touch, ...] = (
+    touch_nothing,
+    unscale,
+    unscale_and_clip_norm,
+    unscale_and_clip_values,
+    unscale_and_clip_by_hand,
+    clip_norm_while_scaled,
+)
+"""What a loop does between ``backward`` and ``step``."""
+each_touch = pytest.mark.parametrize("touch", TOUCHES, ids=lambda touch: touch.__name__)
+
+
+def overflowing_step(
+    touch: Touch,
+    enabled: bool = True,
+    bad: float = math.inf,
+    micro_batches: int = 1,
+) -> Step:
+    """A step of which five elements of one gradient out of four are not finite, in its last micro-batch."""
+    model, first = small_model(), torch.nn.Linear(3, 4)
+    model[0] = first
+    groups = [{"params": [p], "name": name} for name, p in model.named_parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoilt = gradient.clone()
+        spoilt.view(-1)[:5] = bad
+        return spoilt
+
+    with watch(model, optimizer) as watcher:
+        for number in range(micro_batches):
+            if number == micro_batches - 1:
+                first.weight.register_hook(spoil)
+            scaler.scale(model(torch.ones(2, 3)).square().mean()).backward()
+        touch(scaler, optimizer, model)
+        scaler.step(optimizer)
+        scaler.update()
+    [step] = watcher.steps
+    return step
+
+
+def counts(step: Step) -> dict[str, list[tuple[str, int, int]]]:
+    return {group.name: [(p.name, p.inf, p.nan) for p in group.parameters] for group in step.groups}
+
+
+@each_touch
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_groups_are_counted_before_the_loop_touches_their_gradients(touch: Touch, micro_batches: int) -> None:
+    step = overflowing_step(touch, micro_batches=micro_batches)
+    assert step.found_inf
+    assert counts(step) == {"0.weight": [("0.weight", 5, 0)]}
+    assert step.grad_norm == math.inf
+
+
+@each_touch
+def test_a_gradient_of_nan_stays_one(touch: Touch) -> None:
+    assert counts(overflowing_step(touch, bad=math.nan)) == {"0.weight": [("0.weight", 0, 5)]}
+
+
+@each_touch
+def test_groups_are_counted_first_without_an_enabled_scaler_too(touch: Touch) -> None:
+    assert counts(overflowing_step(touch, enabled=False)) == {"0.weight": [("0.weight", 5, 0)]}
+
+
+@each_touch
+def test_a_healthy_step_has_no_groups_whatever_the_loop_does(touch: Touch) -> None:
+    assert counts(overflowing_step(touch, bad=1.0)) == {}
+
+
+def test_what_is_clipped_between_micro_batches_is_not_what_the_step_has() -> None:
+    """The misuse of clipping every micro-batch: the last one overflows."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer) as watcher:
+        for factor in (1.0, 1e38):
+            scaler.scale(model(torch.ones(2, 3)).square().mean() * factor).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    [step] = watcher.steps
+    assert step.skipped
+    assert step.groups
+    assert step.grad_norm is not None
+    assert not math.isfinite(step.grad_norm)
