@@ -112,12 +112,12 @@ class ModelState:
             model: the model.
             versions: those of its tensors at the step before, which become this one's.
         """
+        modules, seen = list(model.named_modules()), Versions() if versions is None else versions
+        of_model = {id(buffer) for _, module in modules for buffer in module._buffers.values()}
+        copying = Copying(lambda value: _saved_leaf(value, of_model, seen), strict=True)
         with torch.no_grad():
-            buffers = dict(_copied_buffers(model))
-            held = {id(buffer) for buffer in model.buffers()}
-            seen = Versions() if versions is None else versions
-            copying = Copying(lambda value: _saved_leaf(value, held, seen), strict=True)
-            attributes = {name: copying.each(own_attributes(one)) for name, one in _eager_modules(model)}
+            buffers = {name: copied for name, buffer in _buffers(modules) if (copied := _copied(buffer)) is not None}
+            attributes = {name: copying.each(own_attributes(module)) for name, module in modules if _is_eager(module)}
         return ModelState(buffers, attributes, weakref.ref(model))
 
     def write(self, model: torch.nn.Module, unchanging: Collection[int]) -> None:
@@ -129,7 +129,8 @@ class ModelState:
         attributes = (self if is_own else self.for_another_model()).attributes
         copying = Copying(lambda value: _made_leaf(value, unchanging), strict=True)
         with torch.no_grad():
-            for name, module in _eager_modules(model):
+            for name, module in model.named_modules():
+                self._write_buffers(name, module)
                 if name not in attributes:
                     continue
                 if is_own:
@@ -137,8 +138,6 @@ class ModelState:
                         del vars(module)[other]
                 made = copying.each(attributes[name])
                 vars(module).update((key, value) for key, value in made.items() if value is not Left.AS_IT_IS)
-            for name, module in model.named_modules():
-                self._write_buffers(name, module)
 
     def settled(self) -> ModelState:
         """The same, whatever the model does from now on."""
@@ -175,20 +174,31 @@ class ModelState:
         return replace(self, attributes={name: copying.each(saved) for name, saved in self.attributes.items()})
 
     def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
-        for key, buffer in module.named_buffers(recurse=False):
-            contents = self.buffers.get(f"{name}.{key}" if name else key)
-            if contents is None or contents.is_nested != buffer.is_nested:
-                continue
-            if not contents.is_nested and contents.shape != buffer.shape:
+        for full, buffer in _buffers([(name, module)]):
+            contents = self.buffers.get(full)
+            if contents is None or not _has_shape_of(contents, buffer):
                 continue
             if not written(buffer.data, distinct(contents)):
-                module._buffers[key] = duplicated(contents)
+                module._buffers[full.rpartition(".")[2]] = duplicated(contents)
 
 
-def _copied_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, buffer in model.named_buffers():
-        with contextlib.suppress(Exception):  # what cannot be copied is as the model has it by then
-            yield name, duplicated(buffer)
+def _buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{name}.{key}" if name else key, buffer
+
+
+def _copied(buffer: torch.Tensor) -> torch.Tensor | None:
+    """None where it cannot be copied: a replay starts with what the model has by then."""
+    try:
+        return duplicated(buffer)
+    except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
+        return None
+
+
+def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.is_nested and other.is_nested if one.is_nested or other.is_nested else one.shape == other.shape
 
 
 def _saved_leaf(value: Any, buffers: Collection[int], versions: Versions) -> Any:
@@ -249,10 +259,8 @@ def _is_sound(saved: Any, first: Any) -> bool:
     return not unsound
 
 
-def _eager_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            yield name, module
+def _is_eager(module: torch.nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 @dataclass(frozen=True)

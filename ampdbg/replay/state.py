@@ -266,7 +266,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 def _contents(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the distinct part of a tensor."""
-    part = distinct(tensor.detach())
+    part = distinct(tensor.detach() if tensor.requires_grad else tensor)
     try:
         return part.clone()
     except RuntimeError:  # as of a tensor that is quantized by channel

@@ -71,7 +71,16 @@ def train_prepared(
 
     ``on_investigated`` is called while the weights are still those of the step.
     """
-    record = Record(
+
+    def investigator(watcher: Watch) -> Investigator:
+        return Investigator(run, watcher, replays, observer, on_investigated)
+
+    return _watched(run, new_record(run, command), investigator, observer)
+
+
+def new_record(run: Run, command: str) -> Record:
+    """The record of a run that is about to begin."""
+    return Record(
         command=command,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         environment=describe_environment(run.config, run.device),
@@ -81,10 +90,12 @@ def train_prepared(
         planned_steps=run.config.train.steps,
     )
 
-    def investigator(watcher: Watch) -> Investigator:
-        return Investigator(run, watcher, replays, observer, on_investigated)
 
-    return _watched(run, record, investigator, observer)
+def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
+    """The micro-batches of one step after another, without end."""
+    batches = run.workload.batches()
+    while True:
+        yield tuple(next(batches) for _ in range(run.config.train.accumulate))
 
 
 def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], observer: Observer) -> Record:
@@ -125,13 +136,11 @@ def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], ob
 def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
     scaler = run.mode.scaler()
-    batches = run.workload.batches()
     unseen = Unseen()
-    for number in range(run.config.train.steps):
-        step_batches = tuple(next(batches) for _ in range(run.config.train.accumulate))
-        snapshot = investigator.snapshot(step_batches)
+    for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
+        snapshot = investigator.snapshot(batches)
         with coverage(run.workload.model) if number == 0 else nullcontext() as covered:
-            loss_is_finite = accumulate_gradients(run, watcher, scaler, step_batches)
+            loss_is_finite = accumulate_gradients(run, watcher, scaler, batches)
             unseen = covered.unseen() if covered else unseen
         investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
         updates.before_update()

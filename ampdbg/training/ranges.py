@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 from ampdbg.config import Config
-from ampdbg.environment import describe_environment, folder_from_here
 from ampdbg.errors import UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.shadow_trace import sites_of
@@ -17,8 +15,8 @@ from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_and_unseen
-from ampdbg.replay.snapshot import take_snapshot
-from ampdbg.training.loop import accumulate_gradients, update_weights
+from ampdbg.replay.snapshot import Snapshot, take_snapshot
+from ampdbg.training.loop import accumulate_gradients, batches_of_steps, new_record, update_weights
 
 
 def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
@@ -37,15 +35,7 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
     """
     started = time.monotonic()
     with prepared(config) as run:
-        record = Record(
-            command="ranges",
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            environment=describe_environment(config, run.device),
-            config=config.resolved(),
-            config_folder=folder_from_here(config),
-            verdict="inconclusive",
-            planned_steps=config.train.steps,
-        )
+        record = new_record(run, "ranges")
         with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
             seen = _seen(run, watcher)
         record = replace(record, steps=watcher.steps, groups=watcher.groups, **seen)
@@ -55,7 +45,9 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
 def _seen(run: Run, watcher: Watch) -> dict[str, Any]:
     """The record's keys that the step, or what kept it from ending, has to fill."""
     try:
-        ranges, unseen = shadow_and_unseen(run, take_snapshot(run.workload.model, *_trained(run, watcher)))
+        snapshot = _trained(run, watcher)
+        with watcher.paused():
+            ranges, unseen = shadow_and_unseen(run, snapshot)
     except KeyboardInterrupt:
         return {"interrupted": True}
     except UserCodeError as raised:
@@ -66,16 +58,11 @@ def _seen(run: Run, watcher: Watch) -> dict[str, Any]:
     return {"sites": sites_of(ranges), "unseen": unseen}
 
 
-def _trained(run: Run, watcher: Watch) -> tuple[int, tuple[Any, ...]]:
-    """Trains all steps but the last; returns the number of that one and its batches."""
-    scaler = run.mode.scaler()
-    batches = run.workload.batches()
-    last = run.config.train.steps - 1
+def _trained(run: Run, watcher: Watch) -> Snapshot:
+    """Trains all steps but the last, which is about to run then."""
+    scaler, last = run.mode.scaler(), run.config.train.steps - 1
+    every = batches_of_steps(run)
     for _ in range(last):
-        accumulate_gradients(run, watcher, scaler, _next(run, batches))
+        accumulate_gradients(run, watcher, scaler, next(every))
         update_weights(run, scaler)
-    return last, _next(run, batches)
-
-
-def _next(run: Run, batches: Any) -> tuple[Any, ...]:
-    return tuple(next(batches) for _ in range(run.config.train.accumulate))
+    return take_snapshot(run.workload.model, last, next(every))
