@@ -43,7 +43,8 @@ def _working_folder_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        os.chdir(folder)
+        with contextlib.suppress(OSError):  # it may be gone
+            os.chdir(folder)
 
 
 @contextlib.contextmanager

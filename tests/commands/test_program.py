@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -255,6 +257,61 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
     assert (folder / ".ampdbg" / "latest.json").exists()
 
 
+@posix
+@pytest.mark.parametrize(
+    ("closed", "code"),
+    [(">&-", 2), ("2>&-", 0), (">&- 2>&-", 2), ("2>/dev/full", 0)],
+    ids=["out", "err", "both", "full"],
+)
+def test_without_a_stream_to_write_to_the_record_is_kept_all_the_same(closed: str, code: int, folder: Path) -> None:
+    (folder / "workload.py").write_text(WORKLOAD.replace('print("printed at import")', ""), encoding="utf-8")
+    line = f"{shlex.join(command('scan', 'c.yaml'))} {closed}"
+    done = subprocess.run(
+        line, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert read_record(folder / ".ampdbg" / "latest.json").verdict == "healthy"
+    if closed == ">&-":
+        assert done.stderr.splitlines()[-1] == "error: stdout: cannot be written: it is closed"
+    if code == 0:
+        assert done.stdout.startswith("✓ Healthy")
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+sys.argv = ["ampdbg", "--help"]
+from ampdbg.__main__ import main
+main()
+"""
+
+
+@posix
+@pytest.mark.usefixtures("_interruptible")
+def test_ctrl_c_while_the_program_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_code_that_changes_the_working_folder_does_not_move_the_record(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    wandering = WORKLOAD.replace(
+        "        super().__init__()\n", '        super().__init__()\n        os.chdir("elsewhere")\n'
+    )
+    (folder / "workload.py").write_text(wandering, encoding="utf-8")
+    result = start(folder, "scan", "c.yaml", "--quiet")
+    assert result.code == 0, result.stderr
+    assert (folder / ".ampdbg" / "latest.json").exists()
+    assert list((folder / "elsewhere").iterdir()) == []
+
+
 def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Step] = []
     record = ampdbg.scan(
@@ -264,3 +321,16 @@ def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFix
     assert tuple(seen) == record.steps
     assert not (folder / ".ampdbg").exists()
     assert "printed at import" in capfd.readouterr().out
+
+
+def test_python_needs_no_typer_and_takes_a_record_and_any_path(folder: Path) -> None:
+    program = (
+        "import sys, ampdbg; record = ampdbg.scan('c.yaml', steps=2); ampdbg.write_record(record, 'r.json'); "
+        "assert 'typer' not in sys.modules; print(ampdbg.scan('r.json').planned_steps)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1] == "2", done.stderr
+    with pytest.raises(TypeError, match="stepz"):
+        ampdbg.scan(folder / "c.yaml", stepz=2)  # type: ignore[call-arg]

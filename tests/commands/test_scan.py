@@ -206,6 +206,31 @@ def test_a_record_file_that_was_asked_for_and_cannot_be_written_is_an_error_afte
     assert "error: file/r.json: cannot be written: " in result.stderr
 
 
+def test_a_record_takes_the_place_of_a_record_and_of_nothing_else(here: Here, returns: Returns) -> None:
+    called = returns(healthy())
+    config = Path("c.yaml").read_text(encoding="utf-8")
+    Path("other.json").write_text("{}", encoding="utf-8")
+    for name in ("c.yaml", "other.json"):
+        result = here("scan", "c.yaml", "--record", name)
+        assert (result.code, result.stdout, called) == (2, "", {})
+        assert f"{name} holds no record, and would be overwritten; name another file" in result.stderr
+    assert Path("c.yaml").read_text(encoding="utf-8") == config
+    Path("empty.json").touch()
+    assert here("scan", "c.yaml", "--record", "empty.json").code == 0
+    assert here("scan", "c.yaml", "--record", "empty.json").code == 0
+
+
+def test_where_only_the_latest_cannot_be_written_the_record_is_named(here: Here, returns: Returns) -> None:
+    returns(healthy())
+    Path(".ampdbg/latest.json").mkdir(parents=True)
+    result = here("scan", "c.yaml", "--quiet")
+    assert result.code == 0
+    name = ".ampdbg/20250102T030405Z-scan.json"
+    assert f"Record: {name}\n" in result.stdout
+    assert "warning: .ampdbg/latest.json: cannot be written: " in result.stderr
+    assert f"; the record of this run is {name}" in result.stderr
+
+
 def test_an_interrupted_run_is_written_and_shown(here: Here, returns: Returns) -> None:
     returns(interrupted())
     result = here("scan", "c.yaml")
