@@ -17,6 +17,13 @@ from ampdbg.config.schema import Config, ConfigFile, TargetSpec
 from ampdbg.config.targets import did_you_mean, which_instead
 from ampdbg.config.yaml_lines import KeyPath, YamlDocument, YamlError, read_yaml
 from ampdbg.errors import ConfigError
+from ampdbg.files import read_file
+
+LARGEST_FILE = 2**20
+"""Bytes."""
+
+MOST_MISTAKES = 20
+"""So many mistakes are explained, and the rest counted."""
 
 # Options come after every line of the file.
 _AFTER_THE_FILE = 10**9
@@ -100,7 +107,9 @@ def _checked(
 def _read(path: Path) -> YamlDocument:
     """The file as YAML: a mapping, or nothing at all."""
     try:
-        raw = path.read_bytes()
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ConfigError(f"{path}: neither a file nor a folder; give a config file")
+        raw = read_file(path, LARGEST_FILE)
     except IsADirectoryError:
         raise ConfigError(
             f"{path}: a folder; give a config file.{which_instead(path.name, _yaml_files(path))}"
@@ -185,7 +194,8 @@ class Mistake:
     text: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.place.text, self.key, self.text) if part)
+        key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
+        return ": ".join(part for part in (self.place.text, key, self.text) if part)
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
@@ -193,12 +203,15 @@ def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
     ordered = sorted(mistakes, key=lambda mistake: mistake.place.order)
     if len(ordered) == 1:
         return str(ordered[0])
-    return "\n  ".join([f"{source}: {len(ordered)} mistakes", *map(str, ordered)])
+    more = [f"and {len(ordered) - MOST_MISTAKES:,} more"] if len(ordered) > MOST_MISTAKES else []
+    return "\n  ".join([f"{source}: {len(ordered):,} mistakes", *map(str, ordered[:MOST_MISTAKES]), *more])
 
 
 def explain(error: ValidationError, places: Places) -> list[Mistake]:
     """pydantic's errors as mistakes."""
-    return [_explain_one(typing.cast(Mapping[str, Any], item), places) for item in error.errors(include_url=False)]
+    spots = [_find(typing.cast(Mapping[str, Any], item)) for item in error.errors(include_url=False)]
+    spots.sort(key=lambda spot: place_of(spot.path, places).order)
+    return [_mistake(spot, places, is_shown=index < MOST_MISTAKES) for index, spot in enumerate(spots)]
 
 
 def place_of(path: KeyPath, places: Places) -> Place:
@@ -233,9 +246,9 @@ class _Spot:
         return self.field.description or (f"a mapping with the keys {_keys(section)}" if section else "")
 
 
-def _explain_one(item: Mapping[str, Any], places: Places) -> Mistake:
-    spot = _find(item)
-    text = _EXPLAIN.get(item["type"], _wrong_value)(spot)
+def _mistake(spot: _Spot, places: Places, *, is_shown: bool) -> Mistake:
+    # Names that are near take a while to find.
+    text = _EXPLAIN.get(spot.item["type"], _wrong_value)(spot) if is_shown else ""
     return Mistake(place_of(spot.path, places), dotted(spot.path), text)
 
 

@@ -12,9 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from ampdbg.config.targets import TARGET_FORMS, parse_target, why_absent, why_no_file
+from ampdbg.config.targets import TARGET_FORMS, parse_target, quoted, why_absent, why_no_file
 from ampdbg.formats import FLOAT32, FloatFormat
 from ampdbg.levels import CHOICES, LEVELS, lowest_format
+
+LAST_DEVICE = 127
+"""torch keeps the index of a device in eight bits."""
 
 
 def _not_boolean(value: object) -> object:
@@ -26,7 +29,7 @@ def _not_boolean(value: object) -> object:
 
 def _not_text(value: object) -> object:
     if isinstance(value, str):
-        raise ValueError(f"got {value!r}, one string; allowed: a list of module names, written as [{value}]")
+        raise ValueError(f"got {quoted(value)}, one string; allowed: a list of module names, written as [{value[:80]}]")
     return value
 
 
@@ -53,15 +56,16 @@ def _checkpoint(value: Path, info: ValidationInfo) -> Path:
 
 def _level(value: str) -> str:
     if value not in LEVELS:
-        raise ValueError(f"got {value}; allowed: {CHOICES}")
+        raise ValueError(f'got "{value[:60]}"; allowed: {CHOICES}')
     return value
 
 
 def _device(value: str) -> str:
     kind, colon, index = value.partition(":")
-    if value in ("auto", "cpu", "cuda") or (kind == "cuda" and colon and index.isascii() and index.isdigit()):
+    is_index = index.isascii() and index.isdigit() and len(index) <= 3 and int(index) <= LAST_DEVICE
+    if value in ("auto", "cpu", "cuda") or (kind == "cuda" and colon and is_index):
         return value
-    raise ValueError(f"got {value!r}; allowed: auto, cpu, cuda or cuda:INDEX")
+    raise ValueError(f"got {quoted(value)}; allowed: auto, cpu, cuda or cuda:INDEX, up to {LAST_DEVICE}")
 
 
 def _scale_kind(value: object) -> str:

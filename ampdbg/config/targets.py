@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+LONGEST_NAME = 255
+"""Of a file, on every system in use."""
+
 TARGET_FORMS = "FILE.py:NAME (relative to the config) or package.module:NAME"
 
 
@@ -37,14 +40,19 @@ def parse_target(text: str) -> Target:
     # From the right, for the sake of "C:\\model.py:build".
     place, colon, name = text.strip().rpartition(":")
     if not colon or not place or text.strip().endswith(".py"):
-        raise ValueError(f"got {text!r}; allowed: {TARGET_FORMS}{_without_colon(text.strip())}")
+        raise ValueError(f"got {quoted(text)}; allowed: {TARGET_FORMS}{_without_colon(text.strip())}")
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"got {text!r}: {name!r} is no Python name; allowed: {TARGET_FORMS}")
+        raise ValueError(f"got {quoted(text)}: {quoted(name)} is no Python name; allowed: {TARGET_FORMS}")
     if place.endswith(".py"):
         return Target(text, file=place, module="", name=name)
     if all(part.isidentifier() for part in place.split(".")):
         return Target(text, file="", module=place, name=name)
-    raise ValueError(f"got {text!r}: {place!r} is neither a .py file nor a module; allowed: {TARGET_FORMS}")
+    raise ValueError(f"got {quoted(text)}: {quoted(place)} is neither a .py file nor a module; allowed: {TARGET_FORMS}")
+
+
+def quoted(text: str, most: int = 80) -> str:
+    """A text in quotation marks, cut to ``most`` characters."""
+    return repr(text if len(text) <= most else f"{text[: most - 3]}...")
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
@@ -70,7 +78,7 @@ def why_absent(target: Target, folder: Path) -> str | None:
     package = target.module.partition(".")[0]
     if _module_exists(package, folder):
         return None
-    message = f"got {target.text!r}, but no module {package!r} is installed or lies beside the config"
+    message = f"got {quoted(target.text)}, but no module {package!r} is installed or lies beside the config"
     if (folder / f"{package}.py").is_file():
         return message
     return f"{message}. Install it, or name a file as FILE.py:{target.name}"
@@ -78,14 +86,16 @@ def why_absent(target: Target, folder: Path) -> str | None:
 
 def why_no_file(path: Path, written: str, pattern: str) -> str | None:
     """Why ``path`` is no file that can be read, with the files of the same kind beside it; None when it is one."""
+    if max(map(len, path.parts)) > LONGEST_NAME:
+        return f"got {quoted(written)}, a name of more than {LONGEST_NAME} characters"
     if path.is_file():
         return None
     if path.is_dir():
-        return f"got {written!r}, which is a folder; allowed: a file"
+        return f"got {quoted(written)}, which is a folder; allowed: a file"
     if not path.parent.is_dir():
-        return f"got {written!r}, but there is no folder {path.parent}"
+        return f"got {quoted(written)}, but there is no folder {path.parent}"
     beside = sorted(item.name for item in path.parent.glob(pattern) if item.is_file())
-    return f"got {written!r}, but there is no such file in {path.parent}.{which_instead(path.name, beside)}"
+    return f"got {quoted(written)}, but there is no such file in {path.parent}.{which_instead(path.name, beside)}"
 
 
 def which_instead(missing: str, beside: Sequence[str]) -> str:
@@ -114,7 +124,7 @@ def _why_absent_from_file(target: Target, path: Path) -> str | None:
         return None
     public = [item for item in defined if not item.startswith("_")]
     has = f"it defines {listed(public)}" if public else "it defines nothing"
-    return f"got {target.text!r}, but {target.file} has no {name!r}; {has}.{did_you_mean(name, public)}"
+    return f"got {quoted(target.text)}, but {target.file} has no {name!r}; {has}.{did_you_mean(name, public)}"
 
 
 def defined_names(path: Path) -> list[str] | None:

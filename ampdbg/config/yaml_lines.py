@@ -15,6 +15,9 @@ import yaml
 
 KeyPath = tuple[object, ...]
 
+MOST_VALUES = 100_000
+"""So many values a config may hold, with those that its aliases repeat."""
+
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
@@ -54,7 +57,17 @@ class YamlDocument:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also knows YAML 1.2's floats."""
+    """SafeLoader that also knows YAML 1.2's floats, and says in which line a value is that it cannot make."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+            # SafeLoader looks `!!bool x` up in a table, and takes the match of `!!timestamp x` for granted.
+            given = str(node.value) if len(str(node.value)) <= 40 else f"{len(str(node.value))} characters"
+            kind = node.tag.rpartition(":")[2]
+            problem = f"a value that its YAML type {kind} does not allow ({given})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
@@ -73,30 +86,44 @@ def read_yaml(text: str) -> YamlDocument:
     """Reads one YAML document; an empty one has the data None.
 
     Raises:
-        YamlError: the text is not YAML, or holds an alias that contains itself.
+        YamlError: the text is not YAML, or holds an alias that contains itself or stands for too much.
     """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(None, {(): 1}, ())
-        duplicates = tuple(_duplicates(node, (), [], set()))
+        _check_size(node, [], {})
+        duplicates = tuple(_duplicates(node, (), set()))
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise _explained(error, text) from None
     except RecursionError:
         raise YamlError(1, "nested too deeply to be read") from None
-    except ValueError as error:
-        raise YamlError(1, f"a value that its YAML type does not allow ({error})") from None
     return YamlDocument(data, dict(_lines(node, (), depth=4)), duplicates)
 
 
-def _duplicates(
-    node: yaml.Node, path: KeyPath, above: list[yaml.Node], done: set[int]
-) -> Iterator[tuple[KeyPath, int, int]]:
-    """Each key given twice in one mapping: its path, its line and the line of the first one."""
+def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
+    """How many values a node stands for, those of its aliases and merges each time; kept in ``sizes``.
+
+    Raises:
+        YamlError: they are more than ``MOST_VALUES``, or an alias contains itself.
+    """
     if node in above:
         raise YamlError(_line(node), "an alias that contains itself")
+    if id(node) not in sizes:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        sizes[id(node)] = 1 + sum(_check_size(part, [*above, node], sizes) for part in parts)
+    if sizes[id(node)] > MOST_VALUES:
+        raise YamlError(
+            _line(node), f"more than {MOST_VALUES:,} values, with those that aliases repeat; write plain values"
+        )
+    return sizes[id(node)]
+
+
+def _duplicates(node: yaml.Node, path: KeyPath, done: set[int]) -> Iterator[tuple[KeyPath, int, int]]:
+    """Each key given twice in one mapping: its path, its line and the line of the first one."""
     if id(node) in done:
         return
     done.add(id(node))
@@ -106,7 +133,7 @@ def _duplicates(
             yield here, _line(key), first[key.tag, key.value]
         elif key is not None:
             first[key.tag, key.value] = _line(key)
-        yield from _duplicates(value, here, [*above, node], done)
+        yield from _duplicates(value, here, done)
 
 
 def _lines(node: yaml.Node, path: KeyPath, depth: int) -> Iterator[tuple[KeyPath, int]]:

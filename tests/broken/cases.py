@@ -67,6 +67,11 @@ def _workload(addition: str) -> dict[str, str | bytes]:
     return {"workload.py": f"{WORKLOAD}\n\n{addition}"}
 
 
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9))
+MERGES = "b0: &b0 {x: 1}\n" + "".join(
+    f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}'] * 9)}], x: {n}}}\n" for n in range(1, 9)
+)
+
 BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("empty file", "", ("2 mistakes", "model: missing", "data: missing")),
     Broken("only comments", "# model:\n", ("model: missing", "data: missing")),
@@ -83,6 +88,33 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("python tag", "model: !!python/name:os.system {}\n", ("config.yaml:1", "plain YAML")),
     Broken("two documents", HEALTHY + "---\n" + HEALTHY, ("config.yaml:4", "one document")),
     Broken("alias of itself", "model: &m {args: *m}\n" + DATA, ("config.yaml:1", "contains itself")),
+    Broken("aliases of aliases", HEALTHY + BOMB, ("config.yaml:", "more than 100,000 values")),
+    Broken("merges of merges", HEALTHY + MERGES, ("config.yaml:", "more than 100,000 values")),
+    Broken("a megabyte", HEALTHY + "# " + "x" * 2**20, ("config.yaml", "larger than 1,048,576 bytes")),
+    Broken(
+        "no boolean", HEALTHY + "train: {steps: !!bool x}\n", ("config.yaml:4", "YAML type bool does not allow (x)")
+    ),
+    Broken("no time", HEALTHY + "train: {seed: !!timestamp x}\n", ("config.yaml:4", "timestamp does not allow (x)")),
+    Broken("no number", HEALTHY + "train: {seed: !!int x}\n", ("config.yaml:4", "YAML type int does not allow (x)")),
+    Broken(
+        "6,000 digits",
+        HEALTHY + "train: {steps: " + "1" * 6000 + "}\n",
+        ("config.yaml:4", "int does not allow (6000 characters)"),
+    ),
+    Broken("a long name", HEALTHY + f"checkpoint: {'x' * 300}.pt\n", ("config.yaml:4: checkpoint", "255 characters")),
+    Broken(
+        "a long file name",
+        f"model: {{target: '{'x' * 300}.py:f'}}\n" + DATA,
+        ("config.yaml:1", "more than 255 characters"),
+    ),
+    Broken("a far device", HEALTHY + "train: {device: 'cuda:99999999999999999999'}\n", ("train.device", "up to 127")),
+    Broken("a long key", HEALTHY + "x" * 1000 + ": 1\n", ("config.yaml:4: xxx", "unknown key")),
+    Broken("a long text", HEALTHY + f"train: {{device: {'x' * 9999}}}\n", ("train.device: got 'xxx", "up to 127")),
+    Broken(
+        "20,000 unknown keys",
+        HEALTHY + "".join(f"key{number}: 1\n" for number in range(20_000)),
+        ("20,000 mistakes", "config.yaml:4: key0: unknown key", "and 19,980 more"),
+    ),
     Broken("undefined alias", "model: *m\n" + DATA, ("config.yaml:1", "alias")),
     Broken("key given twice", HEALTHY + MODEL, ("config.yaml:4: model: given twice", "line 1")),
     Broken(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -416,3 +417,11 @@ def test_infinite_and_nan_arguments_survive(folder: Path) -> None:
     ]
     assert args["a"] == math.inf
     assert math.isnan(args["b"])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither")
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"{path}: neither a file nor a folder; give a config file"):
+            load_config(path)
