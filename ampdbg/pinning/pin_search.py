@@ -53,7 +53,9 @@ def search_pins(
     with coverage(run.workload.model) as covered:
         fp32 = case.replays.fp32.replay
     if not is_finite(fp32):
-        why = fp32.error or f"the loss is {fp32.loss:g} in FP32 too"
+        if fp32.error:
+            return replace(record, search=replace(search, outcome="fp32-raises", message=fp32.error))
+        why = f"the loss is {fp32.loss:g} in FP32 too"
         return replace(record, search=replace(search, outcome="fp32-fails", message=why))
     observer.search(covered.callable)
     is_silent = CODES[record.findings[0].code].erases_itself

@@ -121,6 +121,10 @@ def _fp32_fails(ended: Ended) -> str:
     return f"No pin helps: {_step(ended).lower()} goes wrong in FP32 too."
 
 
+def _fp32_raises(ended: Ended) -> str:
+    return f"No pin was tried: {_step(ended).lower()} raised an error when it was replayed in FP32."
+
+
 def _no_pin_helps(ended: Ended) -> str:
     code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
     return code.why_no_pin.format(step=_step(ended).lower())
@@ -215,6 +219,7 @@ OUTCOMES: Mapping[Outcome, Told] = {
     "found": Told("✗", BAD, _found, _found_next),
     "nothing-to-pin": Told("✓", GOOD, _nothing_to_pin, _longer),
     "fp32-fails": Told("✗", BAD, _fp32_fails, _repaired),
+    "fp32-raises": Told("?", DOUBTFUL, _fp32_raises, _repaired),
     "no-pin-helps": Told("✗", BAD, _no_pin_helps, _repaired),
     "not-in-a-module": Told("✗", BAD, _not_in_a_module, _patch_of_lines),
     "not-reproduced": Told("?", DOUBTFUL, _not_reproduced, _another_run),
