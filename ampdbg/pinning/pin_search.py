@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FloatFormat
@@ -18,7 +18,7 @@ from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.record.codes import CODES
 from ampdbg.record.pins import Search, Strategy
 from ampdbg.record.run import Record
-from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays
+from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, weights_of
@@ -75,13 +75,26 @@ def search_pins(
 
 
 def _case(run: Run, record: Record, failing: FailingStep) -> Case:
-    return Case(failing, PinnedReplays(run, failing, keeps_scale=keeps_scale(run.config, record, failing)))
+    return Case(failing, PinnedReplays(run, failing, scales_of(run.config, record, failing)))
 
 
-def keeps_scale(config: Config, record: Record, failing: FailingStep) -> bool:
-    """Whether a step is to be cured at its own loss scale: a static one, or one that is all that is wrong with it."""
+def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRange:
+    """The loss scales at which a step may be cured.
+
+    A static scale is kept. Where the gradients overflow at a scale that has to be usable, a set may go with a lower
+    one, as long as that loses nothing and does not cure the step by itself.
+    """
+    if isinstance(config.precision.loss_scale, float):
+        return ScaleRange(failing.scale)
     codes = {finding.code for finding in record.findings if finding.step == failing.snapshot.step}
-    return isinstance(config.precision.loss_scale, float) or any(CODES[code].keeps_scale for code in codes)
+    if not any(CODES[code].keeps_scale for code in codes):
+        return ScaleRange()
+    replays = failing.made.replays
+    lower = (replay for replay in replays[2:] if replay.dtype == replays[0].dtype and is_finite(replay))
+    unpinned = next(lower, None)
+    if unpinned is None or not keeps_its_gradients(unpinned):
+        return ScaleRange(is_lossless=True)
+    return ScaleRange(min(failing.scale, 4.0 * unpinned.scale), is_lossless=True)
 
 
 def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[Case]:

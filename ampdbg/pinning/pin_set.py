@@ -93,6 +93,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
         losses=_losses(setting, again),
+        set_scale=_set_scale(setting),
         step_seconds=closing.step_seconds,
     )
     record = record_of_best(setting, record, search, replace(result, pins=closing.pins))
@@ -125,6 +126,12 @@ def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
     if not again:
         return fp32
     return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
+
+
+def _set_scale(setting: Setting) -> float | None:
+    """The highest loss scale at which the set was healthy, where the step's own is too large for its gradients."""
+    replays = setting.experiment.cases[0].replays
+    return replays.scale if replays.scales.is_lossless and replays.scale < setting.failing.scale else None
 
 
 def record_without_set(setting: Setting, record: Record, search: Search, result: Result) -> Record:
@@ -209,7 +216,7 @@ def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
     first = setting.experiment.cases[0]
     for snapshot in further_steps(setting.run, setting.failing, FURTHER_BATCHES):
         further = replace(setting.failing, snapshot=snapshot, scale=first.replays.scale)
-        replays = PinnedReplays(setting.run, further, keeps_scale=first.replays.keeps_scale)
+        replays = PinnedReplays(setting.run, further, first.replays.scales)
         if is_finite(replays.fp32.replay):
             case = Case(further, replays)
             yield Experiment(setting.run, (case,), setting.experiment.tree, is_silent=setting.experiment.is_silent)

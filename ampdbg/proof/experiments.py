@@ -17,7 +17,7 @@ from ampdbg.pinning.health import health_of
 from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, Uncarried, first_line
 from ampdbg.proof.overlay import overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
-from ampdbg.replay.investigation import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, rewound, weights_of
@@ -57,7 +57,7 @@ def _patched(job: Job, load: Load, observer: Observer) -> Seen:
     with prepared_with(job.patched, job.config) as run:
         steps = _fitting(load(run), run)
         observer.stage("the failing step with the patch")
-        tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
+        tried = tuple(_try(run, *each, job) for each in zip(steps, job.scales, strict=True))
         if not all(one.healthy for one in tried):
             return Seen(tried=tried)
         observer.stage("further batches with the patch")
@@ -79,7 +79,7 @@ def _dropped(job: Job, load: Load, observer: Observer) -> Seen:
     """Ends at the first step that is unhealthy: that one is enough."""
     with prepared_with(job.patched, job.config) as run:
         tried: list[Tried] = []
-        for each in zip(_fitting(load(run), run), job.keeps_scale, strict=True):
+        for each in zip(_fitting(load(run), run), job.scales, strict=True):
             tried.append(_try(run, *each, job))
             if not tried[-1].healthy:
                 break
@@ -90,7 +90,7 @@ def _reference(job: Job, load: Load, observer: Observer) -> Seen:
     observer.stage("the failing step without the patch")
     with prepared_with(job.patched, job.config) as run:
         steps = _fitting(load(run), run)
-        tried = tuple(_try(run, *each, job) for each in zip(steps, job.keeps_scale, strict=True))
+        tried = tuple(_try(run, *each, job) for each in zip(steps, job.scales, strict=True))
         with weights_of(run.workload.model, steps[0]):
             ways = {"unpatched": step_use(run, steps[0]), "float32": step_use(run, steps[0], in_fp32=True)}
             raised = raised_in_eval_mode(run, steps[0])
@@ -112,9 +112,9 @@ def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
     return steps
 
 
-def _try(run: Run, failing: FailingStep, keeps_scale: bool, job: Job) -> Tried:
+def _try(run: Run, failing: FailingStep, scales: ScaleRange, job: Job) -> Tried:
     """The first of the job's repeats that is unhealthy, else the last."""
-    replays = PinnedReplays(run, failing, keeps_scale=keeps_scale)
+    replays = PinnedReplays(run, failing, scales)
     with weights_of(run.workload.model, failing):
         for _ in range(job.repeats):
             tried = _tried(replays, failing, job)
@@ -144,7 +144,7 @@ def _further(run: Run, failing: FailingStep, scale: float, job: Job) -> tuple[tu
     try:
         for snapshot in further_steps(run, failing, FURTHER_BATCHES):
             further = replace(failing, snapshot=snapshot, scale=scale)
-            replays = PinnedReplays(run, further, keeps_scale=job.keeps_scale[0])
+            replays = PinnedReplays(run, further, job.scales[0])
             if is_finite(replays.fp32.replay):
                 seen.append(_tried(replays, further, job))
     except AmpdbgError as error:

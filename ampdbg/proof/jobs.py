@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ampdbg.config import Config
+from ampdbg.replay.investigation import ScaleRange
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Job:
     steps with a part of the patch. ``reference``: the failing steps and training runs without it, in the run's own
     precision and in FP32.
 
-    ``keeps_scale`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
+    ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
     ``train_steps`` steps (with the patch more, where the loss scale needs them to settle), and those in FP32 withhold
     the updates of the steps in ``withheld``.
     """
@@ -64,7 +65,7 @@ class Job:
     kind: Literal["patched", "dropped", "reference"]
     config: Config
     patched: Patched
-    keeps_scale: tuple[bool, ...]
+    scales: tuple[ScaleRange, ...]
     is_silent: bool
     repeats: int = 1
     train_steps: int = 0

@@ -18,7 +18,7 @@ from ampdbg.patch.placements import lines_that_may_be_edited
 from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.patch.source_pins import Refused
 from ampdbg.pinning.bisection import Bisected, bisected
-from ampdbg.pinning.pin_search import keeps_scale
+from ampdbg.pinning.pin_search import scales_of
 from ampdbg.pinning.pin_set import digest
 from ampdbg.pinning.tying import tied_together
 from ampdbg.probes.half_names import NamesByLine, names_seen
@@ -206,7 +206,7 @@ def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], o
         "patched",
         config,
         patched,
-        keeps_scale=tuple(keeps_scale(config, record, step) for step in ended.failing),
+        scales=tuple(scales_of(config, record, step) for step in ended.failing),
         is_silent=CODES[record.findings[0].code].erases_itself,
         repeats=record.search.repeats if record.search is not None else 1,
         train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),

@@ -108,7 +108,8 @@ class Trial:
 class Search:
     """How the pins were found.
 
-    ``step`` is the failing step and ``scale`` its loss scale; unpinned it failed in ``failed`` of ``tried`` replays,
+    ``step`` is the failing step and ``scale`` its loss scale; ``set_scale`` is the one that goes with the set, where
+    its gradients overflow above it; unpinned it failed in ``failed`` of ``tried`` replays,
     after which each trial got ``repeats``. ``candidates`` of the ``modules`` that ran were tried. ``losses``
     holds the step's loss by what ran: "float16", "float32", "pinned". ``step_seconds`` likewise holds the time
     of a step. ``further`` and ``further_healthy`` count the batches that the whole set was tried on besides.
@@ -121,6 +122,7 @@ class Search:
     message: str = ""
     step: Count | None = None
     scale: float | None = None
+    set_scale: float | None = None
     failed: Count = 0
     tried: Count = 0
     repeats: Count = 1

@@ -7,7 +7,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -271,17 +271,28 @@ LOWEST_SCALE = 1.0
 """No dynamic scaler that works goes below it."""
 
 
+@dataclass(frozen=True)
+class ScaleRange:
+    """The loss scales at which a step of scale S may be cured: S, S/4, S/16 … ``lowest``.
+
+    With ``is_lossless`` a scale below S counts only where it flushes no gradient that matters to zero: it is the
+    gradients that overflow, and each set of pins has a highest scale of its own. Any other fault has hidden how large
+    a scale the gradients bear: the first that they bear is kept for later replays, as by a dynamic scaler.
+    """
+
+    lowest: float = LOWEST_SCALE
+    is_lossless: bool = False
+
+
 class PinnedReplays:
     """Runs one step with any set of pins; the model must have the step's weights meanwhile.
 
-    The step's loss scale is kept with ``keeps_scale``: where it is the gradients that overflow at a scale which has
-    to be usable. Any other fault has hidden how large a scale the gradients bear: such a step goes on at S/4, S/16
-    … 1 until they are finite, as a dynamic scaler would, and stays there for later replays.
+    ``scale`` is the highest loss scale of the range at which the last replay that was finite is so.
     """
 
-    def __init__(self, run: Run, failing: FailingStep, *, keeps_scale: bool) -> None:
+    def __init__(self, run: Run, failing: FailingStep, scales: ScaleRange) -> None:
         self.scale = failing.scale
-        self.keeps_scale = keeps_scale
+        self.scales = scales
         self._run = run
         self._failing = failing
         self._low = run.mode.format.name
@@ -316,22 +327,32 @@ class PinnedReplays:
         return replace(made, replays=(low, self.fp32.replay, *more), first_far=None, continuation=())
 
     def _at_a_usable_scale(self, pins: Sequence[str]) -> Replayed:
+        """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
+        tried: list[Replayed] = []
         for scale in self._scales():
             with self._pinned(pins):
                 low = self._replay(Manner(self._low, scale, is_lifted=False), ProducerTrace)
             if not math.isfinite(low.replay.loss):
                 return low
             if is_finite(low.replay):
+                if tried and self.scales.is_lossless and not self._keeps_its_gradients(low):
+                    break
                 self.scale = scale
                 return low
-        return low
+            tried.append(low)
+        return tried[0 if self.scales.is_lossless else -1]
 
     def _scales(self) -> Iterator[float]:
-        scale = self.scale
+        scale = self._failing.scale if self.scales.is_lossless else self.scale
         yield scale
-        while not self.keeps_scale and scale > LOWEST_SCALE:
-            scale = max(LOWEST_SCALE, scale / 4.0)
+        while scale > self.scales.lowest:
+            scale = max(self.scales.lowest, scale / 4.0)
             yield scale
+
+    def _keeps_its_gradients(self, low: Replayed) -> bool:
+        if keeps_its_gradients(replace(low.replay, **compared_gradients(low, self.fp32))):
+            return True
+        return keeps_its_gradients(replace(low.replay, **compared_gradients(low, self.fp32, self._floor)))
 
     @cached_property
     def _floor(self) -> Replayed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -177,6 +178,30 @@ class Large(Steady):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return GAIN * (1 + (x @ self.weight).abs())
+
+
+class Likelihood(nn.Module):
+    """Gradients of its output are beyond half at any loss scale; behind that layer they are at a large one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        nn.init.normal_(self.out.weight, std=0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.hidden(x))
+
+
+def likelihood(output: torch.Tensor, target: torch.Tensor, log_precision: float = 14.0) -> torch.Tensor:
+    """The negative logarithm of a Gaussian likelihood, but for a constant, summed over the features."""
+    squares = (output.float() - target).square().sum(-1).mean()
+    return 0.5 * (math.exp(log_precision) * squares - log_precision)
+
+
+def broad_likelihood(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The same of a variance of 1: its gradients are small."""
+    return likelihood(output, target, log_precision=0.0)
 
 
 class Sometimes(nn.Module):

@@ -27,15 +27,22 @@ PROOF = ("the whole set once more", "further batch")
 
 
 def bisected(
-    folder: Path, model: str, args: Mapping[str, Any] | None = None, *, steps: int = 3, **kwargs: Any
+    folder: Path,
+    model: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 3,
+    loss: str = "loss",
+    scale: float | dict[str, float] | None = None,
+    **kwargs: Any,
 ) -> Record:
     home = "tests.pinning.planted"
     config = {
         "model": {"target": f"{home}:{model}", "args": dict(args or {})},
         "data": {"target": f"{home}:batches"},
-        "loss": {"target": f"{home}:loss"},
+        "loss": {"target": f"{home}:{loss}"},
         "optimizer": {"args": {"lr": 1.0e-4}},
-        "precision": {"loss_scale": {"init": 1024.0}},
+        "precision": {"loss_scale": scale or {"init": 1024.0}},
         "train": {"steps": steps},
     }
     path = folder / "config.yaml"
@@ -118,6 +125,26 @@ def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
     record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)
     assert record.findings[0].code == "silent-overflow"
     assert_found(record, name_of(11))
+
+
+def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale={"init": 4096.0})
+    assert_found(record, "out")
+    assert record.search is not None
+    assert (record.search.scale, record.search.set_scale) == (256.0, 4.0)
+
+
+def test_at_a_static_scale_it_is(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale=4096.0)
+    assert_found(record, "hidden", "out")
+    assert record.search is not None
+    assert record.search.set_scale is None
+
+
+def test_a_loss_with_small_gradients_needs_none(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Likelihood", steps=16, loss="broad_likelihood", scale={"init": 4096.0})
+    assert record.search is not None
+    assert record.search.outcome == "nothing-to-pin"
 
 
 def test_a_culprit_in_the_third_call_of_a_module(tmp_path: Path) -> None:

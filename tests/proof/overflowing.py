@@ -11,6 +11,7 @@ from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.replays import Investigation
+from ampdbg.replay.investigation import ScaleRange
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.training.loop import train_prepared
@@ -100,7 +101,9 @@ def proven(
 ) -> Proof:
     """The proof of a patch of the failing step, with the defaults of these tests."""
     steps = failing_steps(config) if failing is None else failing
-    job = Job("patched", config, _patched(patch), (False,) * len(steps), is_silent=False, train_steps=train_steps)
+    job = Job(
+        "patched", config, _patched(patch), (ScaleRange(),) * len(steps), is_silent=False, train_steps=train_steps
+    )
     return prove(job, steps, {title: _patched(rest) for title, rest in (without or {}).items()}, observer)
 
 

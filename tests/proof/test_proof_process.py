@@ -14,6 +14,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import process as proof_process
 from ampdbg.proof.jobs import Job, Patched, Seen, Uncarried
 from ampdbg.proof.process import in_fresh_process
+from ampdbg.replay.investigation import ScaleRange
 from tests.observing import observing
 from tests.proof.overflowing import written
 
@@ -32,7 +33,7 @@ def run(
 ) -> Seen:
     """A job whose process runs ``program`` and not a proof: it starts at once."""
     monkeypatch.setattr(proof_process, "_START", program)
-    return in_fresh_process(Job("dropped", config, Patched(), (False,), False), Path("steps"), observer, stalled)
+    return in_fresh_process(Job("dropped", config, Patched(), (ScaleRange(),), False), Path("steps"), observer, stalled)
 
 
 def result(seen: Seen) -> str:

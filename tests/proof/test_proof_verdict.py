@@ -25,6 +25,7 @@ from ampdbg.proof.verdict import (
 )
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.run import Step
+from ampdbg.replay.investigation import ScaleRange
 
 
 def tried(**changes: Any) -> Tried:
@@ -160,7 +161,7 @@ def job(steps: int, **precision: Any) -> Job:
         precision=Precision(**precision),
         folder=Path(),
     )
-    return Job("patched", config, Patched(), (False,), False, train_steps=steps)
+    return Job("patched", config, Patched(), (ScaleRange(),), False, train_steps=steps)
 
 
 @pytest.mark.parametrize(

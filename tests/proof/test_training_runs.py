@@ -65,7 +65,7 @@ def trained(case: Case, folder: Path) -> Trained:
     (folder / "net.py").write_text(NET.replace("{forward}", case.forward).replace("{gain}", case.gain))
     (folder / "config.yaml").write_text(CONFIG)
     config = load_config(folder / "config.yaml", [f"precision.loss_scale.init={case.scale}", "train.device=cpu"])
-    job = Job("patched", config, Patched(), (True,), is_silent=False, train_steps=60)
+    job = Job("patched", config, Patched(), (ScaleRange(4.0),), is_silent=False, train_steps=60)
     healthy = Tried(step=0, healthy=True, why="", loss=1.0, scale=case.scale, fp32_loss=1.0, fp32_grad_norm=1.0)
     return trained_with_the_patch(job, [healthy], UNOBSERVED)
 
