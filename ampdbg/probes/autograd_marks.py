@@ -37,12 +37,18 @@ def scaler_of(roots: Sequence[Any]) -> int:
 
 
 def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:
-    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count."""
+    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count.
+
+    ``compiled`` stands for those inside a compiled function, which its one node does not show.
+    """
     found: set[torch.dtype] = set()
+    is_compiled = False
     for node in islice(_nodes(roots), FAR):
+        is_compiled |= node.name().startswith("CompiledFunction")
         if not node.name().endswith("AccumulateGrad"):
             found.update(entry.dtype for entry in node._input_metadata if entry is not None)
-    return tuple(str(dtype).rpartition(".")[2] for dtype in _HALVES if dtype in found)
+    names = tuple(str(dtype).rpartition(".")[2] for dtype in _HALVES if dtype in found)
+    return (*names, "compiled") if is_compiled else names
 
 
 def is_scaled_by_hand(roots: Sequence[Any]) -> bool:

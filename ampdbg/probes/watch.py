@@ -9,20 +9,20 @@ without a scaler never withholds a step: there one number a step, the gradient n
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.environment import environment_of
-from ampdbg.precision.attributes import replaced
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.probes.calls import calls_noted, classes_with_own
+from ampdbg.probes.autograd_marks import scaler_of
+from ampdbg.probes.seams import Seam, attach, detach
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, TensorCounts, Unseen
 
@@ -52,8 +52,53 @@ class Watch:
         self._paused = False
         self._inside: list[tuple[str, int]] = []
         self._interrupted = False
+        self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
+
+    def start(self) -> Watch:
+        """Watches from now on; nothing where it does so already."""
+        if self._restoring is None:
+            self._restoring = ExitStack()
+            for optimizer in self._optimizers.values():
+                for handle in (
+                    optimizer.register_step_pre_hook(self._before_bare_step),
+                    optimizer.register_step_post_hook(self._after_bare_step),
+                ):
+                    self._restoring.callback(handle.remove)
+            attach(self)
+            self._restoring.callback(detach, self)
+        return self
+
+    def stop(self) -> None:
+        """Leaves torch, the optimizers and the model as they were; a second call does nothing."""
+        if self._restoring is not None:
+            restoring, self._restoring = self._restoring, None
+            with restoring:
+                self._finish()
+
+    def __enter__(self) -> Watch:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._interrupted = isinstance(error, KeyboardInterrupt)
+            self._calls.failed(error)
+        self.stop()
+
+    def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch's that the loop has called, and notes the call."""
+        if seam in _LOOP:
+            return original(*args, **kwargs) if self._paused else _LOOP[seam](self, original, *args, **kwargs)
+        call = seam, id(args[0])
+        # A subclass of the scaler may call the method that it overrides: only the outer call counts.
+        if self._paused or call in self._inside:
+            return original(*args, **kwargs)
+        self._inside.append(call)
+        try:
+            return _SCALER[seam](self, original, *args, **kwargs)
+        finally:
+            self._inside.pop()
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -199,9 +244,32 @@ class Watch:
     def _is_inside(self, name: str) -> bool:
         return any(name == entered for entered, _ in self._inside)
 
-    def _sees_nothing(self, name: str, scaler: GradScaler) -> bool:
-        """A subclass of the scaler may call the method that it overrides: only the outer call counts."""
-        return self._paused or (name, id(scaler)) in self._inside
+    def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+        """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
+        inside_the_engine = torch._C._current_graph_task_id() != -1
+        if inside_the_engine:
+            return original(roots, *args, **kwargs)
+        if not kwargs.get("accumulate_grad", True):
+            self._calls.grad(roots, creates_graph=bool(args[2]))
+            return original(roots, *args, **kwargs)
+        if not scaler_of(roots):
+            self._before_unscaled_backward(roots)
+        return self._calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
+
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
+        names = ("parameters", "clip_value" if "clip_value" in kwargs else "max_norm")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not all(name in given for name in names):
+            return original(*args, **kwargs)
+        parameters, limit = (given.pop(name) for name in names)
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._before_clipping(listed)
+        return self._calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
+
+    def _schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._calls.scheduled(scheduler)
+        return original(scheduler, *args, **kwargs)
 
     def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._fired.add(id(optimizer))
@@ -303,15 +371,15 @@ class Watch:
         self._log.finish()
 
 
-@contextlib.contextmanager
 def watch(
     model: torch.nn.Module,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     on_step: Callable[[Step], None] | None = None,
-) -> Iterator[Watch]:
+) -> Watch:
     """Watches any training loop over these optimizers: its steps, and the order of its calls.
 
-    A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every
+    To be entered as a context manager, or between ``start()`` and ``stop()``. Several may watch at once, and end in any
+    order. A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every
     watched optimizer has stepped, or when the next backward pass begins.
 
     Args:
@@ -320,32 +388,10 @@ def watch(
         on_step: called with each Step as it ends. On a GPU this costs one sync a step.
     """
     several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    watcher = Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
-    with ExitStack() as stack:
-        for name in _METHODS:
-            for owner in classes_with_own(GradScaler, name):
-                stack.enter_context(replaced(owner, name, _watched(watcher, name, vars(owner)[name])))
-        for optimizer in watcher._optimizers.values():
-            for handle in (
-                optimizer.register_step_pre_hook(watcher._before_bare_step),
-                optimizer.register_step_post_hook(watcher._after_bare_step),
-            ):
-                stack.callback(handle.remove)
-        noted = calls_noted(
-            watcher._calls, lambda: watcher._paused, watcher._before_clipping, watcher._before_unscaled_backward
-        )
-        stack.enter_context(noted)
-        try:
-            yield watcher
-        except BaseException as error:
-            watcher._interrupted = isinstance(error, KeyboardInterrupt)
-            watcher._calls.failed(error)
-            raise
-        finally:
-            watcher._finish()
+    return Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
 
 
-_METHODS: dict[str, Callable[..., Any]] = {
+_SCALER: Mapping[str, Callable[..., Any]] = {
     "scale": Watch._scale,
     "unscale_": Watch._unscale,
     "step": Watch._step,
@@ -353,19 +399,11 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "get_scale": Watch._get_scale,
 }
 
-
-def _watched(watcher: Watch, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        if watcher._sees_nothing(name, scaler):
-            return original(scaler, *args, **kwargs)
-        watcher._inside.append((name, id(scaler)))
-        try:
-            return _METHODS[name](watcher, original, scaler, *args, **kwargs)
-        finally:
-            watcher._inside.pop()
-
-    return method
+_LOOP: Mapping[str, Callable[..., Any]] = {
+    "engine": Watch._backward,
+    "clip": Watch._clip,
+    "schedule": Watch._schedule,
+}
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

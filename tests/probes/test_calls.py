@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import calls, source_lines
-from ampdbg.probes import calls as replaced_calls
+from ampdbg.probes.seams import classes_with_own
 from ampdbg.probes.watch import watch
 from ampdbg.source.ownership import Line
 
@@ -117,7 +117,7 @@ def test_several_misuses_are_told_apart_and_counted() -> None:
 
 
 def state_of_torch() -> tuple[Any, ...]:
-    schedulers = replaced_calls.classes_with_own(torch.optim.lr_scheduler.LRScheduler, "step")
+    schedulers = classes_with_own(torch.optim.lr_scheduler.LRScheduler, "step")
     clipping = (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_)
     return (
         torch.autograd._engine_run_backward,  # type: ignore[attr-defined]

@@ -506,3 +506,46 @@ def test_what_is_clipped_between_micro_batches_is_not_what_the_step_has() -> Non
     assert step.groups
     assert step.grad_norm is not None
     assert not math.isfinite(step.grad_norm)
+
+
+def test_watches_may_overlap_and_end_in_any_order() -> None:
+    first, second = small_model(), small_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    before = [trace_of_watching(optimizer) for optimizer in optimizers]
+    scaler = GradScaler("cpu", init_scale=4.0)
+    watches = [watch(model, optimizer).start() for model, optimizer in zip((first, second), optimizers, strict=True)]
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        one_step(model, optimizer, scaler, clip=True)
+    watches[0].stop()
+    one_step(first, optimizers[0], scaler)
+    one_step(second, optimizers[1], scaler)
+    watches[1].stop()
+    assert [len(one.steps) for one in watches] == [1, 2]
+    assert [trace_of_watching(optimizer) for optimizer in optimizers] == before
+
+
+def test_the_same_loop_may_be_watched_twice() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer) as outer:
+        one_step(model, optimizer, scaler, clip=True)
+        with watch(model, optimizer) as inner:
+            one_step(model, optimizer, scaler, factor=1e38, clip=True)
+    assert [step.skipped for step in outer.steps] == [False, True]
+    assert [step.skipped for step in inner.steps] == [True]
+    assert outer.misuses == inner.misuses == ()
+
+
+def test_start_and_stop_do_what_entering_and_leaving_do() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = trace_of_watching(optimizer)
+    watcher = watch(model, optimizer)
+    assert trace_of_watching(optimizer) == before
+    assert watcher.start() is watcher.start()
+    one_step(model, optimizer, GradScaler("cpu"))
+    watcher.stop()
+    watcher.stop()
+    assert trace_of_watching(optimizer) == before
+    assert len(watcher.steps) == 1

@@ -1,0 +1,104 @@
+"""torch's functions that a training loop calls, replaced once while any watcher is attached.
+
+The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers. Watchers may come
+and go in any order: the last one that leaves restores torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
+from ampdbg.precision.attributes import replaced
+
+Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule"]
+
+Function = Callable[..., Any]
+
+
+class Watcher(Protocol):
+    """What stands around torch's own functions while it is attached."""
+
+    def around(self, seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``original`` with these arguments, once, and returns what it returns."""
+
+
+_watchers: list[Watcher] = []
+_replaced: set[tuple[int, str]] = set()
+_restoring = ExitStack()
+
+
+def attach(watcher: Watcher) -> None:
+    """Lets the watcher stand around every call from now on; it stands outside of those that came before it."""
+    _watchers.append(watcher)
+    for owner, name, seam in _seams():
+        if (id(owner), name) not in _replaced:
+            _replaced.add((id(owner), name))
+            _restoring.enter_context(_seam_replaced(owner, name, seam))
+
+
+def detach(watcher: Watcher) -> None:
+    """The opposite of :func:`attach`; with the last watcher torch is as it was."""
+    _watchers.remove(watcher)
+    if not _watchers:
+        _replaced.clear()
+        _restoring.close()
+
+
+def _seams() -> Iterator[tuple[Any, str, Seam]]:
+    scaler_methods: tuple[Seam, ...] = ("scale", "unscale_", "step", "update", "get_scale")
+    for method in scaler_methods:
+        yield from ((owner, method, method) for owner in classes_with_own(GradScaler, method))
+    yield torch.autograd, "_engine_run_backward", "engine"
+    yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
+    yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
+
+
+def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
+    function = vars(owner)[name]
+    cell = _cell(function) if seam == "clip" else None
+    # Where a function is kept in a cell, `from torch.nn.utils import clip_grad_norm_` is seen too.
+    return replaced(owner, name, _through(function, seam)) if cell is None else _cell_replaced(cell, seam)
+
+
+@contextlib.contextmanager
+def _cell_replaced(cell: Any, seam: Seam) -> Iterator[None]:
+    original = cell.cell_contents
+    cell.cell_contents = _through(original, seam)
+    try:
+        yield
+    finally:
+        cell.cell_contents = original
+
+
+def _through(original: Function, seam: Seam) -> Function:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = original
+        for watcher in _watchers:
+            run = functools.partial(watcher.around, seam, run)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _cell(function: Any) -> Any:
+    """The cell in which a clipping function of torch's keeps what it wraps; None for one that somebody has replaced."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index("func")] if "func" in names else None
+
+
+def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
+    """A class and its subclasses, those that define the method ``name`` themselves."""
+    found = [owner] if name in vars(owner) else []
+    subclasses: list[type] = owner.__subclasses__()
+    for subclass in subclasses:
+        found += classes_with_own(subclass, name)
+    return tuple(dict.fromkeys(found))
