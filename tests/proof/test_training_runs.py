@@ -11,6 +11,7 @@ from ampdbg.config import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.proof.jobs import Job, Patched, Trained, Tried
 from ampdbg.proof.training_runs import trained_with_the_patch
+from ampdbg.replay.investigation import ScaleRange
 
 NET = """\
 import torch
