@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
-from ampdbg.diagnosis.producers import Suspect, finding_at, named, number, overflow, suspects
+from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
+from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, finding_at, named, number, overflow, suspects
 from ampdbg.formats import FORMATS
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Replay
@@ -39,16 +40,26 @@ def _faults(made: Investigation) -> Iterator[Finding]:
 
 def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
     low, fp32 = suspect.made.replays[:2]
+    harmless = not is_far and _changes_nothing(suspect)
     result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
     message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
-    return finding_at(
+    if harmless:
+        message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
+    found = finding_at(
         "silent-overflow",
         suspect.made,
         suspect.producer,
         message,
         {"value": suspect.value, **_against_fp32(low, fp32)},
-        severity="error" if is_far else "warning",
+        severity="error" if is_far else "info" if harmless else "warning",
     )
+    return replace(found, remedy="") if harmless else found
+
+
+def _changes_nothing(suspect: Suspect) -> bool:
+    """Whether a gradient overflowed where FP32 makes a zero of it too, as behind a ReLU: all gradients still agree."""
+    distance = suspect.made.replays[0].gradient_distance
+    return suspect.producer.phase == "backward" and distance is not None and distance <= AGREEMENT
 
 
 def _underflow(made: Investigation) -> Finding:
@@ -70,7 +81,7 @@ def _precision_loss(made: Investigation) -> Finding:
     low, fp32 = made.replays[:2]
     where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
     message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
-    return finding_at("precision-loss", made, made.first_far, message, _against_fp32(low, fp32))
+    return finding_at(FAR_FROM_FP32, made, made.first_far, message, _against_fp32(low, fp32))
 
 
 def _losses(low: Replay, fp32: Replay) -> str:

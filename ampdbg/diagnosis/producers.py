@@ -9,7 +9,7 @@ from typing import Any
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, base_name
+from ampdbg.ops import CASTS, POLES, base_name
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
@@ -19,6 +19,8 @@ NEAR = 0.9
 
 OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
 """The code of an overflow, by the pass in which it starts."""
+
+FAR_FROM_FP32 = "precision-loss"
 
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
@@ -60,6 +62,18 @@ class Suspect:
     def overflows(self) -> bool:
         """Whether FP32 has a value there that the op's dtype cannot hold."""
         return self.value is not None and self.value >= NEAR * self.format.overflow_threshold
+
+    @property
+    def departs(self) -> bool:
+        """Whether it is finite and far larger than FP32's own value, so that a later op overflows."""
+        made = self.producer
+        return not (made.inf or made.nan) and made.distance is None and made.fp32_largest is not None
+
+    @property
+    def is_pole(self) -> bool:
+        """Whether it has a pole, and FP32 keeps away from it."""
+        in_range = self.value is not None and not self.overflows
+        return in_range and base_name(self.producer.op) in POLES and self.producer.finite_in_fp32 is True
 
     @property
     def is_constant(self) -> bool:
@@ -105,11 +119,20 @@ def survived_scale(made: Investigation) -> float | None:
 DECISIONS: tuple[tuple[str, Callable[[Suspect], bool]], ...] = (
     ("data-range", lambda suspect: suspect.leaf is not None),
     ("mask-constant", lambda suspect: suspect.is_constant),
-    ("eps-underflow", lambda suspect: suspect.divides_by_flushed),
+    ("eps-underflow", lambda suspect: suspect.divides_by_flushed or suspect.is_pole),
+    (FAR_FROM_FP32, lambda suspect: suspect.departs),
     (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward"),
     (OVERFLOWS["backward"], lambda suspect: suspect.overflows),
 )
 """The first that holds is the code; where none holds, the cause is not known."""
+
+
+def _flushed(suspect: Suspect) -> str:
+    if suspect.divides_by_flushed or not suspect.departs:
+        rounded = f"a value that {suspect.format.short} rounds to zero and FP32 does not"
+        return f"{named(suspect.producer)} {_takes(suspect)} {rounded}"
+    return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
+
 
 MESSAGES: dict[str, Callable[[Suspect], str]] = {
     "data-range": lambda suspect: f"{_sample(suspect)}, above {limit_of(suspect.format)}",
@@ -117,10 +140,8 @@ MESSAGES: dict[str, Callable[[Suspect], str]] = {
         f"{named(suspect.producer)} writes a constant of magnitude {number(suspect.producer.input_largest)} into a "
         f"{suspect.format.short} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
     ),
-    "eps-underflow": lambda suspect: (
-        f"{named(suspect.producer)} {_takes(suspect)} a value that {suspect.format.short} rounds to zero and FP32 "
-        "does not"
-    ),
+    "eps-underflow": _flushed,
+    FAR_FROM_FP32: lambda suspect: f"{_departed(suspect)}: its operands cancel, or have lost their digits before it",
 }
 
 
@@ -130,7 +151,8 @@ def precision_cause(suspect: Suspect) -> Finding:
     finite = f"; at a loss scale of {number(survived)} it is finite" if survived else ""
     evidence: dict[str, object] = {
         "value": suspect.value,
-        "limit": suspect.format.largest,
+        "limit": None if suspect.departs else suspect.format.largest,
+        "reached": suspect.producer.output_largest if suspect.departs else None,
         "loss_scale": suspect.low.scale,
         "survives_scale": survived,
     }
@@ -220,6 +242,11 @@ def _magnitude(suspect: Suspect) -> str:
     scale = suspect.low.scale
     at_scale = f" at a loss scale of {number(scale)}" if suspect.producer.phase == "backward" and scale != 1.0 else ""
     return f"{number(suspect.value or 0.0)}{at_scale}"
+
+
+def _departed(suspect: Suspect) -> str:
+    reached = number(suspect.producer.output_largest)
+    return f"{named(suspect.producer)} reaches {reached} where FP32 has {_magnitude(suspect)}, and a later op overflows"
 
 
 def _takes(suspect: Suspect) -> str:

@@ -51,6 +51,8 @@ def other_remedies(record: Record) -> tuple[str, ...]:
 
 def _remedies_of(finding: Finding, record: Record) -> Iterator[str]:
     code = catalogued(finding.code)
+    if finding.severity == "info" and code.loss_scale != "settled":
+        return
     if code.instead:
         yield code.instead
     elif code.loss_scale == "larger":

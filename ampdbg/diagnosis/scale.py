@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
@@ -20,6 +21,9 @@ CALIBRATION = "scale-calibration"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
+
+SELDOM = 4
+"""A loss scale that follows growing gradients skips at most one step in so many."""
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
@@ -37,7 +41,9 @@ def skips(record: Record) -> Iterator[Finding]:
         return
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
-    if _keeps_overflowing(sorted_skips, record.steps) and not _is_first_descent(investigated, record):
+    if _follows_gradients(sorted_skips, investigated, record):
+        yield _growth(sorted_skips, record)
+    elif _keeps_overflowing(sorted_skips, record.steps) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record.steps):
             made = next(iter(faults or investigated), None)
@@ -86,7 +92,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
 
     Where a static scale is the only thing wrong, the finding is the scale.
     """
-    found = cause_of(made, record)
+    found = _since_its_first_skip(cause_of(made, record), record.steps)
     if _is_static(record) and (usable := _usable_scale(made)) and _depends_on_the_scale(found):
         return _too_large(found, usable)
     survivor = next((replay for replay in made.replays[2:] if replay.lost and is_finite(replay)), None)
@@ -101,6 +107,17 @@ def _cause(made: Investigation, record: Record) -> Finding:
         remedy=CODES[NO_USABLE_SCALE].remedy,
         evidence={**found.evidence, "lost": list(survivor.lost[:20])},
     )
+
+
+def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
+    """The finding with the first of the skipped steps in a row that end in the replayed one."""
+    skipped = {step.step for step in steps if step.skipped and math.isfinite(step.loss)}
+    first = found.step
+    while first - 1 in skipped:
+        first -= 1
+    if first == found.step or found.phase != "backward":
+        return found
+    return replace(found, step=first, evidence={**found.evidence, "replayed_step": found.step})
 
 
 def _is_calibration(made: Investigation, record: Record) -> bool:
@@ -137,6 +154,21 @@ def _is_first_descent(investigated: list[Investigation], record: Record) -> bool
     """Whether no scale has worked yet, and the replays show that one will."""
     has_worked = any(not step.skipped for step in record.steps)
     return not has_worked and bool(investigated) and all(_is_calibration(made, record) for made in investigated)
+
+
+def _follows_gradients(found: Skips, investigated: list[Investigation], record: Record) -> bool:
+    """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
+    steps = record.steps
+    lows = len(found.new_lows)
+    in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in found.new_lows)
+    if lows < LOWS_OF_A_COLLAPSE or in_a_row or lows > len(steps) // SELDOM or steps[-1].scale < 1.0:
+        return False
+    return bool(investigated) and all(_works_at_half(made, record) for made in investigated)
+
+
+def _works_at_half(made: Investigation, record: Record) -> bool:
+    usable = _usable_scale(made)
+    return usable is not None and usable >= made.replays[0].scale / 2.0 and _is_calibration(made, record)
 
 
 def _is_static(record: Record) -> bool:
@@ -197,6 +229,20 @@ def _collapse(found: Skips, record: Record) -> Finding:
         remedy=CODES["scale-collapse"].remedy,
         evidence={"first_scale": first, "last_scale": last, "new_lows": len(found.new_lows)},
         root=0,
+    )
+
+
+def _growth(found: Skips, record: Record) -> Finding:
+    first, last = found.new_lows[0], record.steps[-1].scale
+    return Finding(
+        code="gradient-growth",
+        severity="info",
+        step=first.step,
+        phase="backward",
+        message=f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
+        f"{len(found.new_lows)} single skips; replays are finite at half the scale and lose no gradient there",
+        remedy=CODES["gradient-growth"].remedy,
+        evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(found.new_lows)},
     )
 
 

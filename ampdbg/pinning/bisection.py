@@ -121,7 +121,7 @@ def _searched(
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
     """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
     told = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
-    steps = dict.fromkeys(finding.step for finding in told if CODES[finding.code].pin_helps)
+    steps = dict.fromkeys(finding.replayed_step for finding in told if CODES[finding.code].pin_helps)
     return [failing for step in steps for (number, _), failing in kept.items() if number == step]
 
 

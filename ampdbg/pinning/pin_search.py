@@ -86,7 +86,7 @@ def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRang
     """
     if isinstance(config.precision.loss_scale, float):
         return ScaleRange(failing.scale)
-    codes = {finding.code for finding in record.findings if finding.step == failing.snapshot.step}
+    codes = {finding.code for finding in record.findings if finding.replayed_step == failing.snapshot.step}
     if not any(CODES[code].keeps_scale for code in codes):
         return ScaleRange()
     replays = failing.made.replays

@@ -202,6 +202,15 @@ _ALL = (
         loss_scale="settled",
     ),
     Code(
+        "gradient-growth",
+        GRADIENTS,
+        "other",
+        "none is needed while the loss falls; where it does not, look for what makes the gradients grow",
+        "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
+        information="Healthy: {skips}; gradients grow, and the loss scale follows them{falling}.",
+        counts_against_a_patch=False,
+    ),
+    Code(
         "scale-collapse",
         GRADIENTS,
         "other",

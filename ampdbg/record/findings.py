@@ -47,3 +47,9 @@ class Finding:
     source: Source | None = None
     evidence: Mapping[str, object] = field(default_factory=dict)
     root: Count | None = None
+
+    @property
+    def replayed_step(self) -> int:
+        """The step whose replays decided it: later than ``step`` where the same fault began before any replay."""
+        replayed = self.evidence.get("replayed_step")
+        return replayed if isinstance(replayed, int) else self.step

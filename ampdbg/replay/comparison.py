@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.op_trace import OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
@@ -21,6 +22,9 @@ PRODUCERS_KEPT = 20
 
 MOST_OF_IT = 0.5
 """A gradient that loses a larger share of its sum of squares to zero has lost most of it."""
+
+DEPARTURE = 16.0
+"""So many times FP32's own magnitude is more than rounding: something was divided by almost nothing, or cancelled."""
 
 NOTHING_SPECIAL = Circumstances(is_constant=False, divides_by_zero=False)
 
@@ -46,11 +50,14 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
-    found = [
-        _producer(trace.ops[i], met.get(_key(trace.ops[i])), trace.circumstances.get(i, NOTHING_SPECIAL))
-        for i in starts
-    ]
-    return replace(replayed.replay, producers=tuple(found[:PRODUCERS_KEPT]))
+    found: dict[Producer, None] = {}
+    for i in starts[:PRODUCERS_KEPT]:
+        departure = _departure(trace.ops, i, met, replayed.replay.scale)
+        seen, circumstances = trace.ops[i], trace.circumstances.get(i, NOTHING_SPECIAL)
+        if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
+            seen, circumstances = departure, NOTHING_SPECIAL
+        found[_producer(seen, met.get(_key(seen)), circumstances)] = None
+    return replace(replayed.replay, producers=tuple(found))
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
@@ -84,6 +91,24 @@ def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | N
         if distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (noise.get(key) or 0.0)):
             return replace(_producer(seen, None, NOTHING_SPECIAL), distance=distance)
     return None
+
+
+def _departure(ops: list[OpSeen], index: int, met: Mapping[_Key, tuple[float, bool]], scale: float) -> OpSeen | None:
+    """The first op, on the way to the one at ``index``, whose values are far larger than FP32's own.
+
+    The way back leads from each op to the latest one before it that made its largest input.
+    """
+    at, largest, phase = None, ops[index].inputs.largest, ops[index].place.phase
+    for seen in reversed(ops[:index]):
+        if seen.output.largest != largest or seen.place.phase != phase or not seen.output.is_finite:
+            continue
+        fp32, is_finite = met.get(_key(seen), (None, True))
+        if fp32 is None and base_name(seen.op) in CASTS:
+            continue
+        if not fp32 or not is_finite or largest < DEPARTURE * fp32 * (scale if phase == "backward" else 1.0):
+            break
+        at, largest = seen, seen.inputs.largest
+    return at
 
 
 def _sampled(trace: OpTrace) -> list[tuple[OpSeen, torch.Tensor]]:

@@ -134,10 +134,10 @@ class _Replays:
         return self._replay("FP64", Manner("float64")).replay
 
     def _at_lower_scales(self, fp32: Replayed) -> Iterator[Replay]:
-        """The backward pass at S/4, S/16 … 1, up to the first scale at which every gradient is finite."""
-        scale = self._as_it_was.scale
+        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite."""
+        scale, factor = self._as_it_was.scale, 2.0
         while scale > 1.0:
-            scale = max(1.0, scale / 4.0)
+            scale, factor = max(1.0, scale / factor), 4.0
             manner = replace(self._as_it_was, scale=scale)
             low = self._replay(f"loss scale {scale:g}", manner, keep_gradients=True)
             if not is_finite(low.replay):

@@ -191,7 +191,7 @@ def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path
     record = diagnose(train(config(tmp_path, "Bank", ".nan")))
     assert [made.step for made in record.investigations] == [5]
     assert [step.step for step in record.steps if step.skipped] == [5, 6, 7]
-    assert record.findings[1].message.startswith("the loss is NaN from step 6 on")
+    assert record.findings[1].message.startswith("the loss is NaN at step 6")
 
 
 def test_what_replays_move_on_for_good_is_said_where_there_are_any(tmp_path: Path) -> None:

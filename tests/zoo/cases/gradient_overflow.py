@@ -12,6 +12,7 @@ CASE = Case(
     code="gradient-overflow",
     verdict="precision",
     phase="backward",
+    step=0,
     follows=("scale-collapse",),
     twin=("model.args.gain=1.0",),
 )
