@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from ampdbg.config import Config
@@ -13,7 +13,7 @@ from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper import MODULE_NAME, module_text
 from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
-from ampdbg.patch.own_lines import OwnLines, own_lines
+from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
 from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.patch.source_pins import Refused
@@ -21,7 +21,7 @@ from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.pin_search import scales_of
 from ampdbg.pinning.pin_set import digest
 from ampdbg.pinning.tying import tied_together
-from ampdbg.probes.half_names import NamesByLine, names_seen
+from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.codes import CODES
@@ -40,14 +40,18 @@ Form = Literal["diff", "module", "yaml", "json"]
 the config."""
 
 
+Prover = Callable[[Patched, Mapping[str, Patched]], Proof]
+"""Proves a patch, of which parts can be left out: the patch without each of them, by its title."""
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """What there is to suggest.
 
     ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
     failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
-    ``one_tensor`` are those of ``names`` that are plain layers. ``notes`` are
-    remedies other than pins. ``refused`` says why no code could be edited: ``FILE:LINES: reason`` each.
+    ``one_tensor`` are those of them that are plain layers. ``notes`` are remedies other than pins. ``refused`` says
+    why no code could be edited: ``FILE:LINES: reason`` each.
     """
 
     record: Record
@@ -101,7 +105,13 @@ def suggest(
         with bisected(config, strategy, max_trials, observer) as searched:
             ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
             found = _without_patch(ended)
-            return _suggested(found, ended, form, observer, verify=verify)
+            if ended.record.interrupted or not ended.record.pins:
+                return found
+            prover = functools.partial(_proof, ended, observer) if verify else None
+            if form in ("module", "yaml"):
+                return _by_name(found, ended, form, prover) if prover and found.is_by_name else found
+            observer.stage("planning the patch")
+            return _with_patch(found, _materials(ended), prover)
     except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
         if found is None:
             raise
@@ -109,33 +119,14 @@ def suggest(
 
 
 def _without_patch(ended: Bisected) -> Suggestion:
+    model = ended.run.workload.model
     names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
-    return Suggestion(
-        record=ended.record,
-        patch=None,
-        names=names,
-        one_tensor=layers_of_one_tensor(names, ended.run.workload.model),
-        notes=_notes(ended, names),
-    )
+    of_transformers = keep_in_fp32_note(model, names)
+    notes = (*other_remedies(ended.record), *([of_transformers] if of_transformers else []))
+    return Suggestion(ended.record, names=names, one_tensor=layers_of_one_tensor(names, model), notes=notes)
 
 
-def _suggested(found: Suggestion, ended: Bisected, form: Form, observer: Observer, *, verify: bool) -> Suggestion:
-    if ended.record.interrupted or not ended.record.pins:
-        return found
-    if form in BY_NAME:
-        return _by_name(found, ended, form, observer) if verify and found.is_by_name else found
-    observer.stage("planning the patch")
-    return _with_patch(found, ended, _materials(ended), observer, verify=verify)
-
-
-def _notes(ended: Bisected, names: Sequence[str]) -> tuple[str, ...]:
-    of_transformers = keep_in_fp32_note(ended.run.workload.model, names)
-    return (*other_remedies(ended.record), *([of_transformers] if of_transformers else []))
-
-
-def _with_patch(
-    found: Suggestion, ended: Bisected, materials: Materials, observer: Observer, *, verify: bool
-) -> Suggestion:
+def _with_patch(found: Suggestion, materials: Materials, prover: Prover | None) -> Suggestion:
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
     What is only tied to a module that goes wrong is left as it is first.
@@ -147,23 +138,22 @@ def _with_patch(
     plans += [(materials, ways) for ways in WAYS] if needed != materials else []
     for given, ways in plans:
         patch = planned(given, ways)
-        refused = refused or tuple(_told(patch.refused))
+        refused = refused or tuple(_reasons(patch.refused))
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
-        if not verify:
+        if prover is None:
             return replace(found, patch=patch)
-        without = {title: Patched(_files(edits)) for title, edits in patch.without.items()}
-        tried = _proven(ended, Patched(_files(patch.edits)), without, observer)
-        if tried.passed:
-            for narrower, proof in failed:
-                patch = wider_than(narrower, proof.failure, patch)
-            return replace(found, patch=patch, record=replace(found.record, verification=tried))
-        failed.append((patch, tried))
+        proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
+        if proof.passed:
+            for narrower, why in failed:
+                patch = wider_than(narrower, why.failure, patch)
+            return replace(found, patch=patch, record=replace(found.record, verification=proof))
+        failed.append((patch, proof))
     record = replace(found.record, verification=failed[0][1] if failed else None)
     return replace(found, record=record, refused=refused)
 
 
-def _told(refused: Sequence[Refused]) -> Iterator[str]:
+def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
     """Each reason once for each file, with its lines."""
     lines: dict[tuple[str, str], list[int]] = {}
     for one in refused:
@@ -174,32 +164,25 @@ def _told(refused: Sequence[Refused]) -> Iterator[str]:
         yield f"{place}: {reason}" if place else reason
 
 
-def _by_name(found: Suggestion, ended: Bisected, form: Form, observer: Observer) -> Suggestion:
+def _by_name(found: Suggestion, ended: Bisected, form: Form, prover: Prover) -> Suggestion:
     """The pins by name, proven in the form that they are handed over in."""
-    make = BY_NAME[form]
-    parts = tied_together(found.names, ended.run.workload.model)
-    rest = {part: tuple(name for name in found.names if name not in part) for part in parts}
-    without = {" and ".join(part): make(found, ended, names) for part, names in rest.items()}
-    proof = _proven(ended, make(found, ended, found.names), without, observer)
-    return replace(found, record=replace(found.record, verification=proof))
-
-
-def _pinned_by_file(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
     file = ended.run.config.folder / f"{MODULE_NAME}.py"
-    return Patched({file: found.pins_file(names).encode()}, pins_file=file) if names else Patched()
+
+    def patched(names: Sequence[str]) -> Patched:
+        if form == "yaml":
+            return Patched(pins=tuple(name or EVERYTHING for name in names))
+        return Patched({file: found.pins_file(names).encode()}, pins_file=file) if names else Patched()
+
+    parts = tied_together(found.names, ended.run.workload.model)
+    without = {" and ".join(part): patched([name for name in found.names if name not in part]) for part in parts}
+    return replace(found, record=replace(found.record, verification=prover(patched(found.names), without)))
 
 
-def _pinned_by_config(found: Suggestion, ended: Bisected, names: tuple[str, ...]) -> Patched:
-    return Patched(pins=tuple(name or EVERYTHING for name in names))
+def _patched(edits: Sequence[FileEdit]) -> Patched:
+    return Patched({edit.path: edit.after for edit in edits})
 
 
-BY_NAME: Mapping[Form, Callable[[Suggestion, Bisected, tuple[str, ...]], Patched]] = {
-    "module": _pinned_by_file,
-    "yaml": _pinned_by_config,
-}
-
-
-def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], observer: Observer) -> Proof:
+def _proof(ended: Bisected, observer: Observer, patched: Patched, without: Mapping[str, Patched]) -> Proof:
     config, record = ended.run.config, ended.record
     last = max(step.snapshot.step for step in ended.failing)
     job = Job(
@@ -215,24 +198,14 @@ def _proven(ended: Bisected, patched: Patched, without: Mapping[str, Patched], o
 
 
 def _materials(ended: Bisected) -> Materials:
-    pins, run = ended.record.pins, ended.run
+    """What a plan needs, and what holds half tensors in the functions that may be edited, as the failing step runs."""
+    pins, run, first = ended.record.pins, ended.run, ended.failing[0]
+    model = run.workload.model
     lines = own_lines(run, ended.failing, pins)
-    return Materials(run.config, run.workload.model, pins, lines, _names_on(lines, ended))
-
-
-def _names_on(lines: OwnLines, ended: Bisected) -> NamesByLine:
-    """What holds half tensors in the functions that may be edited, as the failing step runs."""
-    model = ended.run.workload.model
-    wanted = lines_that_may_be_edited(ended.record.pins, lines, model)
-    first = ended.failing[0]
-    half = first.made.replays[0].dtype
-    with weights_of(model, first), names_seen(wanted) as seen:
-        replay_step(ended.run, first.snapshot, Manner(half, first.scale, is_lifted=False))
-    return seen
-
-
-def _files(edits: Sequence[FileEdit]) -> Mapping[Path, bytes]:
-    return {edit.path: edit.after for edit in edits}
+    half = Manner(first.made.replays[0].dtype, first.scale, is_lifted=False)
+    with weights_of(model, first), names_seen(lines_that_may_be_edited(pins, lines, model)) as names:
+        replay_step(run, first.snapshot, half)
+    return Materials(run.config, model, pins, lines, names)
 
 
 def _refuse_stale(known: Record | None) -> None:
