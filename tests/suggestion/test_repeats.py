@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ampdbg.pinning import pin_search
 from ampdbg.proof import suggestion
+from ampdbg.proof.jobs import Job
 from ampdbg.record.pins import Proof
 from tests.proof.overflowing import written
 
 
 def test_the_proof_repeats_what_the_search_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+    jobs: list[Job] = []
 
-    def prove(*args: Any, **kwargs: Any) -> Proof:
-        given.update(kwargs)
+    def prove(job: Job, *args: object) -> Proof:
+        jobs.append(job)
         return Proof(True)
 
     monkeypatch.setattr(suggestion, "prove", prove)
     monkeypatch.setattr(pin_search, "_repeats", lambda rate: 2)
     found = suggestion.suggest(written(tmp_path))
     assert found.record.search is not None
-    assert (found.record.search.repeats, given["repeats"]) == (2, 2)
+    assert (found.record.search.repeats, jobs[0].repeats) == (2, 2)
