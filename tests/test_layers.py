@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "ampdbg"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("files",),
-    ("formats",),
+    ("formats", "quantities", "escapes"),
     ("levels", "ops"),
     ("source",),
     ("record",),

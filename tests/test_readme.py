@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import ampdbg
 from ampdbg.record.file import read_record
-from ampdbg.report.text import render_text
+from tests.report.pages import rendered
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def without_values(text: str) -> str:
 
 def test_the_finding_on_its_screen_is_what_scan_prints() -> None:
     [(config, screen)] = re.findall(r"^```console\n\$ ampdbg scan (\S+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    text = render_text(ampdbg.scan(ROOT / config, steps=1), width=80, color=False, folder=str(ROOT))
+    text = rendered(ampdbg.scan(ROOT / config, steps=1), folder=str(ROOT))
     start, end = "error forward-overflow", "  ampdbg explain forward-overflow\n"
     # The text that the example trains on is Python's own, and another release words it differently.
     assert without_values(text[text.index(start) : text.index(end)]) in without_values(screen)

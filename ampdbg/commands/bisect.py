@@ -44,9 +44,7 @@ def command(
         given = read_given(config, module, **options.changes(steps, device, policy, seed, settings))
         with progress.shown(quiet, max_trials) as observer:
             searched = api.bisect(given, strategy=strategy.value, max_trials=max_trials, observer=observer)
-        from ampdbg.report.bisection import render_bisection
-
-        show(searched, render_bisection, given, stdout, asked_for=record, as_json=json)
+        show(searched, given, stdout, asked_for=record, as_json=json)
     return exit_code(searched)
 
 

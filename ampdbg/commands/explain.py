@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
 from ampdbg.record.explanation import explanation, explanations
+from ampdbg.report.view import Look
 
 from . import options
 from .terminal import look_of, write_result
+
+TEXT_WIDTH = 80
+"""Prose in longer lines is hard to read, however wide the terminal is."""
 
 
 def command(
@@ -24,7 +28,7 @@ def command(
     debug: options.Debug = False,
 ) -> int:
     """Explain a finding: meaning, decision, remedy."""
-    text = _as_json(code) if as_json else _as_text(code)
+    text = _as_json(code) if as_json else as_text(code, look_of(sys.stdout))
     write_result(text, sys.stdout)
     return EXIT_HEALTHY
 
@@ -34,11 +38,12 @@ def _as_json(code: str | None) -> str:
     return json.dumps(seen, indent=2) + "\n"
 
 
-def _as_text(code: str | None) -> str:
+def as_text(code: str | None, look: Look) -> str:
+    """The explanation of a code, or the list of all."""
     entries = explanations() if code is None else (explanation(code),)
-    from ampdbg.report.explanation_text import render_explanation, render_listing
+    from ampdbg.report.explanation import explanation_page, listing_page
+    from ampdbg.report.text import draw
 
-    look = look_of(sys.stdout)
     if code is None:
-        return render_listing(entries, width=look.width, color=look.color, unicode=look.unicode)
-    return render_explanation(entries[0], width=look.width, color=look.color, unicode=look.unicode)
+        return draw(listing_page(entries), look)
+    return draw(explanation_page(entries[0]), replace(look, width=min(look.width, TEXT_WIDTH)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ampdbg.given import Given
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Record
-from ampdbg.report.verdict import NextStep
+from ampdbg.report.view import NextCommand
 
 if TYPE_CHECKING:
     from ampdbg.patch.file_edits import FileEdit
@@ -110,23 +110,23 @@ def warning_of_piping(handed: Handover) -> str | None:
 
 def next_step(
     found: Suggestion, handed: Handover, given: Given, strategy: str, file: Path | None, *, applied: bool
-) -> NextStep | None:
+) -> NextCommand | None:
     """What to type next, where ``file`` has the text, if any, and ``applied`` says whether the files were written."""
     proof = found.record.verification
     if proof is not None and not proof.passed:
-        return NextStep("another search, blind to what overflows", f"ampdbg bisect {given.typed} --strategy ddmin")
+        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {given.typed} --strategy ddmin")
     again = f"ampdbg suggest-fp32 {given.typed}" + (f" --strategy {strategy}" if strategy != "guided" else "")
     if handed.content is None:
         return _other_form(handed, again) if found.names or found.patch is not None else None
     if applied:
-        return NextStep("the same run, with the patch", f"ampdbg scan {given.typed}")
+        return NextCommand("run it again, with the patch", f"ampdbg scan {given.typed}")
     return FORMS[handed.form].next_step(handed, str(file), given, again) if file is not None else None
 
 
-def _other_form(handed: Handover, again: str) -> NextStep:
+def _other_form(handed: Handover, again: str) -> NextCommand:
     if handed.form == "diff":
-        return NextStep("the pins as a file of their own", f"{again} --format module")
-    return NextStep("lines outside of any module have no name; as a patch", again)
+        return NextCommand("write the pins into a file of their own", f"{again} --format module")
+    return NextCommand("make a patch: lines outside of any module have no name", again)
 
 
 def _repository(folder: Path) -> Path | None:
@@ -174,7 +174,7 @@ def module(found: Suggestion, base: Path) -> bytes:
 
 def config_lines(found: Suggestion, base: Path) -> bytes:
     """The pins as the config takes them, in YAML."""
-    from ampdbg.report.pin_text import pins_yaml
+    from ampdbg.report.pins import pins_yaml
 
     return (_comments_by_name(found) + "\n".join(pins_yaml(found.names, found.record.config)) + "\n").encode()
 
@@ -265,29 +265,29 @@ class FormOfPatch:
     is_there: Callable[[Suggestion], bool]
     text: Callable[[Suggestion, Path], bytes]
     suffix: str
-    next_step: Callable[[Handover, str, Given, str], NextStep]
+    next_step: Callable[[Handover, str, Given, str], NextCommand]
 
 
-def _to_apply(handed: Handover, file: str, given: Given, again: str) -> NextStep:
-    return NextStep("the patch, where it is not applied yet", handed.applying(file))
+def _to_apply(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
+    return NextCommand("apply the patch", handed.applying(file))
 
 
-def _to_import(handed: Handover, file: str, given: Given, again: str) -> NextStep:
-    return NextStep(
+def _to_import(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
+    return NextCommand(
         "put it beside your code as ampdbg_pins.py, and call it where the model is made",
         "from ampdbg_pins import pin_fp32; pin_fp32(model)",
     )
 
 
-def _into_the_config(handed: Handover, file: str, given: Given, again: str) -> NextStep:
+def _into_the_config(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
     """A record does not know the name of its config's file."""
     if given.record is not None:
-        return NextStep("these lines belong into the config of that run", "")
-    return NextStep("these lines belong into the config; then", f"ampdbg scan {given.typed}")
+        return NextCommand("put these lines into the config of that run", "")
+    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {given.typed}")
 
 
-def _as_a_patch(handed: Handover, file: str, given: Given, again: str) -> NextStep:
-    return NextStep("the same as a patch", again)
+def _as_a_patch(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
+    return NextCommand("make a patch of it", again)
 
 
 FORMS: Mapping[Form, FormOfPatch] = {

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ampdbg import quantities
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
-from ampdbg.report import quantities
-from ampdbg.report.trial_text import pins_text, result_text
+from ampdbg.report.bisection import pins_text, result_text
 
 from .terminal import is_rich_terminal, say
 

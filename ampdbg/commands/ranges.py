@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from enum import Enum
 from typing import Annotated
 
@@ -51,8 +50,5 @@ def command(
         given = read_given(config, **changes)
         with progress.shown(quiet) as observer:
             measured = api.ranges(given, observer=observer)
-        from ampdbg.report.ranges import render_ranges
-
-        render = functools.partial(render_ranges, order=order.value, top=top)
-        show(measured, render, given, stdout, asked_for=record, as_json=json)
+        show(measured, given, stdout, asked_for=record, as_json=json, order=order.value, top=top)
     return exit_code(measured, FailOn.warning)

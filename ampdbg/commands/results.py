@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 from ampdbg.errors import RecordError
 from ampdbg.given import Given
-from ampdbg.record.file import to_json, write_record
+from ampdbg.record.file import write_record
 from ampdbg.record.folder import LATEST, add_record
 from ampdbg.record.run import RECORD_FORMAT, Record
+from ampdbg.report.formats import FORMATS
+from ampdbg.report.view import Order
 
-from .terminal import look_of, say, shown_as, write_result
+from .terminal import look_of, say, typed_as, write_result
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,24 @@ def save(record: Record, asked_for: Path | None) -> Saved:
 
 
 def show(
-    record: Record, render: Callable[..., str], given: Given, stdout: TextIO, *, asked_for: Path | None, as_json: bool
+    record: Record,
+    given: Given,
+    stdout: TextIO,
+    *,
+    asked_for: Path | None,
+    as_json: bool,
+    order: Order = "tightest",
+    top: int = 10,
 ) -> None:
-    """Saves the record, and prints it or its page.
+    """Saves the record, and prints it or its page; ``order`` and ``top`` are those of a range profile.
 
     Raises:
         RecordError: it could not be written where it was asked for.
         AmpdbgError: stdout cannot be written.
     """
     saved = save(record, asked_for)
-    text = to_json(record) if as_json else render(record, **shown_as(look_of(stdout), given.typed, saved.path))
-    write_result(text, stdout)
+    typed = replace(typed_as(given.typed, saved.path), order=order, top=top)
+    write_result(FORMATS["json" if as_json else "text"](record, typed, look_of(stdout)), stdout)
     saved.report_failure()
 
 

@@ -37,9 +37,7 @@ def command(
         given = read_given(config, **options.changes(steps, device, policy, seed, settings))
         with progress.shown(quiet) as observer:
             scanned = api.scan(given, replays=replays, observer=observer)
-        from ampdbg.report.text import render_text
-
-        show(scanned, render_text, given, stdout, asked_for=record, as_json=json)
+        show(scanned, given, stdout, asked_for=record, as_json=json)
     return exit_code(scanned, fail_on)
 
 

@@ -21,11 +21,11 @@ from . import bisect, forms, options, progress
 from .forms import Handover
 from .options import Searching
 from .results import Saved, save
-from .terminal import look_of, results_only, say, shown_as, write_result
+from .terminal import look_of, results_only, say, typed_as, write_result
 
 if TYPE_CHECKING:
     from ampdbg.proof.suggestion import Suggestion
-    from ampdbg.report.verdict import NextStep
+    from ampdbg.report.view import NextCommand
 
 
 class PatchFormat(str, Enum):
@@ -171,11 +171,12 @@ def _with_places(failure: PatchError, file: Path | None, record: Path | None) ->
     return PatchError(f"{failure}; {places}" if places else str(failure))
 
 
-def _page(found: Suggestion, handed: Handover, step: NextStep | None, given: Given, saved: Saved) -> str:
-    from ampdbg.report.suggestion import EditMade, Suggested, render_suggestion
+def _page(found: Suggestion, handed: Handover, step: NextCommand | None, given: Given, saved: Saved) -> str:
+    from ampdbg.report.formats import suggestion_text
+    from ampdbg.report.suggestion import PatchEdit, PatchFacts
 
     is_by_name = handed.form in ("module", "yaml") and handed.content is not None
     units = found.patch.units if found.patch is not None and not is_by_name else ()
-    edits = tuple(EditMade(unit.title, unit.notes) for unit in units)
-    suggested = Suggested(edits, found.notes, step, is_by_name, found.refused)
-    return render_suggestion(found.record, suggested, **shown_as(look_of(sys.stderr), given.typed, saved.path))
+    edits = tuple(PatchEdit(unit.title, unit.notes) for unit in units)
+    facts = PatchFacts(edits, found.notes, step, is_by_name, found.refused)
+    return suggestion_text(found.record, facts, typed_as(given.typed, saved.path), look_of(sys.stderr))

@@ -8,46 +8,19 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypedDict
+from typing import TextIO
 
 from ampdbg.errors import AmpdbgError
+from ampdbg.report.view import Look, Typed
 
 PLAIN_WIDTH = 80
-MAX_WIDTH = 120
+MAX_WIDTH = 140
 
 
-@dataclass(frozen=True)
-class Look:
-    """What a stream can show: its width in columns, ANSI colours, and characters beyond ASCII."""
-
-    width: int
-    color: bool
-    unicode: bool
-
-
-class Shown(TypedDict):
-    """What every report takes beside the record."""
-
-    width: int
-    color: bool
-    unicode: bool
-    config: str
-    record_path: str
-    folder: str
-
-
-def shown_as(look: Look, given: str, written: Path | None) -> Shown:
-    """The arguments of a report: ``given`` as it was typed, and where the record was written, if it was."""
-    return Shown(
-        width=look.width,
-        color=look.color,
-        unicode=look.unicode,
-        config=given,
-        record_path=shlex.quote(str(written)) if written else "",
-        folder=str(Path.cwd()),
-    )
+def typed_as(given: str, written: Path | None) -> Typed:
+    """What a report needs to know of the command: ``given`` as it was typed, and where its record was written."""
+    return Typed(given, shlex.quote(str(written)) if written else "", str(Path.cwd()))
 
 
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)

@@ -13,8 +13,9 @@ from dataclasses import replace
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.divergence import divergence, first_divergence
 from ampdbg.diagnosis.half_weights import spoilt_weights
-from ampdbg.diagnosis.producers import culprit, finding_at, named, number, precision_cause, undecided, undecided_step
+from ampdbg.diagnosis.producers import culprit, finding_at, named, precision_cause, undecided, undecided_step
 from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
+from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Record, Step

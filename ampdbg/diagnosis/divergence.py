@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.producers import finding_at, number
+from ampdbg.diagnosis.producers import finding_at
+from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
-from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, finding_at, named, number, overflow, suspects
+from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, finding_at, named, overflow, suspects
 from ampdbg.formats import FORMATS
+from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record

@@ -10,6 +10,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, POLES, base_name
+from ampdbg.quantities import number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
@@ -224,13 +225,6 @@ def named(producer: Producer) -> str:
 def op_name(op: str) -> str:
     """``aten._softmax.default`` is known as ``softmax``."""
     return base_name(op).lstrip("_")
-
-
-def number(value: float) -> str:
-    """A number in a message: whole ones as they are, others with four digits; thousands are separated by commas."""
-    if abs(value) >= 1e7 or abs(value) < 1000 or value != value:
-        return f"{value:.4g}"
-    return f"{value if value == int(value) else float(f'{value:.4g}'):,.0f}"
 
 
 def limit_of(fmt: FloatFormat) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ampdbg.diagnosis.misuse import autocast_errors
-from ampdbg.diagnosis.producers import OVERFLOWS, limit_of, number, op_name
+from ampdbg.diagnosis.producers import OVERFLOWS, limit_of, op_name
 from ampdbg.formats import FLOAT16
+from ampdbg.quantities import number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Site

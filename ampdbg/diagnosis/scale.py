@@ -9,9 +9,10 @@ from itertools import pairwise
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.diagnosis.producers import OVERFLOWS, number, op_name, undecided_step
+from ampdbg.diagnosis.producers import OVERFLOWS, op_name, undecided_step
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.diagnosis.skips import SKIPS_IN_A_ROW, Skips, skips_at_the_end, sort_skips
+from ampdbg.quantities import number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.replays import Investigation

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
+from ampdbg.quantities import counted
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import ProofStep
@@ -121,14 +122,14 @@ def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothin
         asked: how many steps it was to have, were it not for a loss scale that has to settle.
         nothing_trained: why no step of it was taken; "" where one was.
     """
-    name = f"training {_counted(trained.steps, 'step')}"
+    name = f"training {counted(trained.steps, 'step')}"
     wrong = trained.failure or next(iter(trained.faults), nothing_trained)
     if wrong:
         return ProofStep(name, False, wrong)
     longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
-    skipped = _counted(len(trained.skipped), "skipped step")
+    skipped = counted(len(trained.skipped), "skipped step")
     return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}{longer}")
 
 
@@ -141,7 +142,7 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     if float32.failure or not _finite(float32):
         return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
     if len(trained.losses) < len(float32.losses):
-        return ProofStep(name, False, f"the run ended after {_counted(len(trained.losses), 'step')}")
+        return ProofStep(name, False, f"the run ended after {counted(len(trained.losses), 'step')}")
     compared = last_quarter(taken(trained.losses, trained.skipped))
     if not compared:
         return ProofStep(name, True, "not compared: no step was taken")
@@ -217,10 +218,6 @@ def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
         if "patched" in values:
             told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
     return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _size(size: float) -> str:

@@ -1,27 +1,34 @@
-"""A search for pins as text: the verdict, the set and why, what it costs, the trials, the lines for the config."""
+"""The page of a search for pins: how it ended, the set and why, what it costs, the trials, the lines for the config."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from ampdbg.record.pins import Trial
+from ampdbg.quantities import counted, duration, listed, number, scale
+from ampdbg.record.codes import catalogued
+from ampdbg.record.pins import Outcome, Search, Trial
 from ampdbg.record.run import Record
 
-from . import quantities
-from .bisection_verdict import Ended, headline, next_step
-from .drawing import draw
-from .finding_text import findings_text
-from .layout import INDENT, indented, table, title, verbatim
-from .pin_text import NARROW, config_text, cost_text, set_text
-from .proof_text import proof_text
-from .quantities import counted
-from .text import environment_facts, named_from, render_text
-from .trial_text import pins_text, result_text
+from . import scan
+from .pins import config_lines, cost_sentence, pin_table, proof_table
+from .view import (
+    Cell,
+    Column,
+    Findings,
+    Headline,
+    Line,
+    Lines,
+    NextCommand,
+    Page,
+    Section,
+    Table,
+    Tone,
+    Typed,
+    line,
+    ran_on,
+    with_option,
+)
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
 """Of a long search so many trials are listed."""
@@ -31,69 +38,97 @@ LONG_NAME = 24
 
 RAN_AS = {"float16": "as it was", "float32": "in FP32", "pinned": "with the set"}
 
+TRIAL_COLUMNS = (Column("", "number"), Column("for", is_spare=True), Column("in FP32"), Column("result"))
 
-def render_bisection(
-    record: Record,
-    *,
-    width: int,
-    color: bool,
-    unicode: bool = True,
-    config: str = "CONFIG",
-    record_path: str = "",
-    folder: str = "",
-) -> str:
-    """Renders the record of ``ampdbg bisect``, or of ``suggest-fp32``, for a terminal of ``width`` columns.
+FURTHER = "further batch "
+"""How the stage of a trial on another batch than the failing step's begins."""
 
-    Args:
-        record: a diagnosed record; one that ended before its search is rendered like a scan's.
-        width: columns.
-        color: whether to use ANSI colours.
-        unicode: without it, ASCII alone.
-        config: how the config was given, for the commands that are suggested: a file or ``--module FILE``.
-        record_path: where the record was written.
-        folder: source files below it are named relative to it.
-    """
+
+@dataclass(frozen=True)
+class EndedSearch:
+    """A record whose search has ended, ``search`` being the record's own, and what was typed."""
+
+    record: Record
+    search: Search
+    typed: Typed
+
+    @property
+    def again(self) -> str:
+        """The command that searches once more."""
+        name = self.record.command if self.record.command in scan.SEARCHES else "bisect"
+        strategy = f" --strategy {self.search.strategy}" if self.search.strategy != "guided" else ""
+        return f"ampdbg {name} {self.typed.config}{strategy}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the set, as the config takes them."""
+        return tuple(pin.name for pin in self.record.pins if pin.source is None)
+
+    @property
+    def some(self) -> str:
+        """How many of the modules are in the set."""
+        return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
+
+    @property
+    def step(self) -> str:
+        """The failing step, within a sentence."""
+        findings = self.record.findings
+        step = self.search.step if self.search.step is not None else findings[0].step if findings else None
+        return "the failing step" if step is None else f"step {step}"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the last trial of the whole set, on the failing step itself, was healthy."""
+        last = next((trial for trial in reversed(self.record.trials) if _is_of_the_set(trial, self.names)), None)
+        return last is None or last.healthy
+
+
+def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
+    return set(trial.pins) == set(names) and not trial.stage.startswith(FURTHER)
+
+
+def page(record: Record, typed: Typed) -> Page:
+    """What ``ampdbg bisect`` says; a run that ended before its search has the page of a scan."""
     if record.search is None:
-        return render_text(
-            record, width=width, color=color, unicode=unicode, config=config, record_path=record_path, folder=folder
-        )
-    record = named_from(folder, record)
-    assert record.search is not None
-    ended = Ended(record, record.search, config, record_path)
-    return draw(_sections(ended, width), width=width, color=color, unicode=unicode)
+        return scan.page(record, typed)
+    ended = EndedSearch(record, record.search, typed)
+    return Page(
+        headline(ended),
+        tuple(_sections(ended)),
+        (" · ".join(_facts(ended)), *ran_on(record)),
+        typed.record_path,
+        next_command(ended),
+    )
 
 
-def _sections(ended: Ended, width: int) -> Iterator[RenderableType]:
+def _sections(ended: EndedSearch) -> Iterator[Section]:
     record, search = ended.record, ended.search
-    first = headline(ended)
-    yield Text(f"{first.mark} {first.sentence}", style=first.style)
-    if search.message and not _is_told_below(ended):
-        yield Text(_as_sentence(search.message))
+    if search.message and not _is_said_elsewhere(ended):
+        yield Lines((line(_as_sentence(search.message)),))
     if record.pins:
-        yield Group(*set_text(record.pins, record.findings, width))
+        yield pin_table(record.pins, record.findings)
     elif record.findings:
-        yield Group(*findings_text(record.findings))
-    facts = list(_about_the_set(ended))
+        yield Findings(record.findings)
+    facts = tuple(_about_the_set(ended))
     if facts:
-        yield Group(*facts)
-    yield from _experiments(ended, width)
+        yield Lines(facts)
+    yield from _experiments(ended)
     if ended.names and ended.holds:
-        yield Group(*config_text(ended.names, record.config))
-    yield Group(*_summary(ended))
+        yield config_lines(ended.names, record.config)
 
 
-def _experiments(ended: Ended, width: int) -> Iterator[RenderableType]:
+def _experiments(ended: EndedSearch) -> Iterator[Section]:
     """What was run: the step in each precision, the trials, the proof."""
     record, search = ended.record, ended.search
     if search.losses or search.step_seconds:
-        yield Group(*_ways(ended))
+        yield _loss_table(ended)
     if record.trials:
-        yield Group(*_trials(record.trials, ended.names, is_narrow=width < NARROW))
+        yield _trial_table(record.trials, ended.names)
     if record.verification is not None:
-        yield Group(*proof_text(record.verification))
+        yield proof_table(record.verification)
 
 
-def _is_told_below(ended: Ended) -> bool:
+def _is_said_elsewhere(ended: EndedSearch) -> bool:
     """Whether the headline says it; or a finding, which are listed where there is no set."""
     if ended.search.outcome in ("nothing-to-pin", "not-in-a-module"):
         return True
@@ -108,25 +143,27 @@ def _as_sentence(message: str) -> str:
     return (message[:1].upper() + message[1:] if is_word else message).rstrip(".") + "."
 
 
-def _about_the_set(ended: Ended) -> Iterator[RenderableType]:
+def _about_the_set(ended: EndedSearch) -> Iterator[Line]:
     search, count = ended.search, len(ended.names)
     if search.minimal and count:
         dropped = "without it" if count == 1 else "without any one of them"
-        yield Text(f"Proven by experiment: {dropped} the step fails (the set is 1-minimal).")
+        yield line(f"Proven by experiment: {dropped} the step fails (the set is 1-minimal).")
     elif count:
-        yield Text("Not shown to be minimal: a smaller set may do.", style="yellow")
+        yield line("Not shown to be minimal: a smaller set may do.", tone="doubtful")
     if 0 < search.failed < search.tried:
-        runs = f"; each trial ran {search.repeats} times" if search.repeats > 1 else ""
-        yield Text(f"The step fails only sometimes: in {search.failed} of {search.tried} replays{runs}.")
-    yield from (Text(text) for text in _classes(ended))
-    if search.cost is not None and count:
-        yield Text(cost_text(search.cost))
-
-
-def _classes(ended: Ended) -> Iterator[str]:
-    for name, counts in ended.search.classes.items():
+        runs = f", so each trial ran {search.repeats} times" if search.repeats > 1 else ""
+        yield line(f"The step fails intermittently, in {search.failed} of {search.tried} replays{runs}.")
+    if search.set_scale is not None and count:
+        own = f" of {scale(search.scale)}" if search.scale is not None else ""
+        yield line(
+            f"At the step's own loss scale{own} this set is not enough; at {scale(search.set_scale)} it is, "
+            "and no gradient is lost there."
+        )
+    for name, counts in search.classes.items():
         if len(counts) == 2 and counts[1] > 1:
-            yield _share_of_class(name, *counts)
+            yield line(_share_of_class(name, *counts))
+    if search.cost is not None and count:
+        yield line(cost_sentence(search.cost))
 
 
 def _share_of_class(name: str, pinned: int, every: int) -> str:
@@ -135,55 +172,53 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
     return f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
 
 
-def _ways(ended: Ended) -> Iterator[RenderableType]:
+def _loss_table(ended: EndedSearch) -> Table:
     """The failing step as it was, in FP32 and with the set: its loss, and how long it takes."""
     losses = dict(ended.search.losses)
     for step in ended.record.steps:
         if step.step == ended.search.step:
             losses.setdefault("float16", step.loss)
     seconds = ended.search.step_seconds
-    rows = table("", "loss", *(("time",) if seconds else ()))
-    for way, text in RAN_AS.items():
-        if way in losses or way in seconds:
-            time = (step_time(seconds.get(way)),) if seconds else ()
-            rows.add_row(text, quantities.number(losses.get(way)), *time)
-    yield title("The failing step, forward and backward")
-    yield indented(rows)
-    if seconds and ended.record.environment.emulated:
-        yield indented(Text("FP16 is emulated on this machine; a GPU takes other times", style="dim"))
-
-
-def step_time(seconds: float | None) -> str:
-    """``31 ms``, ``1.4 s``."""
-    if seconds is None:
-        return "-"
-    return f"{1000 * seconds:.3g} ms" if seconds < 1.0 else quantities.duration(seconds)
+    rows = tuple(
+        (text, number(losses.get(way)), duration(seconds.get(way)))[: 3 if seconds else 2]
+        for way, text in RAN_AS.items()
+        if way in losses or way in seconds
+    )
+    columns = (Column(), Column("loss", "number"), Column("time", "number"))[: 3 if seconds else 2]
+    emulated = line("This machine emulates FP16; on a GPU the times differ.", tone="faint")
+    below = (emulated,) if seconds and ended.record.environment.emulated else ()
+    return Table("The failing step, forward and backward", columns, rows, below=below)
 
 
 # The trials
 
 
-def _trials(trials: Sequence[Trial], names: tuple[str, ...], *, is_narrow: bool) -> Iterator[RenderableType]:
-    """The trials as a table; in a narrow terminal what each was for is left to the record."""
-    lines = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
+def pins_text(pins: Sequence[str], most: int = 3) -> str:
+    """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
+    return listed([name or "the whole model" for name in pins], most) if pins else "nothing"
+
+
+def result_text(trial: Trial) -> str:
+    """``healthy``, ``fails: the loss is NaN``, or of how many runs it was healthy where it ran several times."""
+    if trial.healthy:
+        return f"healthy, {trial.runs} of {trial.runs} runs" if trial.runs > 1 else "healthy"
+    failed = f"fails, {trial.runs - trial.healthy_runs} of {trial.runs} runs" if trial.runs > 1 else "fails"
+    return f"{failed}: {trial.why}" if trial.why else failed
+
+
+def _trial_table(trials: Sequence[Trial], names: tuple[str, ...]) -> Table:
+    """The trials; in a narrow terminal what each was for is left to the record."""
+    rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
     is_long = len(trials) > FIRST_TRIALS + LAST_TRIALS + 1
     if is_long:
-        more = Text(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS} more", style="dim")
-        lines[FIRST_TRIALS:-LAST_TRIALS] = [("…", more, more if is_narrow else "", "")]
-    rows = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    rows.add_column("", justify="right", no_wrap=True)
-    for heading in ("for", "in FP32", "result")[is_narrow:]:
-        rows.add_column(heading, overflow="fold")
-    for number, *cells in lines:
-        rows.add_row(number, *cells[is_narrow:])
-    yield title("The trials" + (" (all in the record)" if is_long else ""))
-    yield indented(rows)
+        left = line(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS:,} more", tone="faint")
+        rows[FIRST_TRIALS:-LAST_TRIALS] = [("…", "", left, "")]
+    return Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
 
 
-def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[RenderableType, ...]:
-    style = "green" if trial.healthy else "red"
-    short = replace(trial, why=trial.why.partition(": ")[0])
-    return str(number), trial.stage, _pinned(trial.pins, names), Text(result_text(short), style=style)
+def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[Cell, ...]:
+    result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
+    return str(number), trial.stage, _pinned(trial.pins, names), line(result, tone="good" if trial.healthy else "bad")
 
 
 def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
@@ -201,32 +236,184 @@ def _short(name: str) -> str:
     return name if len(name) <= LONG_NAME else "…" + ".".join(name.split(".")[-2:])
 
 
+# The headline
+
+
+def headline(ended: EndedSearch) -> Headline:
+    """How the search ended, in a sentence or two."""
+    ending = ENDINGS[ended.search.outcome]
+    if ended.record.interrupted:
+        trials = counted(len(ended.record.trials), "trial")
+        return Headline("stopped", f"Interrupted after {trials}. {ending.sentence(ended)}")
+    if ended.search.outcome == "found" and not ended.holds:
+        return Headline("doubtful", ending.sentence(ended))
+    return Headline(ending.tone, ending.sentence(ended))
+
+
+def _found(ended: EndedSearch) -> str:
+    count, step = len(ended.names), ended.step.capitalize()
+    if not count:
+        return f"{step} fails intermittently and did not fail in any trial, so no module can be blamed."
+    if not ended.holds:
+        return f"{ended.some} in FP32 made the failing step healthy once, but not when it ran again."
+    if not ended.search.minimal:
+        return f"With {ended.some} in FP32, {_healthy(ended.search)}."
+    need, them = ("needs", "it") if count == 1 else ("need", "them")
+    return f"{ended.some} {need} FP32{_own_lines(ended)}. With {them} pinned, {_healthy(ended.search)}."
+
+
+def _own_lines(ended: EndedSearch) -> str:
+    own = sum(pin.own for pin in ended.record.pins)
+    if not own:
+        return ""
+    whose = "its own lines alone" if own == 1 else "their own lines alone"
+    return f", {own} of them in {whose}" if own < len(ended.names) else f", in {whose}"
+
+
+def _healthy(search: Search) -> str:
+    """What is healthy with the set."""
+    batches = counted(search.further, "further batch")
+    if not search.further:
+        return "the failing step is healthy"
+    if not search.further_healthy:
+        return f"the failing step is healthy, but {'none of ' if search.further > 1 else 'not '}{batches}"
+    return f"the failing step and {search.further_healthy} of {batches} are healthy"
+
+
+def _nothing_to_pin(ended: EndedSearch) -> str:
+    steps, skipped = ended.record.steps, sum(step.skipped for step in ended.record.steps)
+    but = f", but for {skipped} skipped while the loss scale settles" if skipped else ""
+    return f"Nothing to pin: none of {counted(len(steps), 'step')} failed{but}."
+
+
+def _fp32_fails(ended: EndedSearch) -> str:
+    return f"No pin helps: {ended.step} fails in FP32 too."
+
+
+def _fp32_raises(ended: EndedSearch) -> str:
+    return f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error."
+
+
+def _no_pin_helps(ended: EndedSearch) -> str:
+    code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
+    return code.why_no_pin.format(step=ended.step)
+
+
+def _not_in_a_module(ended: EndedSearch) -> str:
+    lines = [f"{pin.source.file}:{pin.source.line}" for pin in ended.record.pins if pin.source is not None]
+    where = f", at {listed(lines)}" if lines else ""
+    return f"No module needs FP32: the step function or the loss fails{where}."
+
+
+def _not_reproduced(ended: EndedSearch) -> str:
+    search, step = ended.search, ended.step.capitalize()
+    if not search.tried:
+        return f"{step} failed in training, and ampdbg could not keep it to run it again."
+    replays = f"{search.failed or 'none'} of {counted(search.tried, 'replay')}"
+    return f"{step} failed in training, and {replays} reproduced the failure."
+
+
+def _no_set_helps(ended: EndedSearch) -> str:
+    return f"No set of modules makes {ended.step} healthy, although FP32 throughout does."
+
+
+def _out_of_trials(ended: EndedSearch) -> str:
+    end = "" if ended.record.interrupted else f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: "
+    if not ended.record.pins:
+        sentence = "No healthy set was found yet."
+    else:
+        sentence = f"With {ended.some} in FP32 the failing step is healthy; a smaller set may do."
+    return end + (sentence if not end else sentence[:1].lower() + sentence[1:])
+
+
+# What to type next
+
+
+def next_command(ended: EndedSearch) -> NextCommand | None:
+    """What to type next; None where no command helps."""
+    if ended.record.interrupted:
+        return NextCommand("search again", ended.again)
+    return ENDINGS[ended.search.outcome].next_command(ended)
+
+
+def _patch(ended: EndedSearch) -> NextCommand | None:
+    """From the record, or where none was written from the config; a module file is not taken."""
+    given = ended.typed.record_path or ended.typed.config
+    if given.startswith("--module"):
+        return None
+    what = "make the patch that pins it" if len(ended.record.pins) == 1 else "make the patch that pins them"
+    return NextCommand(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
+
+
+def _with_more_steps(ended: EndedSearch) -> str:
+    return with_option(ended.again, "--steps", 10 * max(ended.record.planned_steps, 1))
+
+
+def _longer(ended: EndedSearch) -> NextCommand:
+    return NextCommand("run it for longer", _with_more_steps(ended))
+
+
+def _repaired(ended: EndedSearch) -> NextCommand | None:
+    """A loop that was watched has no config, and is not ours to run again."""
+    return NextCommand("run it again once that is repaired", ended.again) if ended.record.config else None
+
+
+def _another_run(ended: EndedSearch) -> NextCommand:
+    return NextCommand("run it for longer: another failing step may be reproducible", _with_more_steps(ended))
+
+
+def _every_trial(ended: EndedSearch) -> NextCommand | None:
+    counts = f"ampdbg report {ended.typed.record_path} --format json"
+    return NextCommand("read why each trial failed", counts) if ended.typed.record_path else None
+
+
+def _more_trials(ended: EndedSearch) -> NextCommand:
+    return NextCommand("search without that limit", ended.again)
+
+
+def _patch_of_lines(ended: EndedSearch) -> NextCommand | None:
+    """Lines outside of the modules are pinned by a patch; where none is known, the trials say most."""
+    return _patch(ended) if ended.record.pins else _every_trial(ended)
+
+
+def _found_next(ended: EndedSearch) -> NextCommand | None:
+    return _patch(ended) if ended.record.pins and ended.holds else _another_run(ended)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an outcome is reported: the tone of its headline, its sentence, and what to do next."""
+
+    tone: Tone
+    sentence: Callable[[EndedSearch], str]
+    next_command: Callable[[EndedSearch], NextCommand | None]
+
+
+ENDINGS: Mapping[Outcome, Ending] = {
+    "found": Ending("bad", _found, _found_next),
+    "nothing-to-pin": Ending("good", _nothing_to_pin, _longer),
+    "fp32-fails": Ending("bad", _fp32_fails, _repaired),
+    "fp32-raises": Ending("doubtful", _fp32_raises, _repaired),
+    "no-pin-helps": Ending("bad", _no_pin_helps, _repaired),
+    "not-in-a-module": Ending("bad", _not_in_a_module, _patch_of_lines),
+    "not-reproduced": Ending("doubtful", _not_reproduced, _another_run),
+    "no-set-helps": Ending("bad", _no_set_helps, _patch_of_lines),
+    "out-of-trials": Ending("stopped", _out_of_trials, _more_trials),
+}
+
+
 # The end
 
 
-def _summary(ended: Ended) -> Iterator[RenderableType]:
-    record = ended.record
-    yield Text(" · ".join(_facts(ended)), style="dim")
-    yield Text(" · ".join(environment_facts(record)), style="dim")
-    for note in (*record.environment.notes, *record.unseen.notes):
-        yield Text(f"Note: {note}", style="dim")
-    if ended.record_path:
-        yield verbatim(f"Record: {ended.record_path}", "dim")
-    step = next_step(ended)
-    if step is not None:
-        yield Text.assemble(("Next: ", "bold"), step.why)
-        yield verbatim(step.command, "bold cyan", INDENT)
-
-
-def _facts(ended: Ended) -> Iterator[str]:
+def _facts(ended: EndedSearch) -> Iterator[str]:
     search = ended.search
     if search.step is not None:
-        scale = f" at a loss scale of {quantities.scale(search.scale)}" if search.scale is not None else ""
-        yield f"step {search.step}{scale}"
+        at = f" at a loss scale of {scale(search.scale)}" if search.scale is not None else ""
+        yield f"step {search.step}{at}"
     if search.modules:
         yield counted(search.modules, "module")
     if search.candidates and search.strategy == "guided":
         yield counted(search.candidates, "candidate")
     if ended.record.trials:
         yield f"{counted(len(ended.record.trials), 'trial')} ({search.strategy})"
-    yield quantities.duration(ended.record.elapsed)
+    yield duration(ended.record.elapsed)

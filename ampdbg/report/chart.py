@@ -1,15 +1,16 @@
-"""The loss scale over the steps as a small chart: log2 scale upwards, skipped steps and non-finite losses marked."""
+"""What a terminal draws with characters: the loss scale over the steps, and where a site's values lie in FP16."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from ampdbg import quantities
+from ampdbg.formats import FLOAT16
 from ampdbg.record.run import Step
 
-from . import quantities
+from .view import Histogram, Tone, Words
 
 MAX_ROWS = 8
 MAX_STRETCH = 3
@@ -19,44 +20,45 @@ STEP_AXIS = "step"
 # Float32, in which the scaler keeps its scale, ends here; a scale of 0 is drawn at the bottom.
 LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
 
+LOWEST = FLOAT16.min_exponent - FLOAT16.precision + 1
+"""The exponent of the smallest subnormal; values below it are lost."""
 
-Kind = Literal["scale", "axis", "skipped", "nonfinite"]
+PER_CELL = 4
+"""So many exponents share a character."""
+
+LEVELS = "▁▂▃▄▅▆▇█"
+DECADES = 6.0
+"""The lowest level stands for a millionth of the values, and for all that is less."""
+
+BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of the chart and what it shows, by which the report colours it."""
-
-    kind: Kind
-    text: str
-
-
-@dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """Something that is marked under the axis, at the steps to which it applies."""
 
-    kind: Kind
+    tone: Tone
     name: str
     glyph: str
     applies: Callable[[Step], bool]
 
 
 @dataclass(frozen=True)
-class Column:
+class ChartColumn:
     """What one column of the chart stands for: one step, or several consecutive ones; levels are log2."""
 
     low: int
     high: int
-    marks: frozenset[Kind]
+    marks: frozenset[Tone]
 
 
 MARKS = (
-    Mark("skipped", "skipped", "×", lambda step: step.skipped),
-    Mark("nonfinite", "loss inf/NaN", "!", lambda step: not math.isfinite(step.loss)),
+    ChartMark("doubtful", "skipped", "×", lambda step: step.skipped),
+    ChartMark("bad", "loss inf/NaN", "!", lambda step: not math.isfinite(step.loss)),
 )
 
 
-def scale_chart(steps: Sequence[Step], width: int) -> list[Line]:
+def scale_chart(steps: Sequence[Step], width: int) -> list[Words]:
     """Draws ``steps`` (at least one) within ``width`` characters; long runs share columns, short ones are stretched."""
     rows = _rows(steps)
     labels = [quantities.scale(math.ldexp(1.0, top)) for top, _ in rows]
@@ -65,16 +67,12 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[Line]:
     room = max(8, width - gutter - 2)
     columns = _columns(steps, room)
     stretch = max(1, min(MAX_STRETCH, room // len(columns)))
+    plot = ("".join(_cell(column, *row) * stretch for column in columns).rstrip() for row in rows)
     return [
-        *(
-            Line(
-                "scale", f"{label:>{gutter}} ┤" + "".join(_cell(column, *row) * stretch for column in columns).rstrip()
-            )
-            for label, row in zip(labels, rows, strict=True)
-        ),
-        Line("axis", " " * gutter + " └" + "─" * (len(columns) * stretch)),
-        *(Line(mark.kind, f"{mark.name:>{gutter}}  " + _mark_row(columns, mark, stretch)) for mark in marks),
-        Line("axis", f"{STEP_AXIS:>{gutter}}  " + _ticks(steps, len(columns) * stretch)),
+        *(Words(f"{label:>{gutter}} ┤{cells}", "chart") for label, cells in zip(labels, plot, strict=True)),
+        Words(" " * gutter + " └" + "─" * (len(columns) * stretch), "faint"),
+        *(Words(f"{mark.name:>{gutter}}  " + _mark_row(columns, mark, stretch), mark.tone) for mark in marks),
+        Words(f"{STEP_AXIS:>{gutter}}  " + _ticks(steps, len(columns) * stretch), "faint"),
     ]
 
 
@@ -95,28 +93,28 @@ def _rows(steps: Sequence[Step]) -> list[tuple[int, int]]:
     return [(level, level - height + 1) for level in range(top, bottom - 1, -height)]
 
 
-def _columns(steps: Sequence[Step], room: int) -> list[Column]:
+def _columns(steps: Sequence[Step], room: int) -> list[ChartColumn]:
     size = math.ceil(len(steps) / room)
     return [_column(steps[start : start + size]) for start in range(0, len(steps), size)]
 
 
-def _column(steps: Sequence[Step]) -> Column:
+def _column(steps: Sequence[Step]) -> ChartColumn:
     levels = [_level(step.scale) for step in steps]
-    return Column(
+    return ChartColumn(
         low=min(levels),
         high=max(levels),
-        marks=frozenset(mark.kind for mark in MARKS if any(mark.applies(step) for step in steps)),
+        marks=frozenset(mark.tone for mark in MARKS if any(mark.applies(step) for step in steps)),
     )
 
 
-def _cell(column: Column, top: int, bottom: int) -> str:
+def _cell(column: ChartColumn, top: int, bottom: int) -> str:
     if column.low > top or column.high < bottom:
         return " "
     return "━" if bottom <= column.low and column.high <= top else "┃"
 
 
-def _mark_row(columns: Sequence[Column], mark: Mark, stretch: int) -> str:
-    return "".join((mark.glyph if mark.kind in column.marks else " ").ljust(stretch) for column in columns).rstrip()
+def _mark_row(columns: Sequence[ChartColumn], mark: ChartMark, stretch: int) -> str:
+    return "".join((mark.glyph if mark.tone in column.marks else " ").ljust(stretch) for column in columns).rstrip()
 
 
 def _ticks(steps: Sequence[Step], width: int) -> str:
@@ -129,3 +127,24 @@ def _ticks(steps: Sequence[Step], width: int) -> str:
     if line[start - 1 : start + len(middle) + 1].strip() or len(steps) < 5:
         return line
     return line[:start] + middle + line[start + len(middle) :]
+
+
+def exponent_bar(histogram: Histogram) -> str:
+    """``lost│subnormal … largest│overflow``: higher is more values, by orders of magnitude."""
+    counts = histogram.counts
+    cells = [0] * (BAR_WIDTH - 2)
+    for exponent, count in enumerate(counts, start=histogram.lowest):
+        cells[_place(exponent, len(cells) - 1)] += count
+    drawn = [_height(count, sum(counts)) for count in cells]
+    return f"{drawn[0]}│{''.join(drawn[1:-1])}│{drawn[-1]}"
+
+
+def _place(exponent: int, last: int) -> int:
+    return min(max(0, (exponent - LOWEST) // PER_CELL + 1), last)
+
+
+def _height(count: int, total: int) -> str:
+    if count == 0:
+        return " "
+    height = 1.0 + math.log10(count / total) / DECADES
+    return LEVELS[max(0, math.ceil(height * len(LEVELS)) - 1)]

@@ -1,12 +1,27 @@
-"""Which parameter groups overflowed: how often, since when, how badly, and in which step the fewest did."""
+"""The parameter groups with non-finite gradients: how often, since when, how badly, and which step says most."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ampdbg.diagnosis.skips import is_everywhere
+from ampdbg.quantities import counted, listed, share
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step
+
+from .view import Column, Line, Table, Words, line, more
+
+MAX_GROUPS = 12
+
+COLUMNS = (
+    Column("group"),
+    Column("steps", "number"),
+    Column("first", "number"),
+    Column("inf", "number"),
+    Column("NaN", "number"),
+    Column("worst share", "number"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +46,7 @@ class GroupHits:
 
 @dataclass(frozen=True)
 class Overflows:
-    """The steps with non-finite gradients, told apart by what they say.
+    """The steps with non-finite gradients, by what they say.
 
     A step that hits (almost) every group says nothing about where; a ``local`` one does, and
     ``narrowest``, the local step with the fewest groups, says most.
@@ -46,57 +61,38 @@ class Overflows:
 
 def overflows(record: Record) -> Overflows:
     """Sorts the record's overflowing steps; ``hits`` is over the local steps, first and most often hit first."""
-    hit = [step for step in record.steps if count_hit(step)]
-    total = max(len(record.groups), max(map(count_hit, hit), default=0))
-    reachable = _reachable(record, total)
-    local = tuple(step for step in hit if not is_everywhere(count_hit(step), reachable, total))
-    listed = [step for step in local if step.groups]
+    hit = [step for step in record.steps if _hit(step)]
+    total = max(len(record.groups), max(map(_hit, hit), default=0))
+    untrained = set(record.unseen.parameters_without_gradient)
+    reachable = total - sum(name in untrained for name in record.groups)
+    local = tuple(step for step in hit if not is_everywhere(_hit(step), reachable, total))
+    listing = [step for step in local if step.groups]
     return Overflows(
         total=total,
-        everywhere=tuple(step for step in hit if is_everywhere(count_hit(step), reachable, total)),
+        everywhere=tuple(step for step in hit if is_everywhere(_hit(step), reachable, total)),
         local=local,
         hits=group_hits(local),
-        narrowest=min(listed, key=lambda step: (len(step.groups), step.step), default=None),
+        narrowest=min(listing, key=lambda step: (len(step.groups), step.step), default=None),
     )
 
 
-def count_hit(step: Step) -> int:
+def _hit(step: Step) -> int:
     """How many groups had a non-finite gradient in this step, listed or not."""
     return len(step.groups) or step.groups_hit
 
 
 def group_hits(steps: Sequence[Step]) -> tuple[GroupHits, ...]:
     """The groups that ``steps`` list, sorted by first step, then the most often, then their order in the model."""
-    seen: dict[int, list[tuple[int, GroupOverflow]]] = {}
+    events: dict[int, list[tuple[int, GroupOverflow]]] = {}
     for step in steps:
         for group in step.groups:
-            seen.setdefault(group.index, []).append((step.step, group))
-    hits = {index: _summarise(events) for index, events in seen.items()}
-    return tuple(sorted(hits.values(), key=lambda hit: (hit.first, -hit.steps, hit.index)))
+            events.setdefault(group.index, []).append((step.step, group))
+    return tuple(sorted(map(_hits, events.values()), key=lambda hit: (hit.first, -hit.steps, hit.index)))
 
 
-def group_name(name: str, index: int) -> str:
-    """The name of a group, or its place where it has none."""
-    return name or f"group {index}"
-
-
-def spared_groups(record: Record, steps: Sequence[Step]) -> tuple[str, ...]:
-    """The names of the groups that were finite in every one of ``steps``; none where no step lists its groups."""
-    if not any(step.groups for step in steps):
-        return ()
-    hit = {group.index for step in steps for group in step.groups}
-    return tuple(group_name(name, index) for index, name in enumerate(record.groups) if index not in hit)
-
-
-def _reachable(record: Record, total: int) -> int:
-    """How many groups can be hit at all: a parameter without a gradient never is."""
-    untrained = set(record.unseen.parameters_without_gradient)
-    return total - sum(name in untrained for name in record.groups)
-
-
-def _summarise(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
+def _hits(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
     first, group = events[0]
-    worst = max((event for _, event in events), key=_bad_share)
+    worst = max((event for _, event in events), key=lambda event: _bad_share(event.parameters))
     return GroupHits(
         index=group.index,
         name=group.name,
@@ -105,15 +101,94 @@ def _summarise(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
         inf=sum(p.inf for p in worst.parameters),
         nan=sum(p.nan for p in worst.parameters),
         size=sum(p.size for p in worst.parameters),
-        worst=max(worst.parameters, key=_parameter_share).name if worst.parameters else "",
+        worst=max(worst.parameters, key=lambda p: _bad_share((p,))).name if worst.parameters else "",
         parameters=len(worst.parameters),
     )
 
 
-def _bad_share(group: GroupOverflow) -> float:
-    size = sum(p.size for p in group.parameters)
-    return sum(p.inf + p.nan for p in group.parameters) / size if size else 0.0
+def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
+    size = sum(p.size for p in parameters)
+    return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
 
 
-def _parameter_share(parameter: ParameterCounts) -> float:
-    return (parameter.inf + parameter.nan) / parameter.size if parameter.size else 0.0
+def spared_groups(record: Record, steps: Sequence[Step]) -> tuple[str, ...]:
+    """The names of the groups that were finite in every one of ``steps``; none where no step lists its groups."""
+    if not any(step.groups for step in steps):
+        return ()
+    hit = {group.index for step in steps for group in step.groups}
+    return tuple(_name(name, index) for index, name in enumerate(record.groups) if index not in hit)
+
+
+def _name(name: str, index: int) -> str:
+    return name or f"group {index}"
+
+
+# The section of a page
+
+
+def group_table(record: Record) -> Table | None:
+    """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
+    found = overflows(record)
+    steps = len(found.everywhere) + len(found.local)
+    if not steps:
+        return None
+    return Table(
+        f"Non-finite gradients, in {steps:,} of {counted(len(record.steps), 'step')}",
+        COLUMNS if found.hits else (),
+        _rows(found),
+        _narrowest(found),
+        (*more(len(found.hits) - MAX_GROUPS, " groups"), *_everywhere(record, found)),
+    )
+
+
+def _narrowest(found: Overflows) -> tuple[Line, ...]:
+    """The step that localises best: few groups at once are near the cause, many are its wake."""
+    step = found.narrowest
+    if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
+        return ()
+    names = listed([_name(group.name, group.index) for group in step.groups])
+    start = f"Step {step.step} hits the fewest groups, {len(step.groups)} of {found.total:,}: "
+    return (line(start, Words(names, "strong")),)
+
+
+def _rows(found: Overflows) -> tuple[tuple[str, ...], ...]:
+    listing = sum(bool(step.groups) for step in found.local)
+    return tuple(
+        (
+            _with_worst(hit),
+            f"{hit.steps:,} of {listing:,}",
+            str(hit.first),
+            f"{hit.inf:,}",
+            f"{hit.nan:,}",
+            share(hit.inf + hit.nan, hit.size),
+        )
+        for hit in found.hits[:MAX_GROUPS]
+    )
+
+
+def _with_worst(hit: GroupHits) -> str:
+    """The group, and the worst of its parameters unless that is the group's own name."""
+    name = _name(hit.name, hit.index)
+    if hit.worst in ("", name):
+        return name
+    others = f" +{hit.parameters - 1}" if hit.parameters > 1 else ""
+    return f"{name} ({hit.worst}{others})"
+
+
+def _everywhere(record: Record, found: Overflows) -> tuple[Line, ...]:
+    steps = found.everywhere
+    if not steps:
+        return ()
+    spared = spared_groups(record, steps)
+    which = f"{found.total - len(spared):,} of {found.total:,} groups" if spared else f"All {found.total:,} groups"
+    but = f", all but {listed(spared)}," if spared else ""
+    when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
+    lost = sum(not math.isfinite(step.loss) for step in steps)
+    losses = (
+        ""
+        if not lost
+        else "; the loss of each is non-finite too"
+        if lost == len(steps)
+        else f"; in {lost} of them the loss is too"
+    )
+    return (line(f"{which}{but} {when}{losses}."),)

@@ -1,101 +1,111 @@
-"""A range profile as text: the tightest places, the loss scales that work, and what bounds them."""
+"""The page of a range profile: the tightest places, the loss scales that work, and what bounds them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, module_windows, window
+from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.run import Record, Site
 
-from . import quantities
-from .drawing import draw
-from .exponent_bar import WIDTH, exponent_bar
-from .finding_text import findings_text
-from .layout import INDENT, indented, title, verbatim
-from .next_command import with_option
-from .quantities import counted
-from .text import environment_facts, named_from
-from .verdict import LOOK
+from .scan import TONES
+from .view import (
+    Cell,
+    Column,
+    Findings,
+    Headline,
+    Histogram,
+    Line,
+    NextCommand,
+    Page,
+    Section,
+    Table,
+    Tone,
+    Typed,
+    Words,
+    line,
+    more,
+    ran_on,
+    with_option,
+)
 
-Order = Literal["tightest", "execution"]
-
-TOP = 10
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
 
 SHOWN_LINES = 5
-"""The source text is printed for so many of the rows on top."""
+"""So many of the tightest sites show the text of their line."""
 
-BESIDE_WHERE = 2 + 2 + 6 + 10 + 5 + WIDTH + 1
-"""The columns beside the widest one: the indent, the mark, bits, |max|, pass and the bar, each with its gap."""
+SITE_COLUMNS = (
+    Column("", "sign"),
+    Column("bits", "number"),
+    Column("|max|", "number"),
+    Column("pass", "sign"),
+    Column("", "histogram"),
+    Column("where"),
+)
 
-
-def render_ranges(
-    record: Record,
-    *,
-    width: int,
-    color: bool,
-    unicode: bool = True,
-    config: str = "CONFIG",
-    record_path: str = "",
-    folder: str = "",
-    order: Order = "tightest",
-    top: int = TOP,
-) -> str:
-    """Renders the record of ``ampdbg ranges`` for a terminal of ``width`` columns.
-
-    Args:
-        record: a diagnosed record.
-        width: columns.
-        color: whether to use ANSI colours.
-        unicode: without it, ASCII alone.
-        config: the config's name in the commands that are suggested.
-        record_path: where the record was written.
-        folder: source files below it are named relative to it.
-        order: ``tightest`` first, or in the order of ``execution``.
-        top: how many sites, and how many modules, are listed.
-    """
-    record = named_from(folder, record)
-    return draw(_sections(record, order, top, width, config, record_path), width=width, color=color, unicode=unicode)
+WINDOW_COLUMNS = (
+    Column("module", most=24),
+    Column("from", "number"),
+    Column("to", "number"),
+    Column("set by (op:line)"),
+)
 
 
-def _sections(
-    record: Record, order: Order, top: int, width: int, config: str, record_path: str
-) -> Iterator[RenderableType]:
-    mark, style = LOOK[record.verdict]
-    if record.interrupted:
-        mark, style = "!", "bold yellow"
-    yield Text(f"{mark} {_headline(record)}", style=style)
-    others = [finding for finding in record.findings if not catalogued(finding.code).in_range_table]
+def page(record: Record, typed: Typed) -> Page:
+    """What ``ampdbg ranges`` says of its step."""
+    facts = (_step(record), counted(len(record.sites), "site"), duration(record.elapsed))
+    return Page(
+        Headline("stopped" if record.interrupted else TONES[record.verdict], _sentence(record)),
+        tuple(_sections(record, typed)),
+        (" · ".join(facts), *ran_on(record)),
+        typed.record_path,
+        _next_command(record, typed),
+    )
+
+
+def _sections(record: Record, typed: Typed) -> Iterator[Section]:
+    others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
     if others:
-        yield Group(*findings_text(others))
+        yield Findings(others)
     if record.sites:
-        yield Group(*_sites(record.sites, order, top, width))
-        yield Group(*_windows(record.sites, top))
-    yield Group(*_summary(record, config, record_path))
+        yield _site_table(record.sites, typed)
+        windows = sorted(module_windows(record.sites), key=_width)
+        if windows:
+            yield _window_table(window(record.sites), windows, typed.top)
 
 
-# The sentence on top
+def _next_command(record: Record, typed: Typed) -> NextCommand | None:
+    if record.findings:
+        return NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
+    if record.sites:
+        later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
+        return NextCommand("measure again after some training", later)
+    return None
 
 
-def _headline(record: Record) -> str:
+def _step(record: Record) -> str:
+    return f"step {max(record.planned_steps - 1, 0)}"
+
+
+# The headline
+
+
+def _sentence(record: Record) -> str:
     if record.interrupted:
-        return f"Interrupted after {counted(len(record.steps), 'step')}: no ranges were measured."
+        return f"Interrupted after {counted(len(record.steps), 'step')}, before the ranges were measured."
     if record.autocast_error is not None:
-        return "The step raised an error that autocast causes; its ranges could not be measured."
+        return "Autocast made the step raise an error, so its ranges could not be measured."
     starts = [site for site in record.sites if site.phase == "forward" and site.overflow == "starts"]
     if starts:
         return f"{counted(len(starts), 'place')} would overflow in FP16{_hidden(len(starts))}."
     if record.findings:
         return "The forward pass fits FP16; its gradients do not, at any one loss scale."
-    return f"All within FP16's range at {_step(record)}: {_spare(record.sites)}, and {_scales(window(record.sites))}."
+    whole = window(record.sites)
+    return f"Everything fits FP16 at {_step(record)}: {_spare(record.sites)}, and {_scales(whole)}."
 
 
 def _hidden(starts: int) -> str:
@@ -106,7 +116,9 @@ def _hidden(starts: int) -> str:
 
 def _spare(sites: Sequence[Site]) -> str:
     forward = [site.headroom_bits for site in sites if site.phase == "forward"]
-    return f"{min(forward):.1f} bits to spare in the forward pass" if forward else "nothing runs in half forward"
+    if not forward:
+        return "no op of the forward pass runs in half precision"
+    return f"the forward pass has {min(forward):.1f} bits to spare"
 
 
 def _scales(whole: Window) -> str:
@@ -119,121 +131,89 @@ def _scales(whole: Window) -> str:
 # The sites
 
 
-def _sites(sites: Sequence[Site], order: Order, top: int, width: int) -> Iterator[RenderableType]:
-    tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[:top]
-    shown = sorted(tightest, key=lambda site: site.order) if order == "execution" else tightest
-    yield title("Tightest against FP16's limit" + (", in order of execution" if order == "execution" else ""))
+def _site_table(sites: Sequence[Site], typed: Typed) -> Table:
+    tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[: typed.top]
+    is_ordered = typed.order == "execution"
+    shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[:SHOWN_LINES]}
-    yield indented(_site_table(shown, with_text, width - BESIDE_WHERE))
-    if len(sites) > len(shown):
-        yield indented(Text(f"… and {counted(len(sites) - len(shown), 'site')} more (all in the record)", style="dim"))
-    legend = [text for test, text in LEGEND if any(test(site) for site in shown)]
-    if any(site.phase == "backward" for site in shown):
-        legend.append("gradients at a loss scale of 1")
-    if legend:
-        yield indented(Text(" · ".join(legend), style="dim"))
+    return Table(
+        "Tightest against FP16's limit" + (", in order of execution" if is_ordered else ""),
+        SITE_COLUMNS,
+        tuple(_site_row(site, site.order in with_text) for site in shown),
+        below=(*more(len(sites) - len(shown), " sites"), *_legend(shown)),
+    )
 
 
-LEGEND = (
+LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
-    (lambda site: site.overflow == "carried", "↳ it was carried here, or is a constant"),
-    (lambda site: _mark(site)[0] == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
+    (lambda site: site.overflow == "carried", "↳ an input or a constant brings it here"),
+    (lambda site: _mark(site).text == "!", f"! within {NEAR_BITS:.0f} bits of the limit"),
+    (lambda site: site.phase == "backward", "gradients at a loss scale of 1"),
 )
+
+
+def _legend(shown: Sequence[Site]) -> tuple[Line, ...]:
+    legend = [text for applies, text in LEGEND if any(map(applies, shown))]
+    return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
 
 def _headroom(site: Site) -> float:
     return -math.inf if math.isnan(site.headroom_bits) else site.headroom_bits
 
 
-def _site_table(sites: Sequence[Site], with_text: set[int], room: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    table.add_column("bits", justify="right", no_wrap=True)
-    table.add_column("|max|", justify="right", no_wrap=True)
-    table.add_column("pass", no_wrap=True)
-    table.add_column("2^-24" + "2^15".rjust(WIDTH - 6), no_wrap=True)
-    table.add_column("where", overflow="fold")
-    for site in sites:
-        mark, style = _mark(site)
-        table.add_row(
-            Text(mark, style=style),
-            Text(f"{site.headroom_bits:.1f}", style=style),
-            quantities.number(site.abs_max),
-            "fwd" if site.phase == "forward" else "bwd",
-            Text(exponent_bar(site.lowest_exponent, site.exponents), style="cyan"),
-            _where(site, room if site.order in with_text else 0),
-        )
-    return table
+def _site_row(site: Site, with_text: bool) -> tuple[Cell, ...]:
+    mark = _mark(site)
+    return (
+        line(mark),
+        line(f"{site.headroom_bits:.1f}", tone=mark.tone),
+        number(site.abs_max),
+        "fwd" if site.phase == "forward" else "bwd",
+        Histogram(site.lowest_exponent, site.exponents),
+        _where(site, with_text),
+    )
 
 
-def _mark(site: Site) -> tuple[str, str]:
+def _mark(site: Site) -> Words:
     if site.overflow:
-        return ("✗", "bold red") if site.overflow == "starts" else ("↳", "red")
-    return ("!", "yellow") if site.headroom_bits < NEAR_BITS else ("", "")
+        return Words("✗" if site.overflow == "starts" else "↳", "bad")
+    return Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else Words("")
 
 
-def _where(site: Site, room: int) -> Text:
-    """Module, op and line; below them the line's text, cut to ``room`` columns, or left out where there is none."""
+def _where(site: Site, with_text: bool) -> tuple[Line, ...]:
+    """Module, op and line; below them the line's text."""
     call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
-    parts = [f"{_module(site.module)}{call}", _op(site.op)]
-    if site.source is not None:
-        parts.append(f"{site.source.file}:{site.source.line}")
-    where = Text(" · ".join(parts))
-    if room > 1 and site.source is not None and site.source.text:
-        text = site.source.text
-        where.append(f"\n{text if len(text) <= room else text[: room - 1] + '…'}", style="dim")
-    return where
-
-
-def _module(name: str) -> str:
-    return name or "(root)"
-
-
-def _op(name: str) -> str:
-    """``aten.mm.default`` is known as ``mm``."""
-    return name.removeprefix("aten.").removesuffix(".default")
+    place = (f"{site.source.file}:{site.source.line}",) if site.source else ()
+    where = line(" · ".join((f"{site.module or '(root)'}{call}", op_name(site.op), *place)))
+    if with_text and site.source is not None and site.source.text:
+        return where, line(site.source.text.strip(), tone="faint", is_code=True)
+    return (where,)
 
 
 # The loss scales
 
 
-def _windows(sites: Sequence[Site], top: int) -> Iterator[RenderableType]:
-    modules = sorted(module_windows(sites), key=_width)
-    if not modules:
-        return
-    yield title("Loss scales that work")
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("module", overflow="fold", max_width=24)
-    table.add_column("from", justify="right", no_wrap=True)
-    table.add_column("to", justify="right", no_wrap=True)
-    table.add_column("set by (op:line)", overflow="fold")
-    whole = window(sites)
-    table.add_row(Text("the whole model", style="bold"), *_ends(whole), _bounds(whole, with_module=True))
-    for one in modules[:top]:
-        table.add_row(_module(one.module), *_ends(one), _bounds(one))
-    yield indented(table)
-    if len(modules) > top:
-        yield indented(Text(f"… and {counted(len(modules) - top, 'module')} more", style="dim"))
+def _window_table(whole: Window, modules: Sequence[Window], top: int) -> Table:
+    rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
+    rows += [(line(one.module or "(root)"), *_ends(one), _bounds(one)) for one in modules[:top]]
+    below = more(len(modules) - top, " modules")
     if not whole.is_open:
-        yield indented(Text("No scale works for the whole model: the two sites that bound it need different ones."))
+        below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
+    return Table("Loss scales that work", WINDOW_COLUMNS, tuple(rows), below=below)
 
 
 def _width(one: Window) -> float:
     """How many times the scale can double inside the window; negative when it is empty."""
-    return math.log2(one.ceiling) - math.log2(one.floor) if _is_bounded(one) else math.inf
+    is_bounded = 0.0 < one.floor < math.inf and 0.0 < one.ceiling < math.inf
+    return math.log2(one.ceiling) - math.log2(one.floor) if is_bounded else math.inf
 
 
-def _is_bounded(one: Window) -> bool:
-    return 0.0 < one.floor < math.inf and 0.0 < one.ceiling < math.inf
-
-
-def _ends(one: Window) -> tuple[Text, Text]:
-    style = "" if one.is_open else "red"
-    return Text(_scale(one.floor) if one.floor else "any", style=style), Text(_scale(one.ceiling), style=style)
+def _ends(one: Window) -> tuple[Line, Line]:
+    tone: Tone = "plain" if one.is_open else "bad"
+    return line(_scale(one.floor) if one.floor else "any", tone=tone), line(_scale(one.ceiling), tone=tone)
 
 
 def _scale(value: float) -> str:
-    return "any" if math.isinf(value) else quantities.scale(value)
+    return "any" if math.isinf(value) else scale(value)
 
 
 def _bounds(one: Window, with_module: bool = False) -> str:
@@ -243,30 +223,5 @@ def _bounds(one: Window, with_module: bool = False) -> str:
 
 
 def _short(site: Site, with_module: bool) -> str:
-    line = f":{site.source.line}" if site.source else ""
-    return f"{_module(site.module)} {_op(site.op)}{line}" if with_module else f"{_op(site.op)}{line}"
-
-
-# The end
-
-
-def _summary(record: Record, config: str, record_path: str) -> Iterator[RenderableType]:
-    facts = (_step(record), counted(len(record.sites), "site"), quantities.duration(record.elapsed))
-    yield Text(" · ".join(facts), style="dim")
-    yield Text(" · ".join(environment_facts(record)), style="dim")
-    for note in (*record.environment.notes, *record.unseen.notes):
-        yield Text(f"Note: {note}", style="dim")
-    if record_path:
-        yield verbatim(f"Record: {record_path}", "dim")
-    if record.findings:
-        yield Text.assemble(("Next: ", "bold"), "the shadow proposes; a run in FP16 confirms")
-        yield verbatim(f"ampdbg scan {config}", "bold cyan", INDENT)
-    elif record.sites:
-        yield Text.assemble(("Next: ", "bold"), "the same after some training")
-        yield verbatim(
-            with_option(f"ampdbg ranges {config}", "--steps", record.planned_steps + 50), "bold cyan", INDENT
-        )
-
-
-def _step(record: Record) -> str:
-    return f"step {max(record.planned_steps - 1, 0)}"
+    module = f"{site.module or '(root)'} " if with_module else ""
+    return f"{module}{op_name(site.op)}{f':{site.source.line}' if site.source else ''}"

@@ -15,7 +15,7 @@ from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
-from ampdbg.report.text import render_text
+from tests.report.pages import rendered
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1),
@@ -378,7 +378,7 @@ def test_the_record_of_a_loop_can_be_diagnosed_and_rendered() -> None:
     )
     assert "scale-collapse" in {finding.code for finding in record.findings}
     assert repr(from_json(to_json(record)).steps) == repr(record.steps)
-    assert "Non-finite gradients" in render_text(record, width=100, color=False)
+    assert "Non-finite gradients" in rendered(record, width=100)
 
 
 def test_the_record_says_that_cuda_is_emulated() -> None:

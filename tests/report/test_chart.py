@@ -39,7 +39,7 @@ def test_skipped_steps_and_bad_losses_are_marked_below() -> None:
     steps[1] = replace(steps[1], skipped=True)
     steps[2] = replace(steps[2], loss=math.nan)
     steps[3] = replace(steps[3], loss=-math.inf)
-    marks = [line.text for line in scale_chart(steps, 80) if line.kind in ("skipped", "nonfinite")]
+    marks = [line.text for line in scale_chart(steps, 80) if line.tone in ("doubtful", "bad")]
     assert marks == ["       skipped     ×", "  loss inf/NaN        !  !"]
 
 
@@ -50,7 +50,7 @@ def test_levels_between_are_left_blank() -> None:
 def test_a_wide_range_shares_rows() -> None:
     lines = drawn(at(*(2.0**power for power in range(16, -16, -1))))
     assert [line.split("┤")[0].strip() for line in lines[:MAX_ROWS]] == [
-        *("65536", "4096", "256", "16", "1", "2^-4", "2^-8", "2^-12")
+        *("65,536", "4,096", "256", "16", "1", "2^-4", "2^-8", "2^-12")
     ]
 
 
@@ -69,7 +69,7 @@ def test_a_column_with_a_change_inside_is_drawn_through_its_rows() -> None:
 
 def test_a_scale_of_zero_is_at_the_bottom() -> None:
     lines = scale_chart(at(1.0, 0.0), 80)
-    plot = [line.text for line in lines if line.kind == "scale"]
+    plot = [line.text for line in lines if line.tone == "chart"]
     assert plot[0].endswith("┤━━━")
     assert plot[-1].endswith("┤   ━━━")
 
@@ -81,7 +81,7 @@ def test_it_fits_and_every_column_is_drawn_once_at_least(values: list[tuple[floa
         for number, (scale, skipped, loss) in enumerate(values)
     ]
     lines = scale_chart(steps, width)
-    plot = [line.text.partition("┤")[2] for line in lines if line.kind == "scale"]
+    plot = [line.text.partition("┤")[2] for line in lines if line.tone == "chart"]
     columns = max(map(len, plot))
     assert max(len(line.text) for line in lines) <= width
     assert len(plot) <= MAX_ROWS

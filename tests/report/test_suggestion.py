@@ -10,8 +10,9 @@ import pytest
 
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Record
-from ampdbg.report.suggestion import EditMade, Suggested, headline, render_suggestion
-from ampdbg.report.verdict import NextStep
+from ampdbg.report.formats import suggestion_text
+from ampdbg.report.suggestion import PatchEdit, PatchFacts, headline
+from ampdbg.report.view import Look, NextCommand, Typed
 from tests.conftest import Golden
 from tests.report.bisections import found, fp32_fails
 
@@ -27,13 +28,13 @@ PASSED = Proof(
 )
 FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
 
-PATCHED = Suggested(
-    units=(
-        EditMade("lines 41 to 43 of model.py", ("applies to all 24 instances of GLU, 1 of them in the set",)),
-        EditMade("Block.forward in model.py"),
+PATCHED = PatchFacts(
+    edits=(
+        PatchEdit("lines 41 to 43 of model.py", ("applies to all 24 instances of GLU, 1 of them in the set",)),
+        PatchEdit("Block.forward in model.py"),
     ),
     notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
-    next_step=NextStep("the patch, where it is not applied yet", "git apply .ampdbg/a-file-of-a-long-name-" + "x" * 60),
+    next_command=NextCommand("apply the patch", "git apply .ampdbg/a-file-of-a-long-name-" + "x" * 60),
 )
 
 
@@ -41,9 +42,10 @@ def proven() -> Record:
     return replace(found(), verification=PASSED)
 
 
-def rendered(record: Record, suggested: Suggested, **look: object) -> str:
-    options: dict[str, object] = {"width": 80, "color": False, "record_path": "r.json", "folder": "/home/me", **look}
-    return render_suggestion(record, suggested, **options)  # type: ignore[arg-type]
+def rendered(record: Record, suggested: PatchFacts, **look: object) -> str:
+    typed = Typed(record_path="r.json", folder="/home/me")
+    looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
+    return suggestion_text(record, suggested, typed, looks)
 
 
 def test_a_proven_patch(golden: Golden) -> None:
@@ -51,28 +53,28 @@ def test_a_proven_patch(golden: Golden) -> None:
 
 
 def test_a_failed_proof(golden: Golden) -> None:
-    golden(GOLDEN / "suggestion_failed.txt", rendered(replace(found(), verification=FAILED), Suggested()))
+    golden(GOLDEN / "suggestion_failed.txt", rendered(replace(found(), verification=FAILED), PatchFacts()))
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
     reasons = ("/home/me/model.py:12, 13: torch is another thing here", "blocks.2: no code of yours makes or calls it")
     told = (
-        "\nWhy no code is edited\n  model.py:12, 13: torch is another thing here\n"
+        "\nWhy ampdbg edits no code\n  model.py:12, 13: torch is another thing here\n"
         "  blocks.2: no code of yours makes or calls it\n"
     )
-    assert told in rendered(found(), Suggested(refused=reasons))
-    assert "Why" not in rendered(replace(found(), verification=FAILED), Suggested(refused=reasons))
+    assert told in rendered(found(), PatchFacts(refused=reasons))
+    assert "Why" not in rendered(replace(found(), verification=FAILED), PatchFacts(refused=reasons))
 
 
 def test_a_command_to_copy_is_never_cut() -> None:
-    assert PATCHED.next_step is not None
+    assert PATCHED.next_command is not None
     for width in (40, 80):
-        assert f"  {PATCHED.next_step.command}\n" in rendered(proven(), PATCHED, width=width)
+        assert f"  {PATCHED.next_command.command}\n" in rendered(proven(), PATCHED, width=width)
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_it_fits(width: int) -> None:
-    short = replace(PATCHED, next_step=None)
+    short = replace(PATCHED, next_command=None)
     lines = rendered(proven(), short, width=width, color=False).splitlines()
     assert max(len(line) for line in lines if not line.startswith("Record: ")) <= width
 
@@ -80,7 +82,7 @@ def test_it_fits(width: int) -> None:
 def test_ascii_alone_where_the_terminal_has_no_more() -> None:
     text = rendered(proven(), PATCHED, unicode=False)
     assert text.isascii()
-    assert text.startswith("+ 2 places must run in FP32")
+    assert text.startswith("+ 2 places need FP32")
 
 
 def test_colour_changes_no_word() -> None:
@@ -89,22 +91,22 @@ def test_colour_changes_no_word() -> None:
 
 
 HEADLINES = {
-    "proven": (proven(), PATCHED, "2 places must run in FP32; the patch for them is proven on the failing step."),
-    "not proven": (found(), PATCHED, "2 places must run in FP32; the patch for them was not proven."),
-    "by name": (proven(), Suggested(is_by_name=True), "2 places must run in FP32; here they are by name."),
-    "no code": (found(), Suggested(), "2 places must run in FP32, and no code of yours could be edited for them."),
+    "proven": (proven(), PATCHED, "2 places need FP32; the patch for them is proven on the failing step."),
+    "not proven": (found(), PATCHED, "2 places need FP32; the patch for them is not proven."),
+    "by name": (proven(), PatchFacts(is_by_name=True), "2 places need FP32; this pins them by name."),
+    "no code": (found(), PatchFacts(), "2 places need FP32, but ampdbg could not edit your code for them."),
     "failed": (
         replace(found(), verification=FAILED),
-        Suggested(),
+        PatchFacts(),
         (
-            "2 places must run in FP32, and the patch for them failed its proof: "
-            "further batches: 1 of 3 healthy; loss NaN. It is not suggested."
+            "2 places need FP32, but the patch for them failed its proof: "
+            "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
         ),
     ),
     "one pin": (
         replace(proven(), pins=found().pins[:1]),
         PATCHED,
-        "1 place must run in FP32; the patch for it is proven on the failing step.",
+        "1 place needs FP32; the patch for it is proven on the failing step.",
     ),
 }
 
@@ -117,7 +119,7 @@ def test_each_end_has_its_headline(name: str) -> None:
 
 def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
     told = fp32_fails().findings[0].remedy
-    text = rendered(fp32_fails(), Suggested(notes=(told, "normalise the data")))
-    assert text.startswith("✗ No pin helps: step 3 goes wrong in FP32 too.")
-    assert text.endswith("Other remedies\n  normalise the data\n")
+    text = rendered(fp32_fails(), PatchFacts(notes=(told, "normalise the data")))
+    assert text.startswith("✗ No pin helps: step 3 fails in FP32 too.")
+    assert "\nOther remedies\n  normalise the data\n" in text
     assert text.count(told) == 1

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record
-from ampdbg.report.text import render_text
+from tests.report.pages import rendered
 from tests.report.records import (
     NAMES,
     RECORDS,
@@ -32,7 +32,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def plain(record: Record, width: int = 80, *, unicode: bool = True, color: bool = False) -> str:
-    return render_text(record, width=width, color=color, unicode=unicode, config=CONFIG, record_path=RECORD_PATH)
+    return rendered(record, width=width, color=color, unicode=unicode, config=CONFIG, record_path=RECORD_PATH)
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -97,7 +97,7 @@ def test_groups_spared_by_an_overflow_of_nearly_all_are_named() -> None:
 def test_the_step_with_the_fewest_groups_is_pointed_out() -> None:
     steps = [skipped_step(0, 65536.0, overflow(*range(20))), skipped_step(1, 32768.0, overflow(7, 8))]
     text = plain(run(steps, verdict="inconclusive"))
-    assert f"Fewest at once, at step 1: 2 of 38: {NAMES[7]}" in text
+    assert f"Step 1 hits the fewest groups, 2 of 38: {NAMES[7]}" in text
 
 
 def test_a_follow_up_is_one_line_below_its_root() -> None:
@@ -129,7 +129,7 @@ def test_calibration_is_healthy() -> None:
 
 
 @given(records())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_record_has_a_report(record: Record) -> None:
     text = plain(record, unicode=False)
     assert text.strip()
@@ -139,5 +139,5 @@ def test_a_source_file_below_the_folder_is_named_relative_to_it() -> None:
     source = Source("/home/me/project/model.py", 7, "forward", "x = q @ k")
     finding = Finding("forward-overflow", "error", 0, "forward", "too large", source=source)
     record = replace(healthy(), findings=(finding,))
-    assert "  model.py:7 in forward" in render_text(record, width=80, color=False, folder="/home/me/project")
-    assert "/home/me/project/model.py:7" in render_text(record, width=80, color=False, folder="/home/me/proj")
+    assert "  model.py:7 in forward" in rendered(record, folder="/home/me/project")
+    assert "/home/me/project/model.py:7" in rendered(record, folder="/home/me/proj")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.record.run import GroupOverflow, Record, Step
-from ampdbg.report.text import render_text
+from tests.report.pages import rendered
 from tests.strategies import records
 
 
@@ -31,7 +31,7 @@ def _group(group: GroupOverflow) -> GroupOverflow:
 
 
 @given(records())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_run_with_nan_alone_is_reported_without_the_word_overflow(record: Record) -> None:
-    text = render_text(nan_only(record), width=100, color=False)
+    text = rendered(nan_only(record), width=100)
     assert "overflow" not in text.lower()

@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.commands.explain import as_text
 from ampdbg.record.codes import CODES, FAMILIES
-from ampdbg.record.explanation import SECTIONS, explanation, explanations
-from ampdbg.report.explanation_text import Block, blocks, render_explanation, render_listing
+from ampdbg.record.explanation import SECTIONS, explanation
+from ampdbg.report.text import blocks
+from ampdbg.report.view import Look
 
 GOLDEN = Path(__file__).parent / "golden"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def plain(code: str, width: int = 80) -> str:
-    return render_explanation(explanation(code), width=width, color=False, unicode=True)
+    return as_text(code, Look(width, color=False, unicode=True))
 
 
 def listing(width: int = 80, *, color: bool = False, unicode: bool = True) -> str:
-    return render_listing(explanations(), width=width, color=color, unicode=unicode)
+    return as_text(None, Look(width, color, unicode))
 
 
 def test_the_list_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
@@ -58,37 +60,37 @@ def test_no_word_of_the_file_is_lost(code: str) -> None:
 
 @pytest.mark.parametrize("code", CODES)
 def test_its_code_can_be_copied_as_it_stands(code: str) -> None:
-    for block in blocks(explanation(code).remedy):
-        if block.kind == "code":
-            assert textwrap.indent(block.text, "    ") in plain(code)
+    for kind, text in blocks(explanation(code).remedy):
+        if kind == "code":
+            assert textwrap.indent(text, "    ") in plain(code)
 
 
 @pytest.mark.parametrize("code", CODES)
 def test_colour_changes_no_character(code: str) -> None:
-    colored = render_explanation(explanation(code), width=80, color=True, unicode=True)
+    colored = as_text(code, Look(80, color=True, unicode=True))
     assert "\x1b[" in colored
     assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain(code).splitlines()
 
 
 def test_without_unicode_it_is_ascii() -> None:
     assert listing(unicode=False).isascii()
-    assert render_explanation(explanation("unknown"), width=80, color=False, unicode=False).isascii()
+    assert as_text("unknown", Look(80, color=False, unicode=False)).isascii()
 
 
 def test_blocks_are_paragraphs_items_and_code() -> None:
     text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
     assert list(blocks(text)) == [
-        Block("paragraph", "One paragraph."),
-        Block("item", "first item"),
-        Block("item", "second"),
-        Block("code", "if x:\n\n    y()"),
-        Block("paragraph", "End."),
+        ("paragraph", "One paragraph."),
+        ("item", "first item"),
+        ("item", "second"),
+        ("code", "if x:\n\n    y()"),
+        ("paragraph", "End."),
     ]
 
 
 def test_a_list_may_follow_its_paragraph_at_once() -> None:
     assert list(blocks("These do not:\n\n- a\n- b - c")) == [
-        Block("paragraph", "These do not:"),
-        Block("item", "a"),
-        Block("item", "b - c"),
+        ("paragraph", "These do not:"),
+        ("item", "a"),
+        ("item", "b - c"),
     ]

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.report import quantities
+from ampdbg import quantities
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "-"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf"), (0.123456, "0.1235"), (3e-9, "3e-09")],
+    [
+        *((None, "-"), (math.nan, "NaN"), (math.inf, "inf"), (-math.inf, "-inf"), (0.123456, "0.1235")),
+        *((3e-9, "3e-09"), (65504.0, "65,504"), (183251.7, "183,300"), (-7e4, "-70,000"), (1e12, "1e+12")),
+    ],
 )
 def test_numbers_have_four_digits_and_names_for_what_is_none(value: float | None, text: str) -> None:
     assert quantities.number(value) == text
@@ -22,7 +25,7 @@ def test_numbers_have_four_digits_and_names_for_what_is_none(value: float | None
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        *((65536.0, "65536"), (1000.0, "1000"), (1.0, "1"), (0.5, "0.5"), (0.125, "0.125"), (2.0**-4, "2^-4")),
+        *((65536.0, "65,536"), (1000.0, "1,000"), (1.0, "1"), (0.5, "0.5"), (0.125, "0.125"), (2.0**-4, "2^-4")),
         *((2.0**24, "2^24"), (0.3, "0.3"), (0.0, "0"), (-1.0, "-1"), (math.inf, "inf"), (math.nan, "NaN")),
     ],
 )
@@ -32,7 +35,7 @@ def test_scales_are_whole_numbers_or_powers_of_two(value: float, text: str) -> N
 
 @pytest.mark.parametrize(
     ("part", "whole", "text"),
-    [(1, 2, "50.0%"), (1, 10**6, "<0.1%"), (10**6 - 1, 10**6, "99.9%"), (3, 3, "100%"), (0, 0, "-")],
+    [(1, 2, "50.0%"), (1, 10**6, "<0.1%"), (10**6 - 1, 10**6, "99.9%"), (3, 3, "100%"), (0, 0, "-"), (0, 9, "0%")],
 )
 def test_a_share_is_never_rounded_to_nothing_or_all(part: int, whole: int, text: str) -> None:
     assert quantities.share(part, whole) == text
@@ -41,7 +44,8 @@ def test_a_share_is_never_rounded_to_nothing_or_all(part: int, whole: int, text:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.04, "0.0 s"),
+        (0.0321, "32.1 ms"),
+        (0.9999, "1.0 s"),
         (9.94, "9.9 s"),
         (12.3, "12 s"),
         (59.7, "1 min 0 s"),
@@ -56,7 +60,9 @@ def test_durations_are_as_exact_as_matters(seconds: float, text: str) -> None:
 @given(st.floats(min_value=0, max_value=1e8))
 def test_no_duration_has_sixty_seconds_or_minutes(seconds: float) -> None:
     words = quantities.duration(seconds).split()
-    assert all(float(value) < 60 for value, unit in zip(words[::2], words[1::2], strict=True) if unit != "h")
+    assert all(
+        float(value) < 60 for value, unit in zip(words[::2], words[1::2], strict=True) if unit not in ("h", "ms")
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,3 +81,9 @@ def test_names_beyond_four_are_counted(names: tuple[str, ...], text: str) -> Non
 
 def test_one_step_is_no_plural() -> None:
     assert (quantities.counted(1, "step"), quantities.counted(0, "step")) == ("1 step", "0 steps")
+    assert (quantities.counted(2, "batch"), quantities.counted(3000, "loss")) == ("2 batches", "3,000 losses")
+
+
+def test_a_size_is_in_decimal_units() -> None:
+    sizes = [quantities.byte_size(size) for size in (0, 999, 1200, 81_000, 2_500_000_000)]
+    assert sizes == ["0 B", "999 B", "1.2 kB", "81 kB", "2.5 GB"]

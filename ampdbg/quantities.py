@@ -1,0 +1,82 @@
+"""How messages and reports write numbers: values, loss scales, shares, counts, sizes and durations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+WRITTEN_OUT = 10_000_000
+"""Numbers from here on are written with an exponent."""
+
+
+def number(value: float | None) -> str:
+    """Whole numbers and four significant digits: ``65,504``, ``183,300``, ``2.31``; ``-`` for what was not measured."""
+    if value is None:
+        return "-"
+    if math.isnan(value):
+        return "NaN"
+    size = abs(value)
+    if not 1000 <= size < WRITTEN_OUT:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if value == round(value) else f"{float(f'{value:.4g}'):,.0f}"
+
+
+def scale(value: float) -> str:
+    """A loss scale: whole numbers as they are, large and small powers of two as ``2^k``."""
+    if not math.isfinite(value) or value <= 0.0:
+        return number(value)
+    mantissa, exponent = math.frexp(value)
+    is_short = (value.is_integer() and value < WRITTEN_OUT) or 0.1 < value < 1.0
+    return number(value) if is_short or mantissa != 0.5 else f"2^{exponent - 1}"
+
+
+def share(part: float, whole: float = 1.0) -> str:
+    """A percentage that is never rounded to nothing, nor to the whole; ``-`` of nothing and of what is not finite."""
+    if whole == 0 or not math.isfinite(part):
+        return "-"
+    if part == 0 or part == whole:
+        return f"{part / whole:.0%}"
+    percent = 100.0 * (part / whole)
+    if abs(percent) < 0.1:
+        return "<0.1%"
+    return f"{min(percent, 99.9) if part < whole else percent:.1f}%"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``2,000 steps``, ``3 batches``."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """``a, b and c``; beyond ``most`` names the rest is counted."""
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def duration(seconds: float | None) -> str:
+    """``31 ms``, ``1.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def byte_size(count: int) -> str:
+    """``512 B``, ``1.2 MB``: decimal units."""
+    size, units = float(count), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 10 else f"{size:.1f} {units[0]}"

@@ -1,0 +1,207 @@
+"""The view of a record: a page of headline, sections and next command, as data that any output format can draw."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record, Step
+
+Tone = Literal["plain", "good", "bad", "doubtful", "stopped", "strong", "faint", "name", "code", "chart"]
+"""What a piece of text says by its colour."""
+
+Order = Literal["tightest", "execution"]
+"""How a range profile lists its sites."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """A piece of text in one tone."""
+
+    text: str
+    tone: Tone = "plain"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of text, which is wrapped where it is too long. ``is_code`` cuts it instead; ``depth`` indents it."""
+
+    words: tuple[Words, ...]
+    depth: int = 0
+    is_code: bool = False
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many values have each exponent of two, from ``lowest`` on."""
+
+    lowest: int
+    counts: tuple[int, ...]
+
+
+Cell = str | Line | tuple[Line, ...] | Histogram
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: ``names`` are wrapped where there is no room, at ``most`` characters if that is given.
+
+    Numbers stand to the right, signs to the left. ``is_spare`` columns are left out where there is no room.
+    """
+
+    heading: str = ""
+    kind: Literal["names", "number", "sign", "histogram"] = "names"
+    most: int | None = None
+    is_spare: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns, with lines ``above`` and ``below``."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    above: tuple[Line, ...] = ()
+    below: tuple[Line, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of text, under a title if there is one."""
+
+    lines: tuple[Line, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Lines to copy as they stand."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A text in Markdown: paragraphs, lists with ``-`` and fenced code."""
+
+    title: str
+    markdown: str
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the diagnosis found."""
+
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class ScaleChart:
+    """The loss scale over ``steps``, at least one, with the skipped ones and the non-finite losses marked."""
+
+    title: str
+    steps: tuple[Step, ...]
+
+
+Section = Table | Lines | Snippet | Prose | Findings | ScaleChart
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first line of a page: one sentence."""
+
+    tone: Tone
+    sentence: str
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """What to do next and the command for it."""
+
+    why: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a report shows of a record, in order; ``footer`` says what ran, where, and where its record is."""
+
+    headline: Headline | None
+    sections: tuple[Section, ...]
+    footer: tuple[str, ...] = ()
+    record_path: str = ""
+    next_command: NextCommand | None = None
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What the record does not know: how the ``config`` and the options were typed, and where the record was written.
+
+    Both are quoted for a shell. ``folder`` is where the command was typed: files below it are named from there.
+    ``order`` and ``top`` are those of the sites and modules that a range profile lists.
+    """
+
+    config: str = "CONFIG"
+    record_path: str = ""
+    folder: str = ""
+    order: Order = "tightest"
+    top: int = 10
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a stream can show: its width in columns, ANSI colours, and characters beyond ASCII."""
+
+    width: int
+    color: bool
+    unicode: bool
+
+
+def line(*parts: str | Words, tone: Tone = "plain", depth: int = 0, is_code: bool = False) -> Line:
+    """A line of ``parts``; ``tone`` is that of parts which have none of their own."""
+    return Line(tuple(Words(part, tone) if isinstance(part, str) else part for part in parts), depth, is_code)
+
+
+def ran_on(record: Record) -> Iterator[str]:
+    """What the run ran on, and what its record has to say about that."""
+    environment = record.environment
+    device = f"{environment.device} ({environment.device_name})" if environment.device_name else environment.device
+    policy = f"{environment.policy} autocast policy{', emulated' if environment.emulated else ''}"
+    yield f"torch {environment.torch} · {device} · {policy}"
+    yield from (f"Note: {note}" for note in (*environment.notes, *record.unseen.notes))
+
+
+def root_of(findings: Sequence[Finding], index: int) -> int:
+    """The index at the end of the chain of ``root``; a damaged chain, one in a circle, ends at its lowest index."""
+    path = {index}
+    while True:
+        root = findings[index].root
+        if root is None or not 0 <= root < len(findings):
+            return index
+        if root in path:
+            return min(path)
+        path.add(root)
+        index = root
+
+
+def more(count: int, what: str = "") -> tuple[Line, ...]:
+    """The line below a table that leaves ``count`` rows to the record."""
+    return (line(f"… and {count:,} more{what} (all in the record)", tone="faint"),) if count > 0 else ()
+
+
+def with_option(command: str, option: str, value: object) -> str:
+    """``command`` with ``option`` at its end, in the place of the same option; of ``--set``, of the same key."""
+    words, new = shlex.split(command), str(value)
+    for at in reversed(range(len(words) - 1)):
+        if words[at] == option and (option != "--set" or _key(words[at + 1]) == _key(new)):
+            del words[at : at + 2]
+    return shlex.join([*words, option, new])
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()

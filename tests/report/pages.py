@@ -1,0 +1,25 @@
+"""Pages as text, as a command prints them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ampdbg.record.run import Record
+from ampdbg.report.formats import as_text
+from ampdbg.report.view import Look, Typed
+
+
+def rendered(
+    record: Record,
+    *,
+    width: int = 80,
+    color: bool = False,
+    unicode: bool = True,
+    config: str = "config.yaml",
+    record_path: str = ".ampdbg/r.json",
+    folder: str = "/home/me",
+    order: Literal["tightest", "execution"] = "tightest",
+    top: int = 10,
+) -> str:
+    """The record's page, for a terminal of that look."""
+    return as_text(record, Typed(config, record_path, folder, order, top), Look(width, color, unicode))
