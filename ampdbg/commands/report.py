@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
@@ -18,12 +17,18 @@ from . import options
 from .terminal import PLAIN, look_of, typed_as, write_result
 
 
+def _known(name: str) -> str:
+    if name not in FORMATS:
+        raise typer.BadParameter(f"got {name!r}; allowed are {', '.join(FORMATS)}")
+    return name
+
+
 def command(
     record: Annotated[
         Path | None, typer.Argument(metavar="[RECORD]", help="A record file; by default .ampdbg/latest.json.")
     ] = None,
     format: Annotated[  # noqa: A002
-        str, typer.Option("--format", click_type=click.Choice(list(FORMATS)), help="What to render it as.")
+        str, typer.Option("--format", metavar="|".join(FORMATS), callback=_known, help="What to render it as.")
     ] = "text",
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write it here, not to stdout.")

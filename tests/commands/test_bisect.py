@@ -94,7 +94,7 @@ def test_the_report_goes_to_stdout_and_the_trials_to_stderr(here: Here, fake: Ca
     fake(found())
     result = here("bisect", "config.yaml")
     assert result.code == 1
-    assert result.stdout.startswith("✗ 2 of 48 modules must run in FP32")
+    assert result.stdout.startswith("✗ 2 of 48 modules need FP32")
     assert result.stdout.rstrip().endswith("ampdbg suggest-fp32 .ampdbg/20250102T030405Z-bisect.json")
     assert len([line for line in result.stderr.splitlines() if line.startswith("trial ")]) == len(TRIALS)
 
@@ -284,7 +284,7 @@ def test_a_healthy_model_has_nothing_to_pin(here: Here) -> None:
     written()
     result = here(*MODULE, "--steps", "3", "--device", "cpu", "--set", "precision.loss_scale=1024")
     assert result.code == 0
-    assert result.stdout.startswith("✓ Nothing to pin: no step of 3 failed.")
+    assert result.stdout.startswith("✓ Nothing to pin: none of 3 steps failed.")
 
 
 def test_an_overflow_is_pinned_where_it_happens(here: Here) -> None:
@@ -299,7 +299,7 @@ def test_what_fails_in_fp32_too_has_no_pins(here: Here) -> None:
     written(NET.replace("return model(batch)", "return model(batch * float('inf'))"))
     result = here(*MODULE, "--steps", "2", "--device", "cpu")
     assert result.code == 1
-    assert result.stdout.startswith("✗ No pin helps: step 0 goes wrong in FP32 too.")
+    assert result.stdout.startswith("✗ No pin helps: step 0 fails in FP32 too.")
     assert "In the config" not in result.stdout
 
 

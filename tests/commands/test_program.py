@@ -215,7 +215,7 @@ def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> 
     assert [step.step for step in record.steps] == [0, 1]
     assert (record.verdict, record.error) == ("inconclusive", error.removeprefix("error: "))
     report = start(folder, *hint.partition(": ampdbg ")[2].split()).stdout
-    assert report.startswith("! Stopped by an error after 2 of 3 steps.")
+    assert report.startswith("! An error stopped the run after 2 of 3 steps.")
     assert record.error in " ".join(report.split())
 
 

@@ -30,7 +30,7 @@ def test_a_model_within_the_range_exits_with_0_and_names_its_scales(here: Here) 
     config(here.folder, HEALTHY)
     result = here("ranges", "c.yaml", "--quiet")
     assert (result.code, result.stderr) == (0, "")
-    assert result.stdout.startswith("✓ All within FP16's range at step 0: ")
+    assert result.stdout.startswith("✓ Everything fits FP16 at step 0: ")
     assert "the whole model" in result.stdout
     assert result.stdout.splitlines()[-1] == "  ampdbg ranges c.yaml --steps 51"
 

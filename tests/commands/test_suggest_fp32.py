@@ -115,7 +115,7 @@ def test_stdout_is_the_patch_and_nothing_else(here: Here, fake: Fake) -> None:
 def test_stderr_says_what_it_pins_and_why_the_proof_and_what_to_type(here: Here, fake: Fake) -> None:
     fake()
     lines = here("suggest-fp32", "config.yaml").stderr
-    assert "✓ 2 places must run in FP32; the patch for them is proven on the failing step." in lines
+    assert "✓ 2 places need FP32; the patch for them is proven on the failing step." in lines
     assert "blocks.3:own" in lines
     assert "without line 2 of model.py" in lines
     assert "Other remedies\n  model.py:41: scale before the product\n" in lines
@@ -134,7 +134,7 @@ def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
     result = here("suggest-fp32", "config.yaml", "--no-verify")
     assert faked.options["verify"] is False
     assert "# Not proven: --no-verify was given" in result.stdout
-    assert "the patch for them was not proven" in result.stderr
+    assert "the patch for them is not proven" in result.stderr
     assert result.code == 0
 
 
@@ -221,7 +221,7 @@ def test_code_that_cannot_be_edited_can_be_pinned_by_name(form: str, here: Here,
     fake(record=replace(found(), verification=None))
     result = here("suggest-fp32", "config.yaml")
     assert (result.code, result.stdout) == (1, "")
-    assert "✗ 2 places must run in FP32, and no code of yours could be edited for them." in result.stderr
+    assert "✗ 2 places need FP32, but ampdbg could not edit your code for them." in result.stderr
     assert result.stderr.rstrip().endswith("ampdbg suggest-fp32 config.yaml --format module")
     by_name = here("suggest-fp32", "config.yaml", "--format", form)
     assert by_name.code == 0
@@ -232,10 +232,10 @@ def test_why_no_code_could_be_edited_is_said(here: Here, fake: Fake) -> None:
     reason = f"{here.folder / 'model.py'}:12, 13: the name torch stands for something else here"
     fake(record=replace(found(), verification=None), refused=(reason,))
     result = here("suggest-fp32", "config.yaml")
-    told = "\nWhy no code is edited\n  model.py:12, 13: the name torch stands for something else here\n"
+    told = "\nWhy ampdbg edits no code\n  model.py:12, 13: the name torch stands for something else here\n"
     assert told in result.stderr
     by_name = here("suggest-fp32", "config.yaml", "--format", "yaml")
-    assert (by_name.code, "Why no code is edited" in by_name.stderr) == (0, False)
+    assert (by_name.code, "Why ampdbg edits no code" in by_name.stderr) == (0, False)
 
 
 def test_a_line_of_the_step_function_has_no_name(here: Here, fake: Fake) -> None:
@@ -309,7 +309,7 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert result.code == 2
     assert "commit it or stash it first, or add --force" in result.stderr
-    assert "the same run, with the patch" not in result.stderr
+    assert "run it again, with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
     assert f"; the patch is in {saved('*.patch').as_posix()} and the record is in .ampdbg/" in last
     assert Path("model.py").read_bytes() == BEFORE
@@ -431,7 +431,7 @@ def test_a_record_is_run_again_and_its_config_has_no_name(here: Here, fake: Fake
     fake()
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
     result = here("suggest-fp32", "r.json", "--format", "yaml")
-    assert result.stderr.rstrip().endswith("\nNext: these lines belong into the config of that run")
+    assert result.stderr.rstrip().endswith("\nNext: put these lines into the config of that run")
     result = here("suggest-fp32", "r.json", "--apply")
     assert result.stderr.splitlines()[-1] == "  ampdbg scan r.json"
 
