@@ -141,6 +141,11 @@ def fp32_fails() -> Record:
     return searched(search, findings=(finding,), verdict="other")
 
 
+def fp32_raises() -> Record:
+    message = "replayed in FP32, step 3 raised KeyError: 'lr'"
+    return searched(Search("guided", "fp32-raises", message, step=3), verdict="inconclusive")
+
+
 def no_pin_helps() -> Record:
     finding = Finding("misuse-no-update", "error", 0, "optimizer", "scaler.update() is never called.")
     return searched(Search("guided", "no-pin-helps", finding.message), findings=(finding,), verdict="other")
@@ -213,6 +218,7 @@ BISECTIONS = {
         not_again,
         nothing_to_pin,
         fp32_fails,
+        fp32_raises,
         no_pin_helps,
         not_in_a_module,
         not_reproduced,
