@@ -38,6 +38,8 @@ class Calls:
         self._step = step
         self.lowered: set[str] = set()
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
+        self.graphs = 0
+        """So many losses' graphs were looked into for them."""
         self._actors: dict[int, Any] = {}
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
@@ -202,8 +204,10 @@ class Calls:
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
         times = self._times.get("backward", 0) + 1
-        found = lowered_to(roots) if times & (times - 1) == 0 else ()
-        self.lowered |= set(found)
+        if times & (times - 1):
+            return ()
+        found = lowered_to(roots)
+        self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found)
         return found
 
     def _number(self, actor: Any) -> int:

@@ -49,6 +49,7 @@ class Watch:
         self._calls = Calls(optimizers, self._log.closed)
         self._open: dict[int, OpenStep] = {}
         self._fired: set[int] = set()
+        self._scalers: dict[int, bool] = {}
         self._paused = False
         self._inside: list[tuple[str, int]] = []
         self._interrupted = False
@@ -118,13 +119,22 @@ class Watch:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the steps leave out."""
-        return self._log.notes
+        """What the steps leave out, and whether they say anything of half precision."""
+        return (*self._idle(), *self._log.notes)
+
+    def _idle(self) -> Iterator[str]:
+        """A loop with a scaler is meant to run in half precision; autocast and scaler may do nothing on its device."""
+        is_disabled = bool(self._scalers) and not any(self._scalers.values())
+        if is_disabled and self._calls.graphs and not self._calls.lowered:
+            yield (
+                f"no op ran in FP16 or bfloat16: autocast had no effect on {self._device.type} and GradScaler is "
+                "disabled; these steps say nothing about FP16"
+            )
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
         device, emulated = self._device, is_emulating() and self._device.type == "cpu"
-        policy = "cuda" if device.type == "cuda" or emulated else "native"
+        policy = "no" if any(self._idle()) else "cuda" if device.type == "cuda" or emulated else "native"
         return Record(
             command="watch",
             created=self._created,
@@ -170,6 +180,7 @@ class Watch:
         step.forget_early()
         step.add_losses(outputs)
         result = original(scaler, outputs)
+        self._scalers[id(scaler)] = scaler.is_enabled()
         if scaler.is_enabled():
             step.scaler = scaler
             self._calls.scaled(scaler, result)

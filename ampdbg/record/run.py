@@ -84,7 +84,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU."""
+    """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU.
+
+    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``, and ``no`` where it lowered nothing in a
+    watched loop whose loss scaler is disabled.
+    """
 
     ampdbg: str
     python: str

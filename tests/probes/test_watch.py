@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -549,3 +550,34 @@ def test_start_and_stop_do_what_entering_and_leaving_do() -> None:
     watcher.stop()
     assert trace_of_watching(optimizer) == before
     assert len(watcher.steps) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(emulated: bool) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cuda_on_cpu() if emulated else contextlib.nullcontext():
+        scaler = GradScaler("cuda")
+        with watch(model, optimizer) as watcher:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.ones(2, 3)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        record = diagnose(watcher.record())
+    says_so = [note for note in record.unseen.notes if note.startswith("no op ran in FP16")]
+    if emulated:
+        assert (record.verdict, record.environment.policy, says_so) == ("healthy", "cuda", [])
+    else:
+        assert (record.verdict, record.environment.policy, len(says_so)) == ("inconclusive", "no", 1)
+    assert from_json(to_json(record)) == record
+
+
+def test_a_loop_without_a_scaler_is_what_it_says() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        bare_step(model, optimizer, clip=False)
+    record = diagnose(watcher.record())
+    assert (record.verdict, record.unseen.notes) == ("healthy", ())
