@@ -9,7 +9,7 @@ import libcst as cst
 
 from ampdbg.ops import CAST_METHODS, JOINS
 from ampdbg.patch.modes import PLAIN_BUILTINS, TensorNames, called_name
-from ampdbg.source.bindings import METADATA, TRANSPOSED, Bindings
+from ampdbg.source.bindings import METADATA, TRANSPOSED
 from ampdbg.source.expressions import assigned_codes, code_of, find, walk
 from ampdbg.source.source_file import EditError
 
@@ -101,8 +101,6 @@ class HalfCasts(cst.CSTTransformer):
 
     def _is_half(self, node: cst.CSTNode) -> bool:
         """A half tensor, or an element of one: ``x``, ``x[:, 0]``."""
-        if isinstance(node, cst.IfExp):
-            return self._chooses_unknown(node)
         if not isinstance(node, (cst.Name, cst.Attribute, cst.Subscript, cst.Call)):
             return False
         if isinstance(node, cst.Attribute) and node.attr.value in TRANSPOSED and self._is_half(node.value):
@@ -114,17 +112,6 @@ class HalfCasts(cst.CSTTransformer):
             return code not in self._names.full
         return isinstance(node, cst.Subscript) and self._is_half(node.value)
 
-    def _chooses_unknown(self, node: cst.IfExp) -> bool:
-        """``x if y is None else y``: the trace saw one of the two, and the other may be in half as well."""
-        sides = (node.body, node.orelse)
-        if not all(isinstance(side, (cst.Name, cst.Attribute, cst.Subscript)) for side in sides):
-            return False
-        known = self._names.half | self._names.full | self._made
-        unknown = [side for side in sides if code_of(side) not in known]
-        return (
-            len(unknown) == 1 and any(map(self._is_half, sides)) and _is_there(unknown[0], node, self._names.bindings)
-        )
-
     def _joins_unknown(self, node: cst.CSTNode) -> bool:
         """``torch.stack(rows)``: a trace tells of tensors, and not what lists hold."""
         if not isinstance(node, cst.Call) or called_name(node) not in JOINS or not node.args:
@@ -133,15 +120,6 @@ class HalfCasts(cst.CSTTransformer):
             return False
         joined = node.args[0].value
         return isinstance(joined, cst.Name) and joined.value not in self._made | self._names.half | self._names.full
-
-
-def _is_there(side: cst.BaseExpression, choice: cst.IfExp, bindings: Bindings) -> bool:
-    """Whether that side of a choice holds a tensor where it is chosen, as far as the source tells."""
-    code = code_of(side)
-    asks = code_of(choice.test)
-    if asks in (f"{code} is None", f"{code} is not None"):
-        return (side is choice.orelse) == asks.endswith("is None")
-    return code not in bindings.maybe_none | bindings.maybe_numbers | bindings.numbers | {"None", "True", "False"}
 
 
 def _spaced(node: cst.BinaryOperation) -> cst.BinaryOperation:

@@ -125,49 +125,19 @@ def parameters_of(function: SourceFunction) -> tuple[str, ...]:
 def may_run_modules(function: SourceFunction, module: torch.nn.Module | None, tensors: frozenset[str]) -> bool:
     """Whether the function may run a child of ``module``, whose method it is (None: a plain function's caller).
 
-    ``tensors`` are the parameters that are known to hold tensors: a method of any other may run what it likes.
+    It may where it hands ``self`` on, calls a method or uses a child of it, or calls a parameter that is not known to
+    hold a tensor; ``tensors`` are those that are.
     """
-    return _may_run_modules(function, module, tensors, frozenset())
-
-
-def _may_run_modules(
-    function: SourceFunction, module: torch.nn.Module | None, tensors: frozenset[str], above: frozenset[SourceFunction]
-) -> bool:
     node = node_of(function)
     if node is None or not is_users_file(function.file):
         return True
     own = _self_of(node) if function.class_name else ""
     unknown = set(_parameters(node)) - tensors - {own}
     uses = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and _is_name(part.value, own)]
-    if sum(_is_name(part, own) for part in ast.walk(node)) > len(uses):
-        return True  # self is handed on
-    if uses and (module is None or any(part.attr in module._modules for part in uses)):
-        return True
-    for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
-        if _root(call.func) in unknown:
-            return True
-        method = _method_called(call, own)
-        if method and module is not None:
-            others = list(functions_run(type(module), method))
-            again = above | {function}
-            if not others or any(
-                _may_run_modules(other, module, frozenset(parameters_of(other)), again)
-                for other in others
-                if other not in again
-            ):
-                return True
-    return False
-
-
-def _method_called(call: ast.Call, own: str) -> str:
-    """``energy`` of ``self.energy(x)`` and ``self.energy.of(x)``; "" of any other call."""
-    part = call.func
-    while isinstance(part, (ast.Attribute, ast.Subscript, ast.Call)):
-        inner = part.func if isinstance(part, ast.Call) else part.value
-        if isinstance(part, ast.Attribute) and _is_name(inner, own):
-            return part.attr
-        part = inner
-    return ""
+    calls = [_root(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
+    is_handed_on = sum(_is_name(part, own) for part in ast.walk(node)) > len(uses)
+    uses_child = bool(uses) and (module is None or any(part.attr in module._modules for part in uses))
+    return is_handed_on or uses_child or any(root == own or root in unknown for root in calls if root)
 
 
 def _root(node: ast.expr) -> str:

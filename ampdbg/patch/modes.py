@@ -150,7 +150,14 @@ class Action(Enum):
     NOTHING = "names, numbers, containers"
 
 
-CONDITIONAL = (cst.IfExp, cst.BooleanOperation, cst.Lambda, *COMPREHENSIONS)
+_CONDITIONAL: dict[type[cst.CSTNode], str] = {
+    cst.IfExp: "a conditional expression",
+    cst.BooleanOperation: "an `and` or `or`",
+    cst.Lambda: "a lambda",
+    **dict.fromkeys(COMPREHENSIONS, "a comprehension"),
+    cst.GeneratorExp: "a generator expression",
+}
+CONDITIONAL = tuple(_CONDITIONAL)
 """Expressions whose parts may run never or many times: nothing is taken out of them."""
 
 _OPERATORS = (
@@ -247,10 +254,11 @@ class Modes:
 
     def _of_whole(self, node: cst.CSTNode) -> Mode:
         found = {self._own(item) for item in walk(node) if item is not node} - {Mode.EITHER}
+        words = _CONDITIONAL.get(type(node), "an expression")
         if len(found) == 2:
-            raise EditError(f"{_noun(node)} holds both what must run in FP32 and what must not; take it apart first")
+            raise EditError(f"{words} holds both what must run in FP32 and what must not; take it apart first")
         if Mode.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
-            raise EditError(f"{_noun(node)} runs later, when the block is left; make it a function or a list first")
+            raise EditError(f"{words} runs later, when the block is left; make it a function or a list first")
         return found.pop() if found else Mode.EITHER
 
     def _own(self, node: cst.CSTNode) -> Mode:
@@ -319,17 +327,3 @@ def _consumes_generator(node: cst.CSTNode) -> bool:
         and called_name(node) in CONSUMERS
         and any(isinstance(arg.value, cst.GeneratorExp) for arg in node.args)
     )
-
-
-def _noun(node: cst.CSTNode) -> str:
-    match node:
-        case cst.IfExp():
-            return "a conditional expression"
-        case cst.BooleanOperation():
-            return "an `and` or `or`"
-        case cst.Lambda():
-            return "a lambda"
-        case cst.GeneratorExp():
-            return "a generator expression"
-        case _:
-            return "a comprehension"

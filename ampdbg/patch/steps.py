@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
 
 from ampdbg.ops import MOVES, PRODUCTS, TENSOR_METHODS
 from ampdbg.patch.modes import Mode, Modes, called_name
-from ampdbg.source.expressions import bare, code_of, find, names_read, walk
+from ampdbg.source.expressions import bare, code_of, find, walk
 from ampdbg.source.source_file import EditError
 
 OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
@@ -23,32 +23,19 @@ OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
 """What a new variable is called that holds the result of an operator."""
 
 RESULT = "result"
-UPDATE = "update"
-"""What is added to a residual stream."""
 
 
-def name_for(node: cst.BaseExpression, parent: cst.CSTNode | None) -> str:
+def name_for(node: cst.BaseExpression) -> str:
     """What a person would call the value of an expression."""
     if isinstance(node, cst.BinaryOperation):
         return OPERATOR_NAMES.get(type(node.operator), RESULT)
     call = _call_in(node)
     if call is None:
         return RESULT
-    if _is_residual(parent):
-        return UPDATE
     name = called_name(call).strip("_")
     if name in PRODUCTS:
         return "product"
     return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
-
-
-def _is_residual(parent: cst.CSTNode | None) -> bool:
-    """Whether this is ``x + f(x)``, a residual stream and what is added to it."""
-    return (
-        isinstance(parent, cst.BinaryOperation)
-        and isinstance(parent.operator, cst.Add)
-        and any(isinstance(side, (cst.Name, cst.Attribute)) for side in (parent.left, parent.right))
-    )
 
 
 def _call_in(node: cst.BaseExpression) -> cst.Call | None:
@@ -70,19 +57,6 @@ def unused(name: str, taken: frozenset[str]) -> str:
     """``name``, or with something behind it where it is taken."""
     candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)
-
-
-def first_name(value: cst.BaseExpression) -> str:
-    """``x`` of ``x + y`` and of ``x.view(1)``; "" of a call of a function."""
-    match value:
-        case cst.Name(value=name):
-            return name
-        case cst.BinaryOperation(left=first) | cst.Subscript(value=first) | cst.Attribute(value=first):
-            return first_name(first)
-        case cst.Call(func=cst.Attribute(value=first)):
-            return first_name(first)
-        case _:
-            return ""
 
 
 VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
@@ -133,7 +107,7 @@ def take_apart(statement: cst.BaseSmallStatement, modes: Modes) -> Apart:
     if placer.steps and next(find(statement, cst.NamedExpr), None) is not None:
         raise EditError("it binds a name with := in an expression that would have to be taken apart")
     rest = statement.with_changes(**{VALUE_FIELDS[type(statement)]: placed})
-    return _with_old_name(Apart(tuple(placer.steps), rest, want), modes)
+    return Apart(tuple(placer.steps), rest, want)
 
 
 def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
@@ -197,8 +171,7 @@ class _Placer(cst.CSTTransformer):
         return cst.Name(name)
 
     def _new_name(self, node: cst.BaseExpression) -> str:
-        parent = self._parents[-1] if self._parents else None
-        return unused(name_for(node, parent), self._modes.names.bindings.taken | {step.name for step in self.steps})
+        return unused(name_for(node), self._modes.names.bindings.taken | {step.name for step in self.steps})
 
 
 def _inner_mode(node: cst.CSTNode, want: Mode, modes: Modes, is_callee: bool) -> Mode:
@@ -250,39 +223,3 @@ def _out_of_order(visited: list[_Visited]) -> set[int]:
         if not item.is_step and next(overtaking, None) is not None:
             forced.add(id(item.node))
     return forced
-
-
-def _with_old_name(apart: Apart, modes: Modes) -> Apart:
-    """``x = norm(x + y)`` becomes ``x = x + y; x = norm(x)``: no new variable where an old one has served its turn."""
-    if not apart.steps or apart.steps[-1].name == UPDATE:
-        return apart
-    *before, last = apart.steps
-    name = _name_to_reuse(apart.rest, last, modes)
-    rest = value_of(apart.rest)
-    if not name or rest is None or name in names_read(rest):
-        return apart
-    renamed = apart.rest.visit(_Rename(last.name, name))
-    if not isinstance(renamed, cst.BaseSmallStatement):
-        return apart
-    return Apart((*before, replace(last, name=name)), renamed, apart.mode)
-
-
-def _name_to_reuse(rest: cst.BaseSmallStatement, last: Step, modes: Modes) -> str:
-    bindings = modes.names.bindings
-    match rest:
-        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
-            found = name
-        case cst.Return() if last.mode is Mode.FP32 and bindings.has_no_try:
-            found = first_name(last.value)
-        case _:
-            return ""
-    return found if found in bindings.local - bindings.shared and found not in ("self", "cls") else ""
-
-
-class _Rename(cst.CSTTransformer):
-    def __init__(self, old: str, new: str) -> None:
-        super().__init__()
-        self._old, self._new = old, new
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:  # noqa: N802 - LibCST's name
-        return updated_node.with_changes(value=self._new) if updated_node.value == self._old else updated_node

@@ -10,7 +10,7 @@ from functools import cached_property
 import libcst as cst
 
 from ampdbg.ops import SHARES_MEMORY
-from ampdbg.source.expressions import SCOPES, assigned_codes, find, names_assigned, names_read, plain_parameters, walk
+from ampdbg.source.expressions import assigned_codes, find, names_assigned, names_read, plain_parameters, walk
 from ampdbg.source.imports import dotted, imports_of, origin_of
 
 METADATA = frozenset(
@@ -74,22 +74,6 @@ class Bindings:
         return frozenset(
             names_read(self._scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
         )
-
-    @cached_property
-    def shared(self) -> frozenset[str]:
-        """Names that other functions see: global, nonlocal, or read in a nested function."""
-        seen: set[str] = set()
-        for inner in walk(self._scope):
-            if isinstance(inner, (cst.Global, cst.Nonlocal)):
-                seen |= {item.name.value for item in inner.names}
-            elif isinstance(inner, SCOPES):
-                seen |= names_read(inner)
-        return frozenset(seen)
-
-    @cached_property
-    def has_no_try(self) -> bool:
-        """Whether a ``return`` is the end: no ``finally`` or ``except`` reads the names afterwards."""
-        return next(find(self._scope, cst.Try), None) is None and next(find(self._scope, cst.TryStar), None) is None
 
     @cached_property
     def numbers(self) -> frozenset[str]:
