@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ampdbg.patch.casts import PinnedStatement, cast, cast_statements
-from ampdbg.patch.modes import Mode, TensorNames, viewed
-from ampdbg.patch.pieces import Mark, Piece, may_run_in_either, pieces_of_line
+from ampdbg.patch.pieces import LineMark, Piece, may_run_in_either, pieces_of_line
+from ampdbg.patch.regions import Region, TensorNames, viewed
 from ampdbg.patch.steps import value_of
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import (
@@ -40,7 +40,7 @@ class Suite:
     """
 
     bindings: Bindings
-    marks: Mapping[int, Mark]
+    marks: Mapping[int, LineMark]
     names_of: Callable[[cst.CSTNode], TensorNames]
     indent: str
     refused: dict[int, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Suite:
             except EditError as error:
                 self.refused[mark.number] = str(error)
         # Whether it may stand in a block depends on what the block has made by then.
-        return [Piece(Mode.EITHER, new, self.names_of(old))]
+        return [Piece(Region.EITHER, new, self.names_of(old))]
 
     def _gathered(self, pieces: Sequence[Piece]) -> Iterator[cst.BaseStatement]:
         made: frozenset[str] = frozenset()
@@ -151,12 +151,12 @@ def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> 
     end = start
     for index in range(start, len(pieces)):
         piece = pieces[index]
-        if piece.mode is Mode.FP32:
+        if piece.mode is Region.FP32:
             end = index + 1
         elif (
             index == start
             or index - end >= BETWEEN
-            or piece.mode is Mode.AUTOCAST
+            or piece.mode is Region.AUTOCAST
             or not may_run_in_either(piece.statement, piece.names, made)
         ):
             break

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from ampdbg.ops import CAST_METHODS, JOINS
-from ampdbg.patch.modes import PLAIN_BUILTINS, TensorNames, called_name
+from ampdbg.patch.regions import PLAIN_BUILTINS, TensorNames, called_name
 from ampdbg.source.bindings import METADATA, TRANSPOSED
 from ampdbg.source.expressions import assigned_codes, code_of, find, walk
 from ampdbg.source.source_file import EditError

@@ -10,8 +10,8 @@ import libcst as cst
 from ampdbg.patch.blocks import Suite
 from ampdbg.patch.casts import PinnedStatement, cast_statements
 from ampdbg.patch.marks import Marks, marks_of
-from ampdbg.patch.modes import TensorNames
-from ampdbg.patch.pieces import Mark
+from ampdbg.patch.pieces import LineMark
+from ampdbg.patch.regions import TensorNames
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
 from ampdbg.patch.whole_functions import function_of, with_body_in_fp32
 from ampdbg.source.bindings import Bindings
@@ -130,7 +130,7 @@ class _Rewriter(cst.CSTTransformer):
         self._note(suite)
         return body
 
-    def _suite(self, marks: Mapping[int, Mark], indent: str | None) -> Suite:
+    def _suite(self, marks: Mapping[int, LineMark], indent: str | None) -> Suite:
         bindings = Bindings(self.source.module, self._functions[-1])
 
         def names_of(node: cst.CSTNode) -> TensorNames:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
-from ampdbg.patch.modes import TensorNames
-from ampdbg.patch.pieces import Mark
+from ampdbg.patch.pieces import LineMark
+from ampdbg.patch.regions import TensorNames
 from ampdbg.patch.source_pins import CallPin, NamesSeen, Refused, StatementPin
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import assigned_codes, canonical, find
@@ -22,7 +22,7 @@ LinePin = StatementPin | CallPin
 class Off:
     """A pinned line under which autocast is off already, and what holds FP32 there by then."""
 
-    mark: Mark
+    mark: LineMark
     made: frozenset[str]
 
 
@@ -33,7 +33,7 @@ class Marks:
     ``pins`` are those of a function, by the ``id`` of its node (of None: the module's own code).
     """
 
-    lines: dict[int, Mark] = field(default_factory=dict)
+    lines: dict[int, LineMark] = field(default_factory=dict)
     off: dict[int, Off] = field(default_factory=dict)
     pins: dict[int, Sequence[LinePin]] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
@@ -90,7 +90,7 @@ def _mark(
     place, key = located.place, id(located.line)
     bindings = Bindings(source.module, place.function)
     marks.pins[id(place.function)] = together
-    new = Mark(
+    new = LineMark(
         number,
         _names(together, located.span, bindings),
         frozenset({canonical(pin.callee)}) if isinstance(pin, CallPin) else frozenset(),

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from ampdbg.patch.modes import Action, Mode, Modes, TensorNames, action_of, writes_in_place
-from ampdbg.patch.steps import Apart, Step, take_apart, value_of
+from ampdbg.patch.regions import Action, Region, Regions, TensorNames, action_of, writes_in_place
+from ampdbg.patch.steps import Apart, Part, take_apart, value_of
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import find, names_read, walk
 from ampdbg.source.source_file import EditError
@@ -28,7 +28,7 @@ _TIGHT = (cst.Multiply, cst.Divide, cst.MatrixMultiply, cst.Power, cst.FloorDivi
 
 
 @dataclass(frozen=True)
-class Mark:
+class LineMark:
     """A line that is pinned: what is known of its names, the callees to pin, whether its own operations are.
 
     ``number`` is the first of its lines that a pin names.
@@ -44,10 +44,10 @@ class Mark:
 class Piece:
     """One statement of the new suite, what is known of its names, and the mark of the line that it comes from."""
 
-    mode: Mode
+    mode: Region
     statement: cst.BaseStatement
     names: TensorNames
-    mark: Mark | None = None
+    mark: LineMark | None = None
 
     @property
     def line(self) -> cst.SimpleStatementLine:
@@ -57,7 +57,7 @@ class Piece:
         return self.statement
 
 
-def pieces_of_line(line: cst.SimpleStatementLine, mark: Mark) -> Iterator[Piece]:
+def pieces_of_line(line: cst.SimpleStatementLine, mark: LineMark) -> Iterator[Piece]:
     """The pieces of a pinned line: its small statements on lines of their own, taken apart.
 
     Raises:
@@ -70,46 +70,46 @@ def pieces_of_line(line: cst.SimpleStatementLine, mark: Mark) -> Iterator[Piece]
             pieces += _pieces_of_small(small, mark)
         except EditError as error:
             refused.append(error)
-            pieces.append(Piece(Mode.AUTOCAST, _line(small), mark.names, mark))
-    if not any(piece.mode is Mode.FP32 for piece in pieces):
+            pieces.append(Piece(Region.AUTOCAST, _line(small), mark.names, mark))
+    if not any(piece.mode is Region.FP32 for piece in pieces):
         raise refused[0]
     return _with_margins(line, pieces)
 
 
-def _pieces_of_small(small: cst.BaseSmallStatement, mark: Mark) -> list[Piece]:
+def _pieces_of_small(small: cst.BaseSmallStatement, mark: LineMark) -> list[Piece]:
     _refuse_suspended(small)
     if mark.operations:
         _refuse_writes(small, mark.names)
     small = _without_augmented(small, mark.names)
-    apart = take_apart(small, _modes(mark, small))
-    rest = Piece(apart.mode, _line(apart.rest), _names_after(apart.steps, mark), mark)
-    return [*_pieces_of_steps(apart, mark), rest]
+    apart = take_apart(small, _regions(mark, small))
+    rest = Piece(apart.mode, _line(apart.rest), _names_after(apart.parts, mark), mark)
+    return [*_pieces_of_parts(apart, mark), rest]
 
 
-def _modes(mark: Mark, statement: cst.BaseSmallStatement) -> Modes:
-    modes = Modes(mark.names, mark.callees, mark.operations)
+def _regions(mark: LineMark, statement: cst.BaseSmallStatement) -> Regions:
+    regions = Regions(mark.names, mark.callees, mark.operations)
     value = value_of(statement)
     if value is None:
-        return modes
+        return regions
     # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
-    certain = replace(modes, names=replace(mark.names, guesses=not mark.names.full))
+    certain = replace(regions, names=replace(mark.names, guesses=not mark.names.full))
     if certain.has_fp32(value):
         return certain
-    if modes.has_fp32(value) or modes.has_users_call(value):
-        return modes
+    if regions.has_fp32(value) or regions.has_users_call(value):
+        return regions
     # The line only moves values: then that is what has been pinned.
-    return replace(modes, moves=mark.operations)
+    return replace(regions, moves=mark.operations)
 
 
-def _pieces_of_steps(apart: Apart, mark: Mark) -> Iterator[Piece]:
-    for index, step in enumerate(apart.steps):
+def _pieces_of_parts(apart: Apart, mark: LineMark) -> Iterator[Piece]:
+    for index, step in enumerate(apart.parts):
         assignment = cst.Assign([cst.AssignTarget(cst.Name(step.name))], step.value)
-        yield Piece(step.mode, _line(assignment), _names_after(apart.steps[:index], mark), mark)
+        yield Piece(step.mode, _line(assignment), _names_after(apart.parts[:index], mark), mark)
 
 
-def _names_after(steps: Sequence[Step], mark: Mark) -> TensorNames:
+def _names_after(steps: Sequence[Part], mark: LineMark) -> TensorNames:
     """What autocast computed in a step is in half, unless the trace saw otherwise."""
-    full = frozenset(step.name for step in steps if step.mode is Mode.FP32 or step.origin in mark.names.full)
+    full = frozenset(step.name for step in steps if step.mode is Region.FP32 or step.origin in mark.names.full)
     return mark.names.with_new(frozenset(step.name for step in steps) - full, full)
 
 
@@ -190,7 +190,7 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
     if any(isinstance(node, banned) or action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
         return False
-    if Modes(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
+    if Regions(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False
     return names.bindings.is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from ampdbg.ops import MOVES, PRODUCTS, TENSOR_METHODS
-from ampdbg.patch.modes import Mode, Modes, called_name
+from ampdbg.patch.regions import Region, Regions, called_name
 from ampdbg.source.expressions import bare, code_of, find, walk
 from ampdbg.source.source_file import EditError
 
@@ -71,10 +71,10 @@ VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
 
 
 @dataclass(frozen=True)
-class Step:
+class Part:
     """A value that is computed before its statement: ``name = value``. ``origin`` is what it was in the source."""
 
-    mode: Mode
+    mode: Region
     name: str
     value: cst.BaseExpression
     origin: str
@@ -84,30 +84,30 @@ class Step:
 class Apart:
     """A statement taken apart: the steps before it, and what is left of it, which runs in ``mode``."""
 
-    steps: tuple[Step, ...]
+    parts: tuple[Part, ...]
     rest: cst.BaseSmallStatement
-    mode: Mode
+    mode: Region
 
 
-def take_apart(statement: cst.BaseSmallStatement, modes: Modes) -> Apart:
+def take_apart(statement: cst.BaseSmallStatement, regions: Regions) -> Apart:
     """The steps of a pinned statement.
 
     Raises:
         EditError: there is nothing to pin in it, or it cannot be taken apart without a change of what it does.
     """
     value = value_of(statement)
-    computes = modes.operations and isinstance(statement, cst.AugAssign)
-    if value is None or not (computes or modes.has_fp32(value)):
-        raise EditError(_nothing_to_pin(modes))
-    want = _mode_of(statement, value, modes)
-    placer = _Placer(modes, want, value)
+    computes = regions.operations and isinstance(statement, cst.AugAssign)
+    if value is None or not (computes or regions.has_fp32(value)):
+        raise EditError(_nothing_to_pin(regions))
+    want = _mode_of(statement, value, regions)
+    placer = _Placer(regions, want, value)
     placed = value.visit(placer)
     if not isinstance(placed, cst.BaseExpression):
         raise TypeError(f"an expression became {type(placed).__name__}")
-    if placer.steps and next(find(statement, cst.NamedExpr), None) is not None:
+    if placer.parts and next(find(statement, cst.NamedExpr), None) is not None:
         raise EditError("it binds a name with := in an expression that would have to be taken apart")
     rest = statement.with_changes(**{VALUE_FIELDS[type(statement)]: placed})
-    return Apart(tuple(placer.steps), rest, want)
+    return Apart(tuple(placer.parts), rest, want)
 
 
 def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
@@ -117,17 +117,17 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
     return value if isinstance(value, cst.BaseExpression) else None
 
 
-def _nothing_to_pin(modes: Modes) -> str:
-    if modes.callees:
-        return f"{' and '.join(sorted(modes.callees))} is not called here"
+def _nothing_to_pin(regions: Regions) -> str:
+    if regions.callees:
+        return f"{' and '.join(sorted(regions.callees))} is not called here"
     return "it computes nothing itself but calls modules or functions; pin what it calls"
 
 
-def _mode_of(statement: cst.BaseSmallStatement, value: cst.BaseExpression, modes: Modes) -> Mode:
+def _mode_of(statement: cst.BaseSmallStatement, value: cst.BaseExpression, regions: Regions) -> Region:
     if isinstance(statement, cst.AugAssign):
-        return Mode.FP32 if modes.operations else Mode.AUTOCAST
-    mode = modes.of(value)
-    return Mode.FP32 if mode is Mode.EITHER else mode
+        return Region.FP32 if regions.operations else Region.AUTOCAST
+    mode = regions.of(value)
+    return Region.FP32 if mode is Region.EITHER else mode
 
 
 @dataclass(frozen=True)
@@ -144,19 +144,19 @@ class _Visited:
 class _Placer(cst.CSTTransformer):
     """Replaces each part whose mode is not that of what surrounds it by a name, and keeps what the name stands for."""
 
-    def __init__(self, modes: Modes, want: Mode, root: cst.BaseExpression) -> None:
+    def __init__(self, regions: Regions, want: Region, root: cst.BaseExpression) -> None:
         super().__init__()
-        self.steps: list[Step] = []
-        self._modes = modes
+        self.parts: list[Part] = []
+        self._regions = regions
         self._wants = [want]
         self._parents: list[cst.CSTNode] = []
-        self._forced = _out_of_order(list(_visit_order(root, want, modes)))
+        self._forced = _out_of_order(list(_visit_order(root, want, regions)))
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         is_callee = bool(self._parents) and _is_callee(node, self._parents[-1])
-        self._wants.append(_inner_mode(node, self._wants[-1], self._modes, is_callee))
+        self._wants.append(_inner_mode(node, self._wants[-1], self._regions, is_callee))
         self._parents.append(node)
-        return not self._modes.is_whole(node)
+        return not self._regions.is_whole(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
         self._parents.pop()
@@ -166,18 +166,18 @@ class _Placer(cst.CSTTransformer):
         if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
             return updated_node
         name = self._new_name(original_node)
-        value = _standing_alone(updated_node, self._modes.names.bindings.module.default_indent)
-        self.steps.append(Step(mode, name, value, code_of(original_node)))
+        value = _standing_alone(updated_node, self._regions.names.bindings.module.default_indent)
+        self.parts.append(Part(mode, name, value, code_of(original_node)))
         return cst.Name(name)
 
     def _new_name(self, node: cst.BaseExpression) -> str:
-        return unused(name_for(node), self._modes.names.bindings.taken | {step.name for step in self.steps})
+        return unused(name_for(node), self._regions.names.bindings.taken | {step.name for step in self.parts})
 
 
-def _inner_mode(node: cst.CSTNode, want: Mode, modes: Modes, is_callee: bool) -> Mode:
+def _inner_mode(node: cst.CSTNode, want: Region, regions: Regions, is_callee: bool) -> Region:
     # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
-    mode = modes.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Mode.EITHER
-    return want if mode is Mode.EITHER else mode
+    mode = regions.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Region.EITHER
+    return want if mode is Region.EITHER else mode
 
 
 def _is_callee(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
@@ -197,17 +197,17 @@ def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression
 
 
 def _visit_order(
-    node: cst.CSTNode, want: Mode, modes: Modes, count: int = 0, is_callee: bool = False
+    node: cst.CSTNode, want: Region, regions: Regions, count: int = 0, is_callee: bool = False
 ) -> Iterator[_Visited]:
     """The steps and the calls with effects below ``node``, in the order of evaluation."""
-    mode = _inner_mode(node, want, modes, is_callee)
+    mode = _inner_mode(node, want, regions, is_callee)
     start, has_effect = count, False
-    for child in () if modes.is_whole(node) else node.children:
-        for item in _visit_order(child, mode, modes, count, _is_callee(child, node)):
+    for child in () if regions.is_whole(node) else node.children:
+        for item in _visit_order(child, mode, regions, count, _is_callee(child, node)):
             has_effect |= item.has_effect
             count = item.end + 1
             yield item
-    own_effect = any(modes.has_effect(item) for item in (walk(node) if modes.is_whole(node) else (node,)))
+    own_effect = any(regions.has_effect(item) for item in (walk(node) if regions.is_whole(node) else (node,)))
     has_effect |= own_effect
     if mode is not want or own_effect:
         yield _Visited(node, start, count, mode is not want, has_effect)

@@ -8,7 +8,7 @@ import libcst as cst
 
 from ampdbg.patch.blocks import autocast_in, rebinding, with_autocast_off
 from ampdbg.patch.casts import cast, root_name
-from ampdbg.patch.modes import writes_in_place
+from ampdbg.patch.regions import writes_in_place
 from ampdbg.patch.source_pins import FunctionPin
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import walk

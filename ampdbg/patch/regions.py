@@ -133,7 +133,7 @@ def _is_super(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "super"
 
 
-class Mode(Enum):
+class Region(Enum):
     """Where a piece of code runs."""
 
     FP32 = "in the block, autocast off"
@@ -217,8 +217,8 @@ def _kind_by_name(name: str) -> Action:
 
 
 @dataclass(frozen=True)
-class Modes:
-    """The modes of the expressions in one statement.
+class Regions:
+    """The regions of the expressions in one statement.
 
     ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
     where ``operations`` says so, and its moves too with ``moves``.
@@ -229,7 +229,7 @@ class Modes:
     operations: bool = False
     moves: bool = False
 
-    def of(self, node: cst.CSTNode) -> Mode:
+    def of(self, node: cst.CSTNode) -> Region:
         """The mode of an expression as a whole.
 
         What follows a call or an operation (``[0]``, ``.T``, ``.view(…)``) goes where that goes.
@@ -238,35 +238,35 @@ class Modes:
             EditError: a part that may not be taken out would have to run in FP32, and another one not.
         """
         if isinstance(node, cst.Call) and code_of(node.func) in self.callees:
-            return Mode.FP32
+            return Region.FP32
         if self.is_whole(node):
             return self._of_whole(node)
         action = action_of(node, self.names)
         if action is Action.USERS_CALL:
-            return Mode.AUTOCAST
+            return Region.AUTOCAST
         if action is Action.OPERATION or (action is Action.MOVE and self.moves):
-            return Mode.FP32 if self.operations else Mode.AUTOCAST
-        return Mode.EITHER if (base := _followed(node)) is None else self.of(base)
+            return Region.FP32 if self.operations else Region.AUTOCAST
+        return Region.EITHER if (base := _followed(node)) is None else self.of(base)
 
     def is_whole(self, node: cst.CSTNode) -> bool:
         """Whether nothing may be taken out of the node, so that all of it runs in one mode."""
         return isinstance(node, CONDITIONAL) or _consumes_generator(node)
 
-    def _of_whole(self, node: cst.CSTNode) -> Mode:
-        found = {self._own(item) for item in walk(node) if item is not node} - {Mode.EITHER}
+    def _of_whole(self, node: cst.CSTNode) -> Region:
+        found = {self._own(item) for item in walk(node) if item is not node} - {Region.EITHER}
         words = _CONDITIONAL.get(type(node), "an expression")
         if len(found) == 2:
             raise EditError(f"{words} holds both what must run in FP32 and what must not; take it apart first")
-        if Mode.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
+        if Region.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
             raise EditError(f"{words} runs later, when the block is left; make it a function or a list first")
-        return found.pop() if found else Mode.EITHER
+        return found.pop() if found else Region.EITHER
 
-    def _own(self, node: cst.CSTNode) -> Mode:
-        return Mode.EITHER if isinstance(node, CONDITIONAL) else self.of(node)
+    def _own(self, node: cst.CSTNode) -> Region:
+        return Region.EITHER if isinstance(node, CONDITIONAL) else self.of(node)
 
     def has_fp32(self, node: cst.CSTNode) -> bool:
         """Whether any part of it must run in FP32."""
-        return any(self.of(item) is Mode.FP32 for item in walk(node) if isinstance(item, cst.BaseExpression))
+        return any(self.of(item) is Region.FP32 for item in walk(node) if isinstance(item, cst.BaseExpression))
 
     def has_users_call(self, node: cst.CSTNode) -> bool:
         """Whether it calls any code of the user's."""
