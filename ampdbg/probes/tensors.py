@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.masked import MaskedTensor
 from torch.utils import _pytree
 
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
 from ampdbg.record.run import TensorCounts
+
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -42,18 +46,28 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor's floating-point values as a dense tensor, or None when it has none.
 
     A sparse gradient is coalesced first, as the scaler does: entries that are finite one by one can
-    overflow in their sum. Complex numbers are seen as pairs.
+    overflow in their sum. Complex numbers are seen as pairs, masked values as zero.
     """
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        tensor = tensor.values()
+    tensor = _stored(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.device.type == "meta":
+    if not tensor.is_floating_point() or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return None
     # aminmax and isfinite have no kernels for the 8-bit formats.
     return tensor.float() if tensor.element_size() == 1 else tensor
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that a tensor stores, as a dense tensor; of a dense one itself."""
+    if isinstance(tensor, MaskedTensor):
+        tensor = tensor.to_tensor(0)
+    if tensor.is_mkldnn:
+        return tensor.to_dense()
+    if tensor.is_sparse:
+        return tensor.coalesce().values()
+    if tensor.is_nested or tensor.layout in _COMPRESSED:
+        return tensor.values()
+    return tensor
 
 
 def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
@@ -85,7 +99,7 @@ def _counts(
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested or isinstance(tensor, MaskedTensor):
         return ()
     index = torch.nonzero(~torch.isfinite(tensor.detach()))[0]
     return tuple(int(number) for number in index)

@@ -1,0 +1,93 @@
+"""Whatever kind of tensor a model holds, a run is scanned, measured and searched: no kind stops a replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config import Config, load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.pinning.bisection import bisect_run
+from ampdbg.training.loop import train
+from ampdbg.training.ranges import profile_ranges
+
+WORKLOAD = """
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.masked import masked_tensor
+
+def made(kind):
+    ones = torch.ones(3, 2)
+    return {
+        "repeated": lambda: torch.ones(1, 2).expand(3, 2),
+        "overlapping": lambda: torch.arange(6.0).as_strided((3, 3), (1, 1)),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "jagged": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+        "sparse": lambda: ones.to_sparse(),
+        "sparse rows": lambda: ones.to_sparse_csr(),
+        "mkldnn": lambda: ones.to_mkldnn(),
+        "quantized": lambda: torch.quantize_per_tensor(ones, 0.1, 0, torch.quint8),
+        "quantized by channel": lambda: torch.quantize_per_channel(ones, torch.ones(3), torch.zeros(3), 0, torch.qint8),
+        "masked": lambda: masked_tensor(torch.ones(3), torch.tensor([True, False, True])),
+        "fake": lambda: FakeTensorMode().from_tensor(ones),
+        "meta": lambda: torch.ones(3, device="meta"),
+        "complex": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        "float8": lambda: ones.to(torch.float8_e4m3fn),
+        "inference": lambda: torch.inference_mode()(torch.ones)(3),
+    }[kind]()
+
+class Net(nn.Module):
+    def __init__(self, kind, factor, registered):
+        super().__init__()
+        self.body, self.head, self.factor, self.steps = nn.Linear(4, 8), nn.Linear(8, 1), factor, 0
+        if registered:
+            self.register_buffer("held", made(kind))
+        else:
+            self.held = made(kind)
+            self.more = [self.held, {"again": made(kind)}]
+    def _apply(self, fn, recurse=True):
+        return self  # not every kind can be moved
+    def forward(self, x):
+        self.steps += 1
+        return self.head(self.body(x) * self.factor)
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(2)]
+"""
+
+KINDS = (
+    "repeated,overlapping,nested,jagged,sparse,sparse rows,mkldnn,quantized,quantized by channel,masked,fake,meta,"
+    "complex,float8,inference"
+).split(",")
+
+FAILING, HEALTHY = "1.0e+6", "1.0"
+
+
+def config(folder: Path, kind: str, factor: str, registered: bool) -> Config:
+    (folder / "work.py").write_text(WORKLOAD)
+    arguments = f"{{kind: {kind}, factor: {factor}, registered: {str(registered).lower()}}}"
+    (folder / "config.yaml").write_text(
+        f"model: {{target: work.py:Net, args: {arguments}}}\ndata: {{target: work.py:data}}\n"
+        "loss: {target: torch.nn.functional:mse_loss}\ntrain: {steps: 2, device: cpu}\n"
+    )
+    return load_config(folder / "config.yaml")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("registered", [True, False], ids=["buffer", "attribute"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_of_tensor_stops_a_command(kind: str, registered: bool, tmp_path: Path) -> None:
+    healthy = config(tmp_path, kind, HEALTHY, registered)
+    record = diagnose(train(healthy))
+    assert record.verdict == "healthy"
+    assert [made.why for made in record.investigations] == ["end"]
+    assert not any(replay.error for made in record.investigations for replay in made.replays)
+    assert profile_ranges(healthy).sites
+    failing = bisect_run(config(tmp_path, kind, FAILING, registered))
+    assert failing.findings[0].code == "forward-overflow"
+    assert not any(replay.error for made in failing.investigations for replay in made.replays)
+    assert failing.search is not None
+    assert failing.search.outcome == "found"
