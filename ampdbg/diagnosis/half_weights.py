@@ -13,7 +13,7 @@ MOST_OF_THE_UPDATE = 0.5
 
 CODE = CODES["optimizer-underflow"]
 
-LARGER_EPS = ", or use an optimizer eps that half holds: eps=1e-6 (changes the updates slightly)"
+LARGER_EPS = ", or use an eps that half holds: eps=1e-6 (it changes the updates slightly)"
 
 
 def spoilt_weights(record: Record) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
 from ampdbg.diagnosis.producers import FAR_FROM_FP32, Suspect, finding_at, named, overflow, suspects
-from ampdbg.formats import FORMATS
+from ampdbg.formats import FLOAT16, FORMATS
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Replay
@@ -90,7 +90,7 @@ def _losses(low: Replay, fp32: Replay) -> str:
 
 
 def _format(low: Replay) -> str:
-    return FORMATS[low.dtype].short
+    return FORMATS.get(low.dtype, FLOAT16).short
 
 
 def _lost_energy(low: Replay) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
@@ -206,11 +206,12 @@ def _overflowing_gradients(found: Skips, record: Record) -> Finding:
     listed = [step for step in telling if step.groups] or [step for step in found.all if step.groups] or telling
     narrowest = min(listed, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
+    paths = [name.split(".")[:-1] for name in names]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return undecided_step(
         step=telling[0].step,
         phase="backward",
-        module=_common_module(names),
+        module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",
         message=f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
         f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
@@ -261,16 +262,8 @@ def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
         step=every[0].step,
         phase="backward",
         message=f"the scaler skipped {count} step{many} while the loss scale settles (now {number(last)}): {settled}",
+        remedy=f"none is needed; GradScaler(init_scale={last:g}) saves the skipped steps"
+        if last < every[0].scale
+        else "",
         evidence={"skipped": count, "scale": last},
     )
-
-
-def _common_module(parameters: Sequence[str]) -> str:
-    """The innermost module path that holds all of the parameters."""
-    paths = [name.split(".")[:-1] for name in parameters]
-    common: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)

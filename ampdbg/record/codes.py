@@ -7,7 +7,7 @@ name in ``ampdbg/record/explanations/``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ampdbg.record.findings import Phase, Severity
@@ -19,9 +19,6 @@ OTHER = "Other causes"
 CALLS = "Misuse: calls in the wrong order"
 SETUP = "Misuse: autocast and scaler set up wrongly"
 
-SAME = "the same function"
-CHANGED = "changes the model's function"
-
 
 @dataclass(frozen=True)
 class Code:
@@ -32,7 +29,7 @@ class Code:
         family: the heading that it is listed under.
         verdict: the record's verdict where this is the root finding.
         remedy: what cures it.
-        headline: the report's first sentence; a template of :data:`FACTS`.
+        headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
         counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
@@ -41,11 +38,8 @@ class Code:
         erases_itself: the step's loss and gradients are finite.
         in_range_table: the table of ``ampdbg ranges`` shows it.
         why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
-        instead: what to change in place of a pin, where that is not the remedy itself.
-        loss_scale: what about the loss scale cures it: a larger one, or the one that the run settled at.
+        changes_function: the remedy changes what the model computes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
-        remedy_at_product: added to the remedy where the line scales a product that it has made.
-        remedy_at_sum: added to the remedy where the line takes a sum.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         harmless_share: a misuse in a smaller share of the steps is no more than information.
     """
@@ -63,11 +57,8 @@ class Code:
     erases_itself: bool = False
     in_range_table: bool = False
     why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
-    instead: str = ""
-    loss_scale: Literal["", "larger", "settled"] = ""
+    changes_function: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()
-    remedy_at_product: str = ""
-    remedy_at_sum: str = ""
     severity: Severity = "error"
     phase: Phase | None = None
     message: str = ""
@@ -80,28 +71,11 @@ finite; how far the loss scale fell; the first and the last scale; and whether i
 
 
 def _misuse(
-    name: str,
-    family: str,
-    phase: Phase,
-    message: str,
-    remedy: str,
-    headline: str,
-    severity: Severity = "error",
-    harmless_share: float = 0.0,
+    name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", harmless: float = 0.0
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
-    return Code(
-        name,
-        family,
-        "other",
-        remedy,
-        headline,
-        counts_against_a_patch=False,
-        severity=severity,
-        phase=phase,
-        message=message,
-        harmless_share=harmless_share,
-    )
+    code = Code(name, family, "other", remedy, "", counts_against_a_patch=False)
+    return replace(code, phase=phase, message=message, severity=severity, harmless_share=harmless)
 
 
 _ALL = (
@@ -113,18 +87,16 @@ _ALL = (
         "The forward pass overflows{where} at step {step}{losses}.",
         pin_helps=True,
         in_range_table=True,
-        remedy_at_product=", or scale before the product where that keeps it within range",
     ),
     Code(
         "silent-overflow",
         FORWARD,
         "precision",
-        "compute this statistic in FP32",
+        "compute this statistic in FP32: x.float() before it",
         "An op overflows{where}, although the loss and every gradient are finite.",
         information="Healthy: {skips}; an op overflows{where} without changing the result.",
         pin_helps=True,
         erases_itself=True,
-        instead=f"compute this statistic in FP32: x.float() before it, or sum(..., dtype=torch.float32) ({SAME})",
     ),
     Code(
         "buffer-poisoned",
@@ -138,19 +110,18 @@ _ALL = (
         "eps-underflow",
         FORWARD,
         "precision",
-        "use an eps of at least 1e-6, or compute this statistic in FP32",
+        "compute this statistic in FP32, or use an eps of at least 1e-6, which FP16 does not round to zero",
         "A divisor or a logarithm's argument rounds to zero{where} at step {step}{losses}.",
         pin_helps=True,
-        instead=f"an eps of at least 1e-6, which FP16 does not round to zero ({CHANGED} slightly)",
+        changes_function=True,
     ),
     Code(
         "mask-constant",
         FORWARD,
         "other",
-        "use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
+        "use masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant",
         "The code writes a constant{where} that half precision cannot hold, at step {step}{losses}.",
         counts_against_a_patch=False,
-        instead=f"masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant ({SAME})",
     ),
     Code(
         "precision-loss",
@@ -170,26 +141,23 @@ _ALL = (
         keeps_scale=True,
         in_range_table=True,
         remedy_at=(("_to_copy", "run the op that made this tensor in FP32 too: its gradient becomes half here"),),
-        remedy_at_sum="; take a mean in place of the sum",
     ),
     Code(
         "gradient-underflow",
         GRADIENTS,
         "precision",
-        "use a larger loss scale, or a dynamic one",
+        "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
         "The loss scale is too low: part of the gradient is zero that FP32 has values for.",
         counts_against_a_patch=False,
-        loss_scale="larger",
     ),
     Code(
         "no-usable-scale",
         GRADIENTS,
         "precision",
-        "run this op in FP32, or scale the losses apart",
+        "run this op in FP32, or scale the losses apart: a backward pass and a GradScaler for each",
         "No loss scale suits every part of the model: {skips}{falling}.",
         pin_helps=True,
         keeps_scale=True,
-        instead=f"scale the losses of the two parts apart: a backward pass and a GradScaler for each ({SAME})",
     ),
     Code(
         "scale-calibration",
@@ -199,7 +167,6 @@ _ALL = (
         "The static loss scale {last} is too large: {skips}.",
         information="Healthy: {skips} while the loss scale {settles}.",
         why_no_pin="Nothing to pin: the static loss scale is too large for the gradients of {step}.",
-        loss_scale="settled",
     ),
     Code(
         "gradient-growth",
@@ -249,7 +216,7 @@ _ALL = (
         "Bad data: the batch of step {step} holds values that half precision cannot hold.",
         counts_against_a_patch=False,
         why_no_pin="Nothing to pin: half precision cannot hold the data of {step}, and a pin would only hide that.",
-        instead=f"normalise the data: half precision cannot hold it ({CHANGED}: it sees other numbers)",
+        changes_function=True,
         phase="data",
     ),
     Code(
@@ -312,7 +279,6 @@ _ALL = (
         "optimizer",
         "the code clips gradients that still carry the loss scale, and so to far less than the limit it sets",
         "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
-        "Gradients are clipped before they are unscaled, first at step {step}.",
     ),
     _misuse(
         "misuse-unscale-twice",
@@ -320,7 +286,6 @@ _ALL = (
         "optimizer",
         "the code calls unscale_ on gradients that it has unscaled already",
         "call scaler.unscale_(optimizer) once between backward() and scaler.step(optimizer), which unscales by itself",
-        "Gradients are unscaled twice, first at step {step}.",
     ),
     _misuse(
         "misuse-accumulate",
@@ -328,7 +293,6 @@ _ALL = (
         "optimizer",
         "the code calls unscale_ or update between micro-batches whose gradients add up: their sum mixes scales",
         "call unscale_, clipping, step and update only after the last micro-batch of each step",
-        "Gradients of different loss scales add up, first at step {step}.",
     ),
     _misuse(
         "misuse-bare-step",
@@ -336,7 +300,6 @@ _ALL = (
         "optimizer",
         "the code calls optimizer.step() beside the scaler: nothing unscales the gradients or withholds bad ones",
         "replace it by scaler.step(optimizer), followed by scaler.update()",
-        "The optimizer steps without its scaler, first at step {step}.",
     ),
     _misuse(
         "misuse-unused-optimizer",
@@ -344,7 +307,6 @@ _ALL = (
         "optimizer",
         "the code calls scaler.step(optimizer) for an optimizer none of whose parameters has a gradient",
         "step only the optimizers that the backward pass of this iteration has reached",
-        "An optimizer steps without any gradient, first at step {step}.",
     ),
     _misuse(
         "misuse-no-update",
@@ -352,7 +314,6 @@ _ALL = (
         "optimizer",
         "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
         "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
-        "The loss scale is never updated, first at step {step}.",
     ),
     _misuse(
         "misuse-many-updates",
@@ -360,7 +321,6 @@ _ALL = (
         "optimizer",
         "scaler.update() comes before the step of an optimizer, which then unscales its gradients by the new scale",
         "call scaler.update() once, after the steps of all optimizers",
-        "The loss scale is updated too often, first at step {step}.",
         "warning",
     ),
     _misuse(
@@ -369,7 +329,6 @@ _ALL = (
         "backward",
         "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
         "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
-        "Gradients of a skipped step are kept, first at step {step}: {skips}.",
     ),
     _misuse(
         "misuse-scheduler-on-skip",
@@ -377,9 +336,8 @@ _ALL = (
         "optimizer",
         "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
         "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
-        "The learning-rate schedule runs ahead of the optimizer: {skips}.",
         "warning",
-        harmless_share=0.05,
+        harmless=0.05,
     ),
     _misuse(
         "misuse-gradient-penalty",
@@ -387,7 +345,6 @@ _ALL = (
         "backward",
         "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
         "divide what torch.autograd.grad returns by scaler.get_scale() before the penalty, inside autocast",
-        "A gradient penalty grows with the loss scale, first at step {step}.",
     ),
     _misuse(
         "misuse-no-scaler",
@@ -395,7 +352,6 @@ _ALL = (
         "backward",
         "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
         "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
-        "FP16 is trained without a loss scale.",
         "warning",
     ),
     _misuse(
@@ -404,7 +360,6 @@ _ALL = (
         "backward",
         "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
         "leave the scaler out, or make it with enabled=False",
-        "bfloat16 is trained with a loss scale that it does not need.",
         "warning",
     ),
     _misuse(
@@ -413,7 +368,6 @@ _ALL = (
         "optimizer",
         "the parameters are float16, and so are their gradients, which a scaler does not unscale",
         "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
-        "The scaler cannot unscale the gradients of half parameters.",
     ),
     _misuse(
         "misuse-custom-function",
@@ -422,7 +376,6 @@ _ALL = (
         "an autograd.Function without custom_fwd and custom_bwd meets mixed dtypes under autocast",
         "decorate forward with torch.amp.custom_fwd(device_type=..., cast_inputs=torch.float32) and backward with "
         "torch.amp.custom_bwd(device_type=...)",
-        "An autograd.Function is not written for autocast.",
     ),
     _misuse(
         "misuse-backward-in-autocast",
@@ -430,7 +383,6 @@ _ALL = (
         "backward",
         "the code calls backward() inside autocast, which belongs around the forward pass and the loss alone",
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
-        "The backward pass runs inside autocast.",
         "warning",
     ),
     _misuse(
@@ -439,7 +391,6 @@ _ALL = (
         "forward",
         "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
         "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
-        "Autocast refuses the loss function.",
     ),
 )
 

@@ -10,6 +10,7 @@ from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import FACTS, catalogued
+from ampdbg.record.explanation import explanation
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step, TensorCounts
 
@@ -97,6 +98,7 @@ def _sentence(record: Record) -> str:
         finding = record.findings[0]
         code = catalogued(finding.code)
         template = code.information if finding.severity == "info" and code.information else code.headline
+        template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record.steps))
     if not record.steps:
         return "The run ended before its first step."
