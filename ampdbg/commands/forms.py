@@ -64,7 +64,7 @@ class Handover:
             return f"{command} < {shlex.quote(file)}" if file else command
         if not self.out_of_reach:
             return f"git apply {shlex.quote(file)}" if file else "git apply"
-        return f"git{self._at('-C')} apply" + (f" {shlex.quote(os.path.abspath(file))}" if file else "")
+        return f"git{self._at('-C')} apply" + (f" {shlex.quote(_from(self.base, file))}" if file else "")
 
     def _at(self, option: str) -> str:
         """The option for the folder that the paths count from, as short as that goes; "" where it is this one."""
@@ -137,6 +137,14 @@ def _repository(folder: Path) -> Path | None:
         return None
     root = os.fsdecode(done.stdout).removesuffix("\n").removesuffix("\r")
     return Path(root).resolve() if done.returncode == 0 and root else None
+
+
+def _from(folder: Path, file: str) -> str:
+    """The path of a file that is named from here, as it is named in ``folder``."""
+    try:
+        return os.path.relpath(file, folder)
+    except ValueError:  # another drive
+        return os.path.abspath(file)
 
 
 def _shorter(folder: Path, here: Path) -> str:

@@ -50,7 +50,7 @@ WRONG = {
     "a setting without a key": (("scan", "a.yaml", "--set", "=5"), "write it as dotted.key=value"),
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
-    "an unknown format": (("report", "--format", "pdf"), "'text', 'json'"),
+    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are text, json"),
     "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'?"),
 }
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.file import to_json
 from tests.commands.program import Here, start
-from tests.remedy.suggestions import proven
+from tests.commands.suggestions import proven
 from tests.report import bisections, records
 
 WHOLE = [

@@ -46,7 +46,7 @@ def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Termin
         assert "loading model and data" in shown_on(terminal)
         watcher.step(skipped_step(0, 65536.0, overflow(0)))
     assert re.search(
-        r"step .* 1/50 .*loss 2\.5  scale 65536  skipped 1", re.sub(r"\x1b\[[0-9;]*m", "", shown_on(terminal))
+        r"step .* 1/50 .*loss 2\.5  scale 65,536  skipped 1", re.sub(r"\x1b\[[0-9;]*m", "", shown_on(terminal))
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.record.file import from_json, to_json, write_record
 from tests.commands.program import Here
-from tests.remedy.suggestions import proven
+from tests.commands.suggestions import proven
 from tests.report.records import collapse, healthy
 
 

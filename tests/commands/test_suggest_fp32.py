@@ -21,7 +21,7 @@ from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
 from tests.commands.program import Here, imported_by, start
-from tests.remedy.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
+from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
 from tests.report.bisections import found, fp32_fails, no_pin_helps, not_in_a_module, nothing_to_pin, search_interrupted
 
 CONFIG = "model: {target: net.py:build_model}\ndata: {target: net.py:build_data}\ntrain: {steps: 3}\n"
@@ -379,7 +379,9 @@ def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here,
     fake(record=replace(proven(), verification=FAILED))
     result = here("suggest-fp32", "config.yaml", "--format", form)
     assert (result.code, result.stdout) == (1, "")
-    assert "failed its proof: further batches: 1 of 3 healthy; loss NaN. It is not" in result.stderr.replace("\n", " ")
+    assert "failed its proof: further batches: 1 of 3 healthy; loss NaN. ampdbg does not" in result.stderr.replace(
+        "\n", " "
+    )
     assert result.stderr.rstrip().endswith("ampdbg bisect config.yaml --strategy ddmin")
 
 

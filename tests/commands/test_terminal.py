@@ -44,9 +44,9 @@ def test_a_terminal_gets_colours_and_its_width() -> None:
     assert (look.width, look.color, look.unicode) == (100, True, True)
 
 
-def test_lines_longer_than_120_are_hard_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_longer_than_140_are_hard_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
-    assert look_of(Terminal()).width == 120
+    assert look_of(Terminal()).width == 140
 
 
 def test_a_pipe_gets_80_plain_columns() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ampdbg.commands.forms import as_json, base_folder, diff, module
 from ampdbg.patch.plan import FileEdit, PatchUnit
 from ampdbg.proof.suggestion import Suggestion
-from tests.remedy.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
+from tests.commands.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")
 
