@@ -8,6 +8,14 @@ EXIT_COULD_NOT_RUN = 2
 EXIT_INTERRUPTED = 130
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception says, in text that UTF-8 can hold; "" where its ``__str__`` fails."""
+    try:
+        return str(error).encode("utf-8", "replace").decode("utf-8")
+    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything, or return no string
+        return ""
+
+
 class AmpdbgError(Exception):
     """ampdbg could not run; the message says what was given, what is allowed and what to type next.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampdbg.errors import text_of
 from ampdbg.probes.autograd_marks import GradientMarks, is_scaled_by_hand, lowered_to, mark_scaled, scaler_of
 from ampdbg.probes.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.probes.source_lines import innermost_line, source_of
@@ -88,7 +89,7 @@ class Calls:
         self._last_error = id(error)
         place = self._places.get(id(optimizer))
         before = self._reported
-        self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=str(error))
+        self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=text_of(error))
         if self._reported > before:
             self._explained = id(error)
 
@@ -99,7 +100,7 @@ class Calls:
             code, line = misuse_of_error(error), line_of_error(error)
             if code:
                 self._explained = id(error)
-                self._report(Hit(code, Call("backward", self._step(), line=line, raised=str(error))), line)
+                self._report(Hit(code, Call("backward", self._step(), line=line, raised=text_of(error))), line)
 
     def explains(self, error: BaseException | None) -> bool:
         """Whether a misuse is what raised this error."""

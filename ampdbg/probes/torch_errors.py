@@ -10,7 +10,7 @@ from types import FrameType
 
 from torch.autograd.function import FunctionCtx
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, text_of
 from ampdbg.probes.call_order import Call, CallOrder, Hit
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
@@ -85,7 +85,7 @@ def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
     cause = raised.__cause__
     if cause is None:
         return None
-    text = str(cause)
+    text = text_of(cause)
     known = next((one for one in TORCH_ERRORS if one.by_autocast and one.is_in(text)), None)
     if known is None:
         return None
@@ -95,7 +95,7 @@ def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
 
 def misuse_of_error(error: BaseException) -> str:
     """The code of the misuse that an error of a loop says it is; "" for any other."""
-    text = str(error)
+    text = text_of(error)
     return next((one.code for one in TORCH_ERRORS if one.in_loop and one.is_in(text) and one.applies(error)), "")
 
 

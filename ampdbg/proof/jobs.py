@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ampdbg.config import Config
+from ampdbg.errors import text_of
 from ampdbg.replay.investigation import ScaleRange
 
 
@@ -136,4 +137,4 @@ class Uncarried(Exception):  # noqa: N818 - not an error: the proof is then made
 
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type where it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return text_of(error).strip().partition("\n")[0] or type(error).__name__

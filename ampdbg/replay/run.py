@@ -44,4 +44,5 @@ def prepared(config: Config) -> Iterator[Run]:
         workload, mode = build_workload(config, device), mode_of(config.precision, device)
         mode.prepare(workload.model, workload.optimizers)
         stack.enter_context(pin_fp32(workload.model, config.precision.pins))
-        yield Run(config, workload, device, mode)
+        with workload.user.reading("running the workload"):
+            yield Run(config, workload, device, mode)

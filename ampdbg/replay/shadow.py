@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
-from ampdbg.errors import UserCodeError
+from ampdbg.errors import UserCodeError, text_of
 from ampdbg.probes.coverage import compiled_notes, coverage
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
@@ -54,7 +54,7 @@ def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> None:
     try:
         run_pass(run.workload, snapshot.batches, lambda: torch.autocast(run.device.type, dtype=torch.bfloat16))
     except UserCodeError as error:
-        if "BFloat16" not in str(error.__cause__):
+        if "BFloat16" not in text_of(error.__cause__ or error):
             raise
         # A user who never wrote bfloat16 must learn where it comes from.
         message = f"{error}; ampdbg runs this step in bfloat16, so that overflows do not hide one another"

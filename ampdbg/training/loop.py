@@ -104,8 +104,9 @@ def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], ob
     with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
         investigator, updates = make(watcher), ComparedUpdates(run)
         try:
-            for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
-                pass
+            with run.workload.user.reading("training"):
+                for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
+                    pass
         except KeyboardInterrupt:
             interrupted = True
         except AmpdbgError as raised:

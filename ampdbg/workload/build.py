@@ -72,20 +72,37 @@ def build_workload(config: Config, device: torch.device) -> Workload:
     """
     forget_user_modules()
     user = UserCode(_folders(config))
+    with user.reading("building the workload"):
+        return _built(config, device, user)
+
+
+def _built(config: Config, device: torch.device, user: UserCode) -> Workload:
     found = _find_all(config, user)
     model = _model(found["model"])
     if config.checkpoint is not None:
         load_checkpoint(model, config.folder / config.checkpoint, config.where("checkpoint"), user)
     with user.running(f"moving {type(model).__name__} to {device}"):
         model.to(device)
-    optimizer = None if _configures_itself(model, config) else found["optimizer"]
     return Workload(
         model=model,
-        optimizers=build_optimizers(model, optimizer, config.optimizer.groups, user),
+        optimizers=_optimizers(model, found["optimizer"], config, user),
         source=BatchSource(found["data"], device),
         step=choose_step(model, found.get("loss"), found.get("step"), device),
         user=user,
     )
+
+
+def _optimizers(model: nn.Module, found: Found, config: Config, user: UserCode) -> tuple[Optimizer, ...]:
+    """An ``optimizer`` that is written in the config comes before the model's ``configure_optimizers``."""
+    grouping, has_own = config.optimizer.groups, callable(getattr(model, "configure_optimizers", None))
+    if has_own and "optimizer" not in config.model_fields_set:
+        return build_optimizers(model, None, grouping, user)
+    try:
+        return build_optimizers(model, found, grouping, user)
+    except WorkloadError as error:
+        own = f"{type(model).__name__}.configure_optimizers()"
+        hint = f". It comes before {own}; leave the key out to use that" if has_own else ""
+        raise WorkloadError(f"{error}{hint}") from None
 
 
 def _specs(config: Config) -> dict[str, TargetSpec]:
@@ -133,7 +150,26 @@ def _model(found: Found) -> nn.Module:
     return model
 
 
+def _modules_below(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and all that is in it; ``modules()`` needs them whole and hashable."""
+    done, waiting = set[int](), [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in done:
+            done.add(id(module))
+            yield module
+            waiting += [inner for inner in vars(module).get("_modules", {}).values() if inner is not None]
+
+
 def _why_untrainable(model: nn.Module) -> str | None:
+    modules = list(_modules_below(model))
+    bare = [type(module).__name__ for module in modules if "_parameters" not in vars(module)]
+    if bare:
+        return f"with modules whose __init__ does not call super().__init__(): {listed(dict.fromkeys(bare))}"
+    unhashable = [type(module).__name__ for module in modules if type(module).__hash__ is None]
+    if unhashable:
+        names = listed(dict.fromkeys(unhashable))
+        return f"with modules that define __eq__ and no __hash__: {names}; add `__hash__ = nn.Module.__hash__`"
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     lazy = [name for name, parameter in parameters if is_lazy(parameter)]
     if lazy:
@@ -144,8 +180,3 @@ def _why_untrainable(model: nn.Module) -> str | None:
     if not trainable(model):
         return "without a trainable parameter; needed: at least one with requires_grad"
     return None
-
-
-def _configures_itself(model: nn.Module, config: Config) -> bool:
-    """An ``optimizer`` that is written in the config comes before the model's ``configure_optimizers``."""
-    return "optimizer" not in config.model_fields_set and callable(getattr(model, "configure_optimizers", None))

@@ -70,6 +70,9 @@ def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
     """The mapping of names to tensors, also where a training script saved more than that."""
     inner = next((content[key] for key in _NESTINGS if _is_mapping(content) and _is_mapping(content.get(key))), content)
     if _is_mapping(inner) and any(isinstance(value, torch.Tensor) for value in inner.values()):
+        odd = [key for key in inner if not isinstance(key, str)]
+        if odd:
+            raise WorkloadError(f"{where}: {path.name} holds a tensor under {odd[0]!r:.80}; allowed: names to tensors")
         return dict(inner)
     keys = f" with the keys {listed(map(str, content))}" if _is_mapping(content) else ""
     kind = type(content).__name__

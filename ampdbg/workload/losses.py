@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.targets import Found, a
 
+_MISSING = object()
 _NEEDED = 'needed: a scalar tensor, or an output that carries one as .loss or ["loss"]'
 
 
@@ -21,13 +22,13 @@ class StepFunction:
     """How a batch becomes losses.
 
     ``call`` takes the batch and its index and returns what the user's code returned; ``source`` is how messages
-    name that code; ``all_named`` says that every item of a returned dict is a loss, not only its ``"loss"``;
-    ``hint`` is what to type when no loss comes out.
+    name that code; ``named`` says of which returned dicts every item is a loss: of all, of those without a
+    ``"loss"``, or of none; ``hint`` is what to type when no loss comes out.
     """
 
     source: str
     call: Callable[[Any, int], Any]
-    all_named: bool = False
+    named: Literal["all", "without loss", "none"] = "none"
     hint: str = ""
 
 
@@ -35,7 +36,7 @@ def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device
     """How a batch becomes losses: ``step``, else ``loss``, else the model's ``training_step``, else its output."""
     if step is not None:
         function = step.bound(("model", "batch"))
-        return StepFunction(step.named, lambda batch, index: function(model, batch), all_named=True)
+        return StepFunction(step.named, lambda batch, index: function(model, batch), named="all")
     if loss is not None:
         return _by_loss(model, loss, device)
     if callable(getattr(model, "training_step", None)):
@@ -87,6 +88,7 @@ def _by_training_step(model: nn.Module) -> StepFunction:
     return StepFunction(
         f"{type(model).__name__}.training_step",
         lambda batch, index: training_step(batch, index) if takes_index else training_step(batch),
+        named="without loss",
     )
 
 
@@ -108,12 +110,13 @@ def losses_in(output: Any, step: StepFunction) -> dict[str, torch.Tensor]:
 def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
     if isinstance(output, torch.Tensor):
         return {"loss": output}
-    if hasattr(output, "loss"):
-        return {"loss": output.loss}
-    if isinstance(output, Mapping) and step.all_named and output:
-        return {str(name): value for name, value in output.items()}
-    if isinstance(output, Mapping) and "loss" in output:
+    carried = getattr(output, "loss", _MISSING)
+    if carried is not _MISSING:
+        return {"loss": carried}
+    if isinstance(output, Mapping) and "loss" in output and step.named != "all":
         return {"loss": output["loss"]}
+    if isinstance(output, Mapping) and output and step.named != "none":
+        return {str(name): value for name, value in output.items()}
     keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
     raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}{step.hint}")
 
@@ -123,6 +126,8 @@ def _why_no_loss(value: Any) -> str | None:
         return "is None; an output carries no loss when its batch has no labels"
     if not isinstance(value, torch.Tensor):
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
+    if value.layout is not torch.strided:
+        return f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()"
     if value.numel() != 1:
         return f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()"
     if not value.is_floating_point():

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.targets import Found, a
@@ -70,6 +71,9 @@ def build_optimizers(model: nn.Module, found: Found | None, grouping: str, user:
     optimizers = optimizers_in(made)
     if not optimizers:
         raise WorkloadError(f"{source} gave {a(made)}; needed: a torch.optim.Optimizer, or a list of them")
+    bare = [type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "param_groups")]
+    if bare:
+        raise WorkloadError(f"{source} gave a {bare[0]} whose __init__ does not call super().__init__()")
     _check_owner(model, optimizers, source)
     _name_groups(model, optimizers)
     return optimizers
@@ -96,15 +100,15 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 def optimizers_in(made: Any) -> tuple[Optimizer, ...]:
     """The optimizers in any of the shapes that Lightning's ``configure_optimizers`` may return; empty for others.
 
-    An optimizer; a list or tuple of them; ``(optimizers, schedulers)``; a dict with ``"optimizer"``; a list of such
-    dicts. Schedulers are left aside.
+    An optimizer; a list or tuple of them; ``(optimizer, scheduler)``, or lists of both;
+    a dict with ``"optimizer"``; a list of such dicts. Schedulers are left aside.
     """
     if isinstance(made, Optimizer):
         return (made,)
     if isinstance(made, Mapping):
         return optimizers_in(made.get("optimizer"))
     if isinstance(made, Sequence) and not isinstance(made, str):
-        if len(made) == 2 and isinstance(made[0], (list, tuple)):
+        if len(made) == 2 and (isinstance(made[0], (list, tuple)) or isinstance(made[1], LRScheduler)):
             return optimizers_in(made[0])
         inner = [optimizers_in(item) for item in made]
         return tuple(optimizer for found in inner for optimizer in found) if all(inner) else ()

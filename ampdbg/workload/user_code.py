@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ampdbg.errors import AmpdbgError, UserCodeError
-from ampdbg.source.ownership import is_ampdbgs, is_part_of
+from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
 # What stands between two frames of the user's and says nothing about either; the dispatcher calls emulated kernels.
 _PLUMBING = ("importlib", "_frozen_importlib", "torch.amp", "torch.utils._contextlib", "torch._ops")
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
+
+MOST_SHOWN = 500
+"""Characters of what an exception says that stand in the message; the traceback has them all."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class UserCode:
         """Wraps a call into the user's code; ``doing`` starts the message, what ``details`` returns ends it.
 
         Raises:
-            UserCodeError: the code raised (also SystemExit); the exception is its ``__cause__``.
+            UserCodeError: the code raised, be it SystemExit or another BaseException; it is the ``__cause__``.
                 KeyboardInterrupt passes through, and so do ampdbg's own errors.
         """
         with self._importable():
@@ -40,9 +43,27 @@ class UserCode:
                 yield
             except AmpdbgError:
                 raise
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
                 raise UserCodeError(message, user_traceback(error)) from error
+
+    @contextlib.contextmanager
+    def reading(self, doing: str) -> Iterator[None]:
+        """Wraps code of ampdbg's that comes by the user's here and there: their ``parameters()``, a property.
+
+        Raises:
+            UserCodeError: an exception came out of a file of the user's.
+        """
+        try:
+            yield
+        except (AmpdbgError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if not _came_from_users(error):
+                raise
+            raise UserCodeError(f"{doing} raised {_in_a_line(error)}", user_traceback(error)) from error
 
     @contextlib.contextmanager
     def _importable(self) -> Iterator[None]:
@@ -65,7 +86,14 @@ def user_traceback(error: BaseException) -> str:
     """
     report = traceback.TracebackException.from_exception(error)
     _filter(report, error)
-    return "".join(report.format())
+    return "".join(report.format()).encode("utf-8", "replace").decode("utf-8")
+
+
+def _came_from_users(error: BaseException) -> bool:
+    """Whether it was raised below a line of the user's that ampdbg had called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((index for index, frame in enumerate(frames) if is_ampdbgs(frame)), default=-1)
+    return any(is_users_file(frame.f_code.co_filename) for frame in frames[last + 1 :])
 
 
 def _filter(report: traceback.TracebackException | None, error: BaseException | None) -> None:
@@ -90,7 +118,7 @@ def _is_plumbing(frame: FrameType) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    said = str(error).strip().partition("\n")[0]
+    said = text_of(error).strip().partition("\n")[0][:MOST_SHOWN]
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
         return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'

@@ -232,6 +232,49 @@ _STEP = "step: {target: workload.py:step}\n"
 
 BROKEN_WORKLOADS: tuple[Broken, ...] = (
     Broken(
+        "no super().__init__()",
+        HEALTHY.replace("build_model", "Bare"),
+        ("config.yaml:1: model.target", "a Bare with modules whose __init__ does not call super().__init__(): Bare"),
+        _workload("class Bare(nn.Module):\n    def __init__(self):\n        self.width = 4\n"),
+    ),
+    Broken(
+        "no super().__init__() in a child",
+        HEALTHY.replace("build_model", "Outer"),
+        ("a Outer with modules whose __init__ does not call super().__init__(): Bare",),
+        _workload(
+            "class Bare(nn.Module):\n    def __init__(self):\n        self.width = 4\n\n"
+            "class Outer(Net):\n    def __init__(self):\n        super().__init__()\n        self.bare = Bare()\n"
+        ),
+    ),
+    Broken(
+        "a module that cannot be hashed",
+        HEALTHY.replace("build_model", "Equal"),
+        ("modules that define __eq__ and no __hash__: Equal", "`__hash__ = nn.Module.__hash__`"),
+        _workload("class Equal(Net):\n    def __eq__(self, other):\n        return True\n"),
+    ),
+    Broken(
+        "an optimizer without super().__init__()",
+        HEALTHY + "optimizer: {target: workload.py:Bare}\n",
+        ("config.yaml:4: optimizer.target", "gave a Bare whose __init__ does not call super().__init__()"),
+        _workload(
+            "class Bare(torch.optim.Optimizer):\n    def __init__(self, params):\n        self.params = params\n"
+        ),
+    ),
+    Broken(
+        "an optimizer before the model's own",
+        HEALTHY.replace("build_model", "Own") + "optimizer: {target: workload.py:none}\n",
+        ("optimizer.target", "It comes before Own.configure_optimizers(); leave the key out to use that"),
+        _workload(
+            "class Own(Net):\n    def configure_optimizers(self):\n        pass\n\ndef none(params):\n    pass\n"
+        ),
+    ),
+    Broken(
+        "a sparse loss",
+        MODEL + DATA + "step: {target: workload.py:step}\n",
+        ("the loss has the layout sparse_coo", ".to_dense()"),
+        _workload("def step(model, batch):\n    return model(batch[0]).sum().to_sparse()\n"),
+    ),
+    Broken(
         "no such name in the package",
         MODEL + DATA + "loss: {target: torch.nn:MSELos}\n",
         ("config.yaml:3", "'MSELoss'"),

@@ -124,6 +124,7 @@ class Anything:
         (torch.ones(3), "holds no state dict but a Tensor; allowed: names to tensors"),
         ({"epoch": 3, "lr": 0.1}, "holds no state dict but a dict with the keys epoch, lr"),
         ({}, "holds no state dict but a dict"),
+        ({3: torch.ones(3)}, "holds a tensor under 3; allowed: names to tensors"),
     ],
 )
 def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: Any, expected: str) -> None:

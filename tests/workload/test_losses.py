@@ -159,6 +159,17 @@ def test_a_training_step_gets_the_batch_and_its_index(tmp_path: Path) -> None:
     assert [workload.losses(next(stream))["loss"].item() for _ in range(3)] == [50.0, 61.0, 52.0]
 
 
+def test_a_training_step_may_return_several_losses(tmp_path: Path) -> None:
+    net = """
+        class M(Net):
+            def training_step(self, batch, batch_idx):
+                zero = 0 * self.head.weight.sum()
+                return {"a": zero + 1, "b": zero + 2}
+    """
+    losses = first_losses(build(tmp_path, "model.target=net.py:M", config=NO_LOSS, net=net))
+    assert {name: loss.item() for name, loss in losses.items()} == {"a": 1.0, "b": 2.0}
+
+
 def test_a_training_step_may_do_without_the_index(tmp_path: Path) -> None:
     net = """
         class M(Net):

@@ -116,6 +116,8 @@ class Module(Net):
         ("[first, second]", [["head.weight"], ["head.bias"]]),
         ("(first, second)", [["head.weight"], ["head.bias"]]),
         ("[first], [schedule]", [["head.weight"]]),
+        ("first, schedule", [["head.weight"]]),
+        ("[first, schedule]", [["head.weight"]]),
         ("[first, second], []", [["head.weight"], ["head.bias"]]),
         ("{'optimizer': first, 'lr_scheduler': schedule}", [["head.weight"]]),
         ("[{'optimizer': first}, {'optimizer': second}]", [["head.weight"], ["head.bias"]]),

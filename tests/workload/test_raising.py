@@ -1,0 +1,199 @@
+"""Whatever the user's code raises, wherever: a UserCodeError with their traceback, and the steps that had ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config import load_config
+from ampdbg.errors import UserCodeError
+from ampdbg.record.run import Record
+from ampdbg.training.loop import train
+
+WORKLOAD = """\
+import asyncio, sys
+import torch
+from torch import nn
+
+calls = 0
+
+
+class Stop(BaseException):
+    pass
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class OtherText(Exception):
+    def __str__(self):
+        return 3
+
+
+def boom(after=0):
+    global calls
+    calls += 1
+    if calls > after:
+        {raising}
+
+
+class Output:
+    def __init__(self, value):
+        self.value = value
+
+    @property
+    def loss(self):
+        {loss}
+        return self.value
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        {backward}
+        return gradient
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {factory}
+        self.head = nn.Linear(4, 2)
+        self.eval()
+
+    def forward(self, x):
+        {forward}
+        return Output(Backward.apply(1e-3 * self.head(x).float().sum()))
+
+    def to(self, *args, **kwargs):
+        {to}
+        return super().to(*args, **kwargs)
+
+    def train(self, mode=True):
+        if mode:
+            {train}
+        return super().train(mode)
+
+    def parameters(self, *args, **kwargs):
+        {parameters}
+        return super().parameters(*args, **kwargs)
+
+    def named_parameters(self, *args, **kwargs):
+        {named_parameters}
+        return super().named_parameters(*args, **kwargs)
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, params):
+        {optimizer}
+        super().__init__(params, lr=1e-4)
+
+    def zero_grad(self, *args, **kwargs):
+        {zero_grad}
+        return super().zero_grad(*args, **kwargs)
+
+    def step(self, *args, **kwargs):
+        {step}
+        return super().step(*args, **kwargs)
+
+
+def batches():
+    for _ in range(9):
+        yield torch.ones(2, 4)
+        {batch}
+
+
+{importing}
+"""
+CONFIG = """\
+model: {target: workload.py:Net}
+data: {target: workload.py:batches}
+optimizer: {target: workload.py:Optimizer}
+train: {steps: 5, device: cpu}
+"""
+STEPS_BEFORE = {
+    "importing": 0,
+    "factory": 0,
+    "to": 0,
+    "train": 0,
+    "parameters": 0,
+    "named_parameters": 0,
+    "optimizer": 0,
+    "forward": 3,
+    "loss": 3,
+    "backward": 3,
+    "zero_grad": 3,
+    "step": 3,
+    "batch": 4,
+}
+RAISED = {
+    "a BaseException": ('raise Stop("halt")', "raised Stop: halt"),
+    "GeneratorExit": ('raise GeneratorExit("gone")', "raised GeneratorExit: gone"),
+    "StopIteration": ("raise StopIteration", "raised StopIteration"),
+    "CancelledError": ("raise asyncio.CancelledError", "raised CancelledError"),
+    "SystemExit": ("sys.exit(3)", "raised SystemExit: 3; keep what a script does"),
+    "no text": ("raise NoText", "raised NoText"),
+    "another text": ("raise OtherText", "raised OtherText"),
+    "half a surrogate pair": (r'raise ValueError("bad \udc80 name")', "raised ValueError: bad ? name"),
+    "a very long text": ('raise ValueError("x" * 10**6)', "raised ValueError: xxx"),
+}
+
+
+def failed(folder: Path, place: str, raising: str) -> UserCodeError:
+    """What training ends with when ``raising`` is run at ``place``; in the loop, in a step after the third."""
+    late = f"boom(after={3 * (STEPS_BEFORE[place] > 0)})"
+    text = WORKLOAD.replace("{raising}", raising).replace(f"{{{place}}}", late)
+    for other in STEPS_BEFORE:
+        text = text.replace(f"{{{other}}}", "pass")
+    (folder / "workload.py").write_text(text, encoding="utf-8")
+    (folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    with pytest.raises(UserCodeError) as raised:
+        train(load_config(folder / "config.yaml"), replays=0)
+    return raised.value
+
+
+@pytest.mark.parametrize("place", STEPS_BEFORE)
+def test_an_exception_is_theirs_wherever_it_is_raised(place: str, tmp_path: Path) -> None:
+    error = failed(tmp_path, place, 'raise Stop("halt")')
+    assert "raised Stop: halt" in str(error)
+    assert "in boom" in error.user_traceback
+    assert "ampdbg" not in error.user_traceback.replace(str(tmp_path), "")
+    steps = error.record.steps if isinstance(error.record, Record) else ()
+    assert len(steps) == STEPS_BEFORE[place]
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> None:
+    raising, message = RAISED[name]
+    error = failed(tmp_path, "forward", raising)
+    assert message in str(error)
+    assert len(str(error)) < 1000
+    assert "in boom" in error.user_traceback
+    (str(error) + error.user_traceback).encode("utf-8")
+    assert isinstance(error.record, Record)
+    assert len(error.record.steps) == 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
+def test_a_group_is_shown_with_what_is_in_it(tmp_path: Path) -> None:
+    error = failed(tmp_path, "backward", 'raise BaseExceptionGroup("many", [Stop("one"), ValueError("two")])')
+    assert "raised BaseExceptionGroup: many (2 sub-exceptions)" in str(error)
+    assert "ValueError: two" in error.user_traceback
+
+
+def test_an_interrupt_is_none(tmp_path: Path) -> None:
+    text = WORKLOAD.replace("{raising}", "raise KeyboardInterrupt").replace("{forward}", "boom(after=3)")
+    for place in STEPS_BEFORE:
+        text = text.replace(f"{{{place}}}", "pass")
+    (tmp_path / "workload.py").write_text(text, encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    record = train(load_config(tmp_path / "config.yaml"), replays=0)
+    assert (record.interrupted, len(record.steps)) == (True, 3)
