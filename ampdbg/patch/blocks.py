@@ -186,7 +186,7 @@ def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> st
     candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner | uncertain)
     found = next(candidates, "")
     if not found:
-        raise EditError("no tensor that the device could be taken from has a name there")
+        raise EditError("no named tensor is there to take the device from")
     return f"{found}.device.type"
 
 

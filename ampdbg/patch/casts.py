@@ -67,7 +67,7 @@ class HalfCasts(cst.CSTTransformer):
         parent = self._around[-1] if self._around else None
         # What is asked for a method or an attribute is a tensor there, and neither a number nor None.
         if code in self._names.bindings.maybe_numbers and not isinstance(parent, cst.Attribute):
-            raise EditError(f"{code} may be a number there, which has no .float()")
+            raise EditError(f"{code} may be a number there, and numbers have no .float()")
         self.cast.append(code)
         if code in self._names.bindings.maybe_none and isinstance(parent, cst.Arg):
             return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))

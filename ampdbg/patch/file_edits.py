@@ -1,4 +1,4 @@
-"""Writes edited files: all of them or none, and never over work that git does not have yet."""
+"""Edited files: all are written or none, and uncommitted work is never overwritten."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_writable(path: Path) -> None:
 
 
 def uncommitted(path: Path) -> bool:
-    """Whether git has not got the file as it is now. False where there is no git, or the file is in no repository."""
+    """Whether git sees uncommitted changes in the file; False without git, or where the file is in no repository."""
     command = ["git", "--literal-pathspecs", "-C", str(path.parent), "status", "--porcelain", "--", path.name]
     try:
         # Without optional locks `git status` does not refresh the index: a check leaves no trace.
@@ -90,16 +90,16 @@ def _check_content(edit: FileEdit) -> None:
     if now == edit.before:
         return
     if edit.before is None:
-        raise PatchError(f"{edit.path}: is there already; move it away, or name another file")
+        raise PatchError(f"{edit.path} exists already. Move it away, or name another file.")
     raise PatchError(
-        f"{edit.path}: {'is gone' if now is None else 'has changed'} since the patch was made; make it again"
+        f"{edit.path} {'is gone' if now is None else 'has changed'} since the patch was made. Run the command again."
     )
 
 
 def _check_committed(paths: Sequence[Path]) -> None:
     if changed := [str(path) for path in paths if uncommitted(path)]:
-        files = ", ".join(changed)
-        raise PatchError(f"{files}: git has not got it as it is now; commit it or stash it first, or add --force")
+        have = "has" if len(changed) == 1 else "have"
+        raise PatchError(f"{', '.join(changed)} {have} uncommitted changes. Commit or stash them, or use --force.")
 
 
 def _staged(edit: FileEdit) -> contextlib.AbstractContextManager[str]:

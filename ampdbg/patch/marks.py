@@ -66,12 +66,12 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
     now, then = source.lines[number - 1].strip(), pin.texts.get(number, "").strip()
     if then and now != then:
-        raise EditError(f"the file has changed since it was run: the line was `{then}` and is `{now}`; run it again")
+        raise EditError(f"the file has changed since the run: the line was `{then}` and is `{now}`; run it again")
     if not located.place.is_in(pin.function):
         where = ".".join(located.place.qualname) or "no function"
-        raise EditError(f"the file has changed since it was run: the line is in {where}, not in {pin.function}")
+        raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
     if (function := located.place.function) is not None and any(_is_scripted(item) for item in function.decorators):
-        raise EditError(f"{function.name.value} is scripted, and TorchScript has no such block")
+        raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
 
 

@@ -130,23 +130,23 @@ def _with_margins(line: cst.SimpleStatementLine, pieces: Sequence[Piece]) -> Ite
 
 def _refuse_suspended(statement: cst.CSTNode) -> None:
     if next(find(statement, cst.Await), None) is not None:
-        raise EditError("it awaits: other code would run while autocast is off")
+        raise EditError("it awaits, and other code would run with autocast off")
     if next(find(statement, cst.Yield), None) is not None:
-        raise EditError("it yields: the caller's code would run while autocast is off")
+        raise EditError("it yields, and the caller's code would run with autocast off")
 
 
 def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> None:
     """What is written into a half tensor is in half, whatever it was computed in."""
     for call in find(statement, cst.Call):
         if writes_in_place(call):
-            raise EditError("it writes into a tensor that is there already, which stays in half; assign the result")
+            raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
     if isinstance(statement, (cst.Assign, cst.AugAssign)):
         targets = (
             [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
         )
         for target in targets:
             if isinstance(target, cst.Subscript) and (names.is_half_element(target) or not names.is_traced):
-                raise EditError("it writes into a part of a half tensor; make that tensor FP32 where it is made")
+                raise EditError("it writes into part of a half tensor; create that tensor in FP32")
 
 
 def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
@@ -155,12 +155,12 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
         return statement
     target = statement.target
     if isinstance(target, cst.Name) and (others := names.bindings.aliases(target.value)):
-        raise EditError(f"it changes {' and '.join(sorted(others))} too, in place; write it as an assignment first")
+        raise EditError(f"it also changes {' and '.join(sorted(others))} in place; write it as an assignment first")
     if next(find(target, cst.Call), None) is not None:
-        raise EditError("what it assigns to is computed by a call; write it as an assignment first")
+        raise EditError("a call computes what it assigns to; write it as an assignment first")
     operator = AUGMENTED.get(type(statement.operator))
     if operator is None:
-        raise EditError("its operator does not compute with floating point numbers")
+        raise EditError("its operator does not compute with floating-point numbers")
     value = statement.value
     if not _binds_tighter(value, operator):
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])

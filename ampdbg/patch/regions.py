@@ -256,9 +256,9 @@ class Regions:
         found = {self._own(item) for item in walk(node) if item is not node} - {Region.EITHER}
         words = _CONDITIONAL.get(type(node), "an expression")
         if len(found) == 2:
-            raise EditError(f"{words} holds both what must run in FP32 and what must not; take it apart first")
+            raise EditError(f"{words} holds both what must run in FP32 and what must not; split it first")
         if Region.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
-            raise EditError(f"{words} runs later, when the block is left; make it a function or a list first")
+            raise EditError(f"{words} runs after the block has ended; make it a function or a list first")
         return found.pop() if found else Region.EITHER
 
     def _own(self, node: cst.CSTNode) -> Region:

@@ -105,7 +105,7 @@ def take_apart(statement: cst.BaseSmallStatement, regions: Regions) -> Apart:
     if not isinstance(placed, cst.BaseExpression):
         raise TypeError(f"an expression became {type(placed).__name__}")
     if placer.parts and next(find(statement, cst.NamedExpr), None) is not None:
-        raise EditError("it binds a name with := in an expression that would have to be taken apart")
+        raise EditError("it binds a name with := in an expression that has to be split")
     rest = statement.with_changes(**{VALUE_FIELDS[type(statement)]: placed})
     return Apart(tuple(placer.parts), rest, want)
 
@@ -120,7 +120,7 @@ def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
 def _nothing_to_pin(regions: Regions) -> str:
     if regions.callees:
         return f"{' and '.join(sorted(regions.callees))} is not called here"
-    return "it computes nothing itself but calls modules or functions; pin what it calls"
+    return "it only calls modules or functions; pin what it calls"
 
 
 def _mode_of(statement: cst.BaseSmallStatement, value: cst.BaseExpression, regions: Regions) -> Region:

@@ -71,10 +71,10 @@ def half_parameters(pin: FunctionPin, bindings: Bindings) -> list[str]:
     """
     names = [name for name in bindings.parameters if name not in ("self", "cls")]
     if unknown := [name for name in pin.half_names if name not in names]:
-        raise EditError(f"{', '.join(unknown)}: not a named parameter, so it cannot be cast at its start")
+        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
     chosen = [name for name in names if name in pin.half_names] or [n for n in names if _is_floating(n, bindings)]
     if not chosen:
-        raise EditError("no parameter is a tensor by its annotation; say which hold half tensors")
+        raise EditError("no parameter is annotated as a tensor")
     return chosen
 
 
@@ -104,7 +104,7 @@ def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bi
     for name in names:
         same = {name, *bindings.aliases(name)}
         if any(root_name(target) in same for target in _written_into(function.body)):
-            raise EditError(f"it writes into its argument {name}, in place; assign the result to a new name first")
+            raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
 
 
 def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -119,9 +119,9 @@ def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def _refuse_suspended(function: cst.FunctionDef) -> None:
     if function.asynchronous is not None:
-        raise EditError("it is a coroutine: other code would run while autocast is off")
+        raise EditError("it is a coroutine, and other code would run with autocast off")
     if any(isinstance(node, cst.Yield) for node in walk(function.body)):
-        raise EditError("it is a generator: the caller's code would run while autocast is off")
+        raise EditError("it is a generator, and the caller's code would run with autocast off")
 
 
 def _as_block(body: cst.BaseSuite) -> cst.IndentedBlock:

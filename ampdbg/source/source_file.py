@@ -120,7 +120,7 @@ class SourceFile:
         except EditError as error:
             raise EditError(str(error), number) from None
         if found is None:
-            raise EditError("no statement stands there: a blank line, a comment or a decorator", number)
+            raise EditError("no statement is there, only a blank line, a comment or a decorator", number)
         return found
 
     def span(self, node: cst.CSTNode) -> range:

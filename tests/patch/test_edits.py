@@ -158,9 +158,12 @@ def moved(pin: SourcePin, shift: int) -> SourcePin:
 LEFT_ALONE = {
     "await": ("async def f(self, q, k):\n    return await self.g(q @ k)  #! pin half: q, k", "it awaits"),
     "yield": ("def f(q, k):\n    yield q @ k  #! pin half: q, k", "it yields"),
-    "lambda": ("def f(x):\n    return sorted(x, key=lambda q: q @ q)  #! pin half: q", "a lambda runs later"),
-    "lambda alone": ("f = lambda q: q @ q  #! pin half: q", "a lambda runs later"),
-    "generator": ("def f(xs):\n    return (q @ q for q in xs)  #! pin half: q", "a generator expression runs later"),
+    "lambda": ("def f(x):\n    return sorted(x, key=lambda q: q @ q)  #! pin half: q", "a lambda runs after the block"),
+    "lambda alone": ("f = lambda q: q @ q  #! pin half: q", "a lambda runs after the block"),
+    "generator": (
+        "def f(xs):\n    return (q @ q for q in xs)  #! pin half: q",
+        "a generator expression runs after the block",
+    ),
     "while": (
         "def f(x):\n    while (x @ x).sum() > 0:  #! pin half: x\n        x = x - 1",
         "condition of a while loop",
@@ -172,14 +175,14 @@ LEFT_ALONE = {
     "with": ("def f(x):\n    with g(x @ x):  #! pin half: x\n        pass", "the head of a with"),
     "default": ("def f(x, y=a @ b):  #! pin half: a\n    pass", "the head of a function"),
     "decorator": ("@g(a @ b)  #! pin half: a\ndef f(x):\n    pass", "a decorator"),
-    "blank": ("x = 1\n  #! pin half: x\ny = 2", "no statement stands there"),
-    "calls alone": ("def f(self, x):\n    return self.norm(self.attn(x))  #! pin half: x", "computes nothing itself"),
-    "in place": ("def f(x, y):\n    x.add_(y)  #! pin half: x, y", "writes into a tensor"),
-    "out": ("def f(x, y):\n    torch.add(x, y, out=x)  #! pin half: x, y", "writes into a tensor"),
-    "element": ("def f(x, y):\n    x[0] = y @ y  #! pin half: x, y", "a part of a half tensor"),
+    "blank": ("x = 1\n  #! pin half: x\ny = 2", "no statement is there"),
+    "calls alone": ("def f(self, x):\n    return self.norm(self.attn(x))  #! pin half: x", "it only calls modules"),
+    "in place": ("def f(x, y):\n    x.add_(y)  #! pin half: x, y", "writes into an existing tensor"),
+    "out": ("def f(x, y):\n    torch.add(x, y, out=x)  #! pin half: x, y", "writes into an existing tensor"),
+    "element": ("def f(x, y):\n    x[0] = y @ y  #! pin half: x, y", "into part of a half tensor"),
     "alias": (
         "def f(x, y):\n    shortcut = x\n    x += y  #! pin half: x, y\n    return shortcut",
-        "changes shortcut too",
+        "also changes shortcut in place",
     ),
     "walrus": ("def f(self, x):\n    return (y := self.f(x)) + y * x  #! pin half: x", "binds a name with :="),
     "mixed list": ("def f(self, x):\n    y = [self.f(q) * q for q in x]  #! pin half: q", "a comprehension holds both"),
@@ -189,7 +192,7 @@ LEFT_ALONE = {
     ),
     "no tensor": (
         "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
-        "no tensor that the device",
+        "no named tensor is there",
     ),
     "scripted": ("@torch.jit.script\ndef f(x):\n    return x @ x  #! pin half: x", "TorchScript"),
     "torch is taken": ("def f(torch):\n    return torch @ torch  #! pin half: torch", "the name torch"),
@@ -202,19 +205,19 @@ LEFT_ALONE = {
     ),
     "argument written into": (
         "class A:  #! forward half: x\n    def forward(self, x):\n        x.view(-1).mul_(2)\n        return x",
-        "it writes into its argument x, in place",
+        "it writes into its argument x in place",
     ),
     "view of an argument written into": (
         "class A:  #! forward half: x\n    def forward(self, x):\n        h = x[0]\n        h += 1\n        return x",
-        "it writes into its argument x, in place",
+        "it writes into its argument x in place",
     ),
     "view changed in place": (
         "import torch\ndef f(self, h):\n    q, k = h.chunk(2, 1)\n    q *= q  #! pin half: q, k, h\n    return h",
-        "it changes h and k too, in place",
+        "it also changes h and k in place",
     ),
     "stored, changed in place": (
         "import torch\ndef f(self, h):\n    self.kept = h\n    h *= h  #! pin half: h\n    return h",
-        "it changes self.kept too, in place",
+        "it also changes self.kept in place",
     ),
     "a number or a tensor": (
         "import torch\ndef f(x, scale=2.0):\n    return torch.exp(scale) * 2  #! pin half: scale",
@@ -224,7 +227,7 @@ LEFT_ALONE = {
         "def f(self, x):\n    g = self.a(x) if self.on else 2.0\n    return self.b(x, g)  #! call self.b half: x, g",
         "g may be a number there",
     ),
-    "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x: not a named parameter"),
+    "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x is no named parameter"),
 }
 
 

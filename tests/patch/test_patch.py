@@ -271,7 +271,7 @@ def test_the_function_that_holds_the_line_is_wrapped_where_no_child_runs_in_it(w
     (note,) = patch.units[0].notes
     assert note.startswith("line ")
     assert note.endswith(
-        " of net.py cannot be edited: a lambda runs later, when the block is left; make it a function or a list first"
+        " of net.py cannot be edited: a lambda runs after the block has ended; make it a function or a list first"
     )
 
 

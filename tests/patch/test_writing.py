@@ -1,4 +1,4 @@
-"""Writing edited files: all or none, permissions kept, and never over what git has not got."""
+"""Edited files: all are written or none, permissions are kept, and uncommitted work is never overwritten."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_file_with_uncommitted_changes_is_refused_by_name(repository: Path, st
     if stage:
         git(repository, "add", "b.py")
     edits = [both(repository)[0], FileEdit(repository / "b.py", b"mine", b"yours")]
-    with pytest.raises(PatchError, match=r"b\.py: git has not got it as it is now; .* --force") as caught:
+    with pytest.raises(PatchError, match=r"b\.py has uncommitted changes\. .* --force") as caught:
         write_edits(edits)
     assert "a.py" not in str(caught.value)
     assert contents(repository) == {**OLD, "b.py": b"mine"}
@@ -104,7 +104,7 @@ def test_without_git_files_are_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("now", "before", "message"),
-    [(b"else", b"a", "has changed"), (None, b"a", "is gone"), (b"a", None, "is there already")],
+    [(b"else", b"a", "has changed"), (None, b"a", "is gone"), (b"a", None, "exists already")],
 )
 def test_a_file_that_is_not_as_expected_is_refused(
     tmp_path: Path, now: bytes | None, before: bytes | None, message: str
