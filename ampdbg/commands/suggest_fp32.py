@@ -168,7 +168,7 @@ def _with_places(failure: PatchError, file: Path | None, record: Path | None) ->
     """The failure, and where the search's results are all the same."""
     kept = {"the patch": file, "the record": record}
     places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path is not None)
-    return PatchError(f"{failure}; {places}" if places else str(failure))
+    return PatchError(f"{str(failure).rstrip('.')}; {places}" if places else str(failure))
 
 
 def _page(found: Suggestion, handed: Handover, step: NextCommand | None, given: Given, saved: Saved) -> str:

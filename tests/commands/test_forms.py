@@ -205,11 +205,11 @@ def test_what_the_reader_of_a_unit_must_know_stands_below_it(tmp_path: Path) -> 
     found = suggestion(tmp_path)
     assert found.patch is not None
     first, *others = found.patch.units
-    told = replace(first, notes=("not line 2 of model.py alone: a lambda", "applies to all 24 instances of GLU"))
+    told = replace(first, notes=("line 2 of model.py cannot be edited: a lambda", "applies to all 24 instances of GLU"))
     text = diff(replace(found, patch=replace(found.patch, units=(told, *others))), tmp_path).decode()
     lines = [
         "#   - line 2 of model.py",
-        "#     not line 2 of model.py alone: a lambda",
+        "#     line 2 of model.py cannot be edited: a lambda",
         "#     applies to all 24 instances of GLU",
     ]
     assert "\n".join(lines) in text

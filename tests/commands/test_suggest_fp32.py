@@ -308,7 +308,7 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     fake()
     result = here("suggest-fp32", "config.yaml", "--apply")
     assert result.code == 2
-    assert "Commit or stash them, or use --force." in result.stderr
+    assert "Commit or stash them, or use --force" in result.stderr
     assert "run it again, with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
     assert f"; the patch is in {saved('*.patch').as_posix()} and the record is in .ampdbg/" in last
