@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from ampdbg.probes.module_paths import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay
+from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.passes import loss_of, run_pass
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
-from ampdbg.replay.state import altered_batch, altered_model, optimizers_restored
+from ampdbg.replay.state import altered_model, held_by
 
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
@@ -104,30 +105,35 @@ def replay_step(
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
     """The losses of so many FP32 steps on the batch of ``snapshot``, from the weights of now.
 
-    Weights, optimizer state, buffers and random state are put back. It ends early at a loss that is not
+    Weights, optimizer state, buffers and random state are restored. It ends early at a loss that is not
     finite or an error of the user's code.
     """
-    manner = Manner("float32")
     if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
         return ()  # The optimizer's state is of the parameters' own dtype.
-    losses: list[float] = []
-    with rewound(run.workload.model, snapshot), optimizers_restored(run.workload.optimizers):
-        for _ in range(steps):
-            for optimizer in run.workload.optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            loss, error = _try(run, snapshot, manner)
-            if error:
-                break
-            losses.append(loss)
-            if not math.isfinite(loss):
-                break
-            try:
-                with run.workload.user.running("the optimizer's step"):
-                    for optimizer in run.workload.optimizers:
-                        optimizer.step()
-            except AmpdbgError:
-                break
-    return tuple(losses)
+    with rewound(run.workload.model, snapshot):
+        held = held_by(run.workload.optimizers)
+        try:
+            return tuple(_fp32_losses(run, snapshot, steps))
+        finally:
+            held.restore()
+
+
+def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
+    for _ in range(steps):
+        for optimizer in run.workload.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss, error = _try(run, replace(snapshot, batches=duplicate(snapshot.batches)), Manner("float32"))
+        if error:
+            return
+        yield loss
+        if not math.isfinite(loss):
+            return
+        try:
+            with run.workload.user.running("the optimizer's step"):
+                for optimizer in run.workload.optimizers:
+                    optimizer.step()
+        except AmpdbgError:
+            return
 
 
 @contextlib.contextmanager

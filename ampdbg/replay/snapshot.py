@@ -8,10 +8,7 @@ batches are copied, as a step may write into them.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import random
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,20 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.replays import Investigation
+from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import (
-    LARGEST,
-    Copying,
-    Left,
-    distinct,
-    duplicate,
-    duplicated,
-    is_array,
-    own_attributes,
-    restored,
-    written,
-)
+from ampdbg.replay.state import LARGEST, distinct, duplicated, own_attributes, restored, written
 
 WRITTEN = -1
 
@@ -72,20 +59,6 @@ class SavedTensor:
     def settled(self) -> SavedTensor:
         """The same, whatever is written into the model's tensor from now on."""
         return self if self.is_copy else replace(self, contents=duplicated(self.contents), is_copy=True)
-
-
-@dataclass(frozen=True, eq=False)
-class SavedGenerator:
-    """A generator of torch's, which not every version of torch can copy."""
-
-    device: torch.device
-    state: torch.Tensor
-
-    def made(self) -> torch.Generator:
-        """One that goes on as the saved one would have."""
-        generator = torch._C.Generator(self.device)  # the emulation of CUDA has a class of its own in its place
-        generator.set_state(self.state)
-        return generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +100,7 @@ class ModelState:
         """
         is_own = self.model is not None and self.model() is model
         attributes = (self if is_own else self.for_another_model()).attributes
-        copying = Copying(lambda value: _made_leaf(value, unchanging), strict=True)
+        copying = Copying(lambda saved: saved.made(unchanging), strict=True)
         with torch.no_grad():
             for name, module in model.named_modules():
                 self._write_buffers(name, module)
@@ -202,17 +175,9 @@ def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _saved_leaf(value: Any, buffers: Collection[int], versions: Versions) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _saved_tensor(value, versions) if id(value) not in buffers and _is_plain(value) else Left.AS_IT_IS
-    if isinstance(value, torch._C.Generator):
-        return SavedGenerator(value.device, value.get_state())
-    return copy.deepcopy(value) if _is_copied(value) else Left.AS_IT_IS
-
-
-def _made_leaf(saved: Any, unchanging: Collection[int]) -> Any:
-    if isinstance(saved, SavedTensor):
-        return saved.made(unchanging)
-    return saved.made() if isinstance(saved, SavedGenerator) else copy.deepcopy(saved)
+    if isinstance(value, torch.Tensor) and id(value) not in buffers and _is_plain(value):
+        return _saved_tensor(value, versions)
+    return Left.AS_IT_IS
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -227,15 +192,6 @@ def _saved_tensor(tensor: torch.Tensor, versions: Versions) -> SavedTensor:
     is_written = versions.get(tensor, tensor._version) != tensor._version
     versions[tensor] = WRITTEN if is_written else tensor._version
     return saved.settled() if is_written and saved.is_leaf else saved
-
-
-def _is_copied(value: Any) -> bool:
-    """Whether it is a generator, an array or a number that can be copied as it is."""
-    if is_array(value):
-        return value.nbytes <= LARGEST and not value.dtype.hasobject
-    numpy = sys.modules.get("numpy")
-    kinds = (numpy.generic, numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    return isinstance(value, (random.Random, *kinds))
 
 
 def _exchanged(saved: Mapping[str, Any], first: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """What a model, a batch and a process hold: how it is saved, restored in place, and made again.
 
 One table of kinds says what each kind of value holds, how its contents are restored in place, and how a new one is
-made of other contents. :class:`Held` restores the very same objects; :class:`Copying` makes others like them.
+made of other contents. :class:`Held` restores the very same objects; ``copies`` makes others like them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import functools
 import gc
 import random
@@ -113,16 +112,6 @@ def restored(
         held.restore()
 
 
-@contextlib.contextmanager
-def optimizers_restored(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Optimizers may step while this is entered; afterwards they and their parameters are as before."""
-    held = held_by(optimizers)
-    try:
-        yield
-    finally:
-        held.restore()
-
-
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
     """All that optimizers hold: their states, their groups' settings and the parameters in these."""
     return Held(*(part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)))
@@ -148,17 +137,6 @@ def altered_model(model: torch.nn.Module, alter: Alteration) -> contextlib.Abstr
     return altered(tensors_in(model), alter)
 
 
-def altered_batch(batch: Any, alter: Alteration) -> Any:
-    """The batch with its tensors altered; the one that was given is left as it is."""
-    return Copying(lambda value: alter(value) if isinstance(value, torch.Tensor) else value).of(batch)
-
-
-def duplicate(batch: Any) -> Any:
-    """A batch with tensors, arrays and containers of its own; other objects that cannot be copied are shared."""
-    with torch.no_grad():
-        return Copying(_duplicate_of_leaf).of(batch)
-
-
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The plain attributes of a module by name; without hooks and pins, and what torch has registers for."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_OWN}
@@ -181,11 +159,11 @@ def _walk(roots: Iterable[Any], objects: int = 1, largest: int = LARGEST) -> Ite
     Modules that only a list holds are modules too. A user's own objects are followed ``objects`` deep, but to
     nothing large: one may lead to the whole data set and the whole program.
     """
-    met: dict[int, Any] = {}
+    kinds, met = Kinds(), {}
     waiting = [(root, 0) for root in roots]
     while waiting:
         value, depth = waiting.pop()
-        kind = _kind_of(type(value))
+        kind = kinds[type(value)]
         if kind is None or id(value) in met:
             continue
         if depth and ((kind is OBJECT and depth >= objects) or _is_large(value, largest)):
@@ -355,6 +333,10 @@ def _save_generator(generator: torch.Generator) -> Restore:
     return restore
 
 
+def _save_generator_of_numpy(generator: Any) -> Restore:
+    return functools.partial(setattr, generator, "state", generator.state)
+
+
 def _inside(module: torch.nn.Module) -> Iterable[Any]:
     return (*own_attributes(module).values(), module._parameters, module._buffers, module._modules)
 
@@ -376,6 +358,10 @@ def _made_object(value: Any, inner: list[Any]) -> Any:
     return made
 
 
+def _copy_of(value: Any, inner: list[Any]) -> Any:
+    return copy.deepcopy(value)
+
+
 def _nothing(value: Any) -> tuple[()]:
     return ()
 
@@ -393,8 +379,8 @@ KINDS = (
     Kind((list, deque), iter, _save_container, _made_container),
     Kind(set, iter, _save_container, _made_container),
     Kind(tuple, iter, _unchanged, _made_tuple),
-    Kind(torch._C.Generator, _nothing, _save_generator),
-    Kind(random.Random, _nothing, lambda value: functools.partial(value.setstate, value.getstate())),
+    Kind(torch._C.Generator, _nothing, _save_generator, _copy_of),
+    Kind(random.Random, _nothing, lambda value: functools.partial(value.setstate, value.getstate()), _copy_of),
 )
 
 OBJECT = Kind(
@@ -406,108 +392,29 @@ OBJECT = Kind(
 """An object of the user's own, or of a library that is not torch's, Python's or NumPy's."""
 
 
-@functools.cache
 def _numpy_kinds() -> tuple[Kind, ...]:
-    numpy = sys.modules["numpy"]
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ()
+    generators, old_ones = numpy.random.Generator, numpy.random.RandomState
     return (
-        Kind(numpy.ndarray, _nothing, _save_array),
-        Kind(
-            numpy.random.Generator,
-            _nothing,
-            lambda value: functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state),
-        ),
-        Kind(numpy.random.RandomState, _nothing, lambda value: functools.partial(value.set_state, value.get_state())),
+        Kind(numpy.ndarray, _nothing, _save_array, _copy_of),
+        Kind(numpy.generic, _nothing, _unchanged, _copy_of),
+        Kind(generators, _nothing, lambda value: _save_generator_of_numpy(value.bit_generator), _copy_of),
+        Kind(old_ones, _nothing, lambda value: functools.partial(value.set_state, value.get_state()), _copy_of),
     )
 
 
-_kinds: dict[type, Kind | None] = {}
-
-
-def _kind_of(cls: type) -> Kind | None:
+class Kinds(dict[type, "Kind | None"]):
     """The kind of a class's values; None where they cannot be changed, or are not the model's to change."""
-    if cls not in _kinds:
-        kinds = (*KINDS, *(_numpy_kinds() if "numpy" in sys.modules else ()))
-        known = next((kind for kind in kinds if issubclass(cls, kind.of)), None)
-        _kinds[cls] = known or (OBJECT if _is_users(cls) else None)
-    return _kinds[cls]
+
+    def __missing__(self, cls: type) -> Kind | None:
+        known = next((kind for kind in (*KINDS, *_numpy_kinds()) if issubclass(cls, kind.of)), None)
+        self[cls] = known or (OBJECT if _is_users(cls) else None)
+        return self[cls]
 
 
 def _is_users(cls: type) -> bool:
     library = cls.__module__.partition(".")[0]
     is_foreign = library in {"torch", "numpy", "ampdbg"} or library in sys.stdlib_module_names
     return (not is_foreign or cls in (SimpleNamespace, UserDict)) and not issubclass(cls, type)
-
-
-class Left(enum.Enum):
-    """In the place of a value that is no plain data: a replay starts with what the model holds by then."""
-
-    AS_IT_IS = "as it is"
-
-
-class Copying:
-    """Makes values again, each container anew of what ``change`` makes of the values in it.
-
-    What two containers share stays shared. With ``strict`` a container that holds an object that cannot be made
-    again is ``Left`` as a whole, and so is one that is large.
-    """
-
-    def __init__(self, change: Callable[[Any], Any], *, strict: bool = False) -> None:
-        self._change = change
-        self._strict = strict
-        self._objects = 0
-        self._met: dict[int, tuple[Any, Any]] = {}
-
-    def of(self, value: Any) -> Any:
-        """What the value becomes."""
-        cls = type(value)
-        if cls in CONSTANTS or cls is Left:
-            return value
-        if id(value) not in self._met:
-            self._met[id(value)] = value, Left.AS_IT_IS if self._strict else value  # should it hold itself
-            self._met[id(value)] = value, self._made(value)
-        return self._met[id(value)][1]
-
-    def each(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What each of the values becomes."""
-        return {name: value if type(value) in CONSTANTS else self.of(value) for name, value in values.items()}
-
-    def _made(self, value: Any) -> Any:
-        kind = _kind_of(type(value))
-        if kind is None or kind.make is None:
-            return self._change(value)
-        if kind is OBJECT and (self._strict or self._objects == OBJECTS_IN_A_BATCH or not hasattr(value, "__dict__")):
-            return self._change(value)
-        if self._strict and not _is_small_and_plain(value):
-            return Left.AS_IT_IS
-        self._objects += kind is OBJECT
-        inner = [self.of(one) for one in kind.inner(value)]
-        self._objects -= kind is OBJECT
-        if any(one is Left.AS_IT_IS for one in inner):
-            return Left.AS_IT_IS
-        try:
-            return kind.make(value, inner)
-        except Exception:  # noqa: BLE001 - a class of the user's own may not be made again
-            return Left.AS_IT_IS if self._strict else value
-
-
-def _is_small_and_plain(container: Any) -> bool:
-    return len(container) <= MOST and (not isinstance(container, dict) or all(map(_is_constant, container)))
-
-
-def _is_constant(key: Any) -> bool:
-    return type(key) in CONSTANTS or (type(key) is tuple and all(map(_is_constant, key)))
-
-
-def _duplicate_of_leaf(value: Any) -> Any:
-    try:
-        if isinstance(value, torch.Tensor):
-            return duplicated(value).requires_grad_(value.requires_grad)
-        return value.copy() if is_array(value) else value
-    except Exception:  # noqa: BLE001 - what cannot be copied is shared
-        return value
-
-
-def is_array(value: Any) -> bool:
-    """Whether it is an array of NumPy's; false where NumPy is not in use."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)

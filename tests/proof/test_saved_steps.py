@@ -12,10 +12,10 @@ import torch
 
 from ampdbg.proof.jobs import Uncarried
 from ampdbg.proof.process import load_steps, save_steps
+from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.replay.state import duplicate
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 

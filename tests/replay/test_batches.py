@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from ampdbg.config import load_config
+from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
-from ampdbg.replay.state import OBJECTS_IN_A_BATCH, duplicate
+from ampdbg.replay.state import OBJECTS_IN_A_BATCH
 
 WORKLOAD = """
 import torch

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ampdbg.replay.copies import Left
 from ampdbg.replay.snapshot import ModelState, Versions
-from ampdbg.replay.state import LARGEST, MOST, Left, restored
+from ampdbg.replay.state import LARGEST, MOST, restored
 
 
 class Net(torch.nn.Module):
