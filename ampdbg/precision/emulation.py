@@ -1,15 +1,29 @@
-"""CUDA's mixed precision on a machine without a GPU: its op lists, its rounding, its names."""
+"""CUDA's mixed precision on a machine without a GPU: its op lists, its rounding, and code that says ``cuda``.
+
+Without this torch disables such an autocast and such a scaler with a mere warning, and the run that is
+watched is not the run that the user has.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
-from ampdbg.precision.cuda_names import cuda_names_on_cpu
+import torch
+from torch.amp import autocast_mode, grad_scaler
+from torch.jit import _builtins
+from torch.utils import _device
 
-from .autocast_policy import cuda_autocast_policy
-from .half_kernels import half_kernels
+from ampdbg.precision import autocast_policy
+from ampdbg.precision.attributes import replaced
+from ampdbg.precision.autocast_policy import cuda_autocast_policy
+from ampdbg.precision.half_kernels import half_kernels
 
 _entered: list[ExitStack] = []
 """One entry for each context that is entered now; the first one holds the emulation."""
@@ -34,3 +48,317 @@ def cuda_on_cpu() -> Iterator[None]:
 def is_emulating() -> bool:
     """Whether :func:`cuda_on_cpu` is entered now."""
     return bool(_entered)
+
+
+@contextlib.contextmanager
+def cuda_names_on_cpu() -> Iterator[None]:
+    """While this is entered, torch's names for CUDA mean the CPU; a no-op for code that never says them."""
+    # The first optimizer makes torch look up its own functions by name, once and for good: before we rename any.
+    torch.optim.SGD([torch.zeros(1)])
+    with ExitStack() as stack:
+        stack.enter_context(_lowering_to_float16())
+        for owner, name, replace in _replacements():
+            original = getattr(owner, name, None)
+            if original is None:  # another version of torch
+                continue
+            replacement = replace(original)
+            stack.enter_context(_scripted_as(original, replacement))
+            stack.enter_context(replaced(owner, name, replacement))
+        yield
+
+
+@contextlib.contextmanager
+def _lowering_to_float16() -> Iterator[None]:
+    """While this is entered, autocast's default on the CPU is that of CUDA. It is a state of each thread."""
+    own = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype("cpu", own)
+
+
+@contextlib.contextmanager
+def _scripted_as(original: Any, replacement: Any) -> Iterator[None]:
+    """While this is entered, TorchScript compiles ``replacement`` to the op that it compiles ``original`` to.
+
+    It knows torch's functions by a table of their ids (``torch/jit/_builtins.py``), and would go into
+    the source of any other. The table is made at the first look: here, before anything is replaced.
+    """
+    op = _builtins._find_builtin(original)
+    if op is None:
+        yield
+        return
+    _builtins._register_builtin(replacement, op)
+    try:
+        yield
+    finally:
+        # Another object may be given the id of this one.
+        del _builtins._get_builtin_table()[id(replacement)]
+
+
+Replacement = Callable[[Any], Any]
+
+
+def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
+    """Every (owner, attribute, replacement of its value)."""
+    yield autocast_mode.autocast, "__init__", _autocast_on_cpu
+    yield grad_scaler.GradScaler, "__init__", _scaler_on_cpu
+    yield autocast_mode, "_cast", _device_named("device_type")
+    yield torch, "load", _device_named("map_location")
+    yield torch, "clear_autocast_cache", _also_clearing_ours
+    yield torch, "get_autocast_dtype", _dtype_lowered_to
+    yield torch, "get_autocast_gpu_dtype", lambda original: lambda: torch.get_autocast_dtype("cuda")
+    yield torch, "set_autocast_gpu_dtype", lambda original: lambda dtype: torch.set_autocast_dtype("cuda", dtype)
+    yield from ((torch, name, _device_first) for name in _AUTOCAST_STATE)
+    yield from ((owner, "cuda", _stays) for owner in _MOVABLE)
+    yield from ((owner, "to", _moved_to_any_device) for owner in _MOVABLE)
+    yield torch.Tensor, "pin_memory", _stays
+    yield torch.Tensor, "record_stream", _stays
+    yield torch.Tensor, "type", _tensor_type_named
+    yield torch, "set_default_tensor_type", _tensor_type_named
+    yield torch, "Generator", lambda original: Generator
+    yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
+    yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
+    # torch.set_default_device("cuda") and `with torch.device("cuda")`
+    yield _device.DeviceContext, "__init__", _any_device
+    yield torch.nn.Module, "to_empty", _any_device
+    for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
+        yield from ((module, name, _value(value)) for name, value in values.items())
+
+
+def _factories_of_torch() -> list[str]:
+    """``torch.zeros`` and all other functions of torch that take a device."""
+    constructors = {function.__name__: function for function in _device._device_constructors()}
+    return sorted(name for name, function in constructors.items() if getattr(torch, name, None) is function)
+
+
+_AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype")
+_MOVABLE = (torch.Tensor, torch.nn.Module)
+_TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
+_FACTORIES_BY_EXAMPLE = (
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+)
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, str):
+        return value == "cuda" or value.startswith("cuda:")
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+def _on_cpu(value: Any) -> Any:
+    if not _is_cuda(value):
+        return value
+    return "cpu" if isinstance(value, str) else torch.device("cpu")
+
+
+def _device_on_cpu(device: Any) -> Any:
+    """As :func:`_on_cpu`, where nothing but a device can stand: there a bare number is the index of a GPU."""
+    return "cpu" if type(device) is int else _on_cpu(device)
+
+
+def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
+    @functools.wraps(original)
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, _on_cpu(device_type), *args, **kwargs)
+
+    return init
+
+
+def _scaler_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        original(self, _on_cpu(device), *args, **kwargs)
+
+    return init
+
+
+def _device_named(parameter: str) -> Replacement:
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        position = list(inspect.signature(original).parameters).index(parameter)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(_on_cpu(value) if i == position else value for i, value in enumerate(args))
+            return original(
+                *args, **{key: _on_cpu(value) if key == parameter else value for key, value in kwargs.items()}
+            )
+
+        return call
+
+    return replace
+
+
+def _device_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The autocast state of a device named first; without a device torch means CUDA's, so the CPU's here."""
+
+    @functools.wraps(original)
+    def call(*args: Any) -> Any:
+        if not args or not isinstance(args[0], str):
+            return original("cpu", *args)
+        return original(_on_cpu(args[0]), *args[1:])
+
+    return call
+
+
+def _dtype_lowered_to(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
+    """That of the region around; outside of any, CUDA's default, also in threads that were started since."""
+    entered_in = threading.get_ident()
+
+    @functools.wraps(original)
+    def get_autocast_dtype(device_type: str) -> torch.dtype:
+        dtype = original(_on_cpu(device_type))
+        says_so = _on_cpu(device_type) != "cpu" or threading.get_ident() == entered_in
+        return dtype if says_so or torch.is_autocast_enabled("cpu") else torch.float16
+
+    return get_autocast_dtype
+
+
+def _also_clearing_ours(original: Callable[[], None]) -> Callable[[], None]:
+    def clear_autocast_cache() -> None:
+        original()
+        autocast_policy.clear_weight_cache()
+
+    return clear_autocast_cache
+
+
+def _stays(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def cuda(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    return cuda
+
+
+def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _device_on_cpu(kwargs["device"])
+        # Pinned memory is for copies to a GPU, and torch has none without one.
+        kwargs.pop("pin_memory", None)
+        if len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _on_cpu(args[1]), *args[2:])
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _moved_to_any_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``tensor.to("cuda")`` and ``module.to(0)``: the device is the first argument behind self."""
+    to = _any_device(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return to(*args[:1], *map(_device_on_cpu, args[1:2]), *args[2:], **kwargs)
+
+    return call
+
+
+def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(value.replace("torch.cuda.", "torch.") if isinstance(value, str) else value for value in args)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _value(value: Any) -> Replacement:
+    return lambda original: value
+
+
+def _does_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _gives(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class Stream:
+    """The stream that everything runs on: what was launched is done."""
+
+    synchronize = wait_stream = wait_event = staticmethod(_does_nothing)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what a stream of CUDA takes: a device and a priority."""
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+class Event:
+    """A moment on that stream."""
+
+    synchronize = wait = staticmethod(_does_nothing)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what an event of CUDA takes: ``enable_timing`` and others."""
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+class _OnAnyDevice(type):
+    """What a subclass of ``torch.Generator`` would not do: torch's own generators are instances too."""
+
+    def __call__(cls, device: Any = "cpu") -> torch._C.Generator:
+        return torch._C.Generator("cpu")
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class Generator(metaclass=_OnAnyDevice):
+    """Makes a generator of the CPU, whatever the device."""
+
+
+TENSOR_TYPES = tuple(
+    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+)
+
+RUNTIME: Mapping[str, Any] = {
+    **{name: getattr(torch, name) for name in TENSOR_TYPES},
+    "Event": Event,
+    "Stream": Stream,
+    "current_device": _gives(0),
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+    "initial_seed": torch.initial_seed,
+    "memory_reserved": _gives(0),
+    "max_memory_reserved": _gives(0),
+    # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
+    "_exchange_device": _gives(-1),
+    "_maybe_exchange_device": _gives(-1),
+    **dict.fromkeys(
+        ("init", "synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"), _does_nothing
+    ),
+}
+"""What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch."""
+
+NVTX: Mapping[str, Any] = dict.fromkeys(("range_push", "range_pop", "mark"), _does_nothing)
+"""The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""

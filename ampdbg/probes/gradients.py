@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from ampdbg.probes.tensors import count_nonfinite, float_values, is_finite
+from ampdbg.probes.tensors import float_values, magnitude_of
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 SMALL = 4096
@@ -123,10 +123,10 @@ def _overflowed(
     for position, parameter in enumerate(parameters):
         if parameter.grad is None or (norms is not None and math.isfinite(norms.get(id(parameter), math.nan))):
             continue
-        if not is_finite(parameter.grad):
-            inf, nan = count_nonfinite(parameter.grad)
+        magnitude = magnitude_of(parameter.grad)
+        if not magnitude.is_finite:
             name = names.get(id(parameter), f"parameter {position}")
-            yield ParameterCounts(name, inf, nan, parameter.numel())
+            yield ParameterCounts(name, magnitude.inf, magnitude.nan, parameter.numel())
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch.amp import autocast_mode
+from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.precision.attributes import replaced
@@ -74,7 +75,8 @@ class ShadowTrace(PlacedOps):
         except RuntimeError as error:
             if written or "not implemented for 'BFloat16'" not in str(error):
                 raise
-            return _converted(op(*_widened(args), **_widened(kwargs)), torch.float32, torch.bfloat16)
+            args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
+            return _converted(op(*args, **kwargs), torch.float32, torch.bfloat16)
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> _Inputs:
         """Only half inputs are measured: of wider ones it is known whether they stem from something lost."""
@@ -124,33 +126,20 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def _in_bfloat16(value: Any, targets: Sequence[torch.Tensor]) -> Any:
+def _in_bfloat16(given: Any, targets: Sequence[torch.Tensor]) -> Any:
     """The arguments without float16; what the op writes into stays what it is."""
-    if value is torch.float16:
-        return torch.bfloat16
-    if isinstance(value, torch.Tensor):
-        if value.dtype is not torch.float16 or any(value is target for target in targets):
-            return value
-        return value.to(torch.bfloat16)
-    if isinstance(value, (list, tuple)):
-        return [_in_bfloat16(item, targets) for item in value]
-    if isinstance(value, dict):
-        return {key: _in_bfloat16(item, targets) for key, item in value.items()}
-    return value
+
+    def converted(value: Any) -> Any:
+        if value is torch.float16:
+            return torch.bfloat16
+        is_half = isinstance(value, torch.Tensor) and value.dtype is torch.float16
+        return value.to(torch.bfloat16) if is_half and not any(value is target for target in targets) else value
+
+    return _pytree.tree_map(converted, given)
 
 
-def _widened(value: Any) -> Any:
-    return _converted(value, torch.bfloat16, torch.float32)
-
-
-def _converted(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(new) if value.dtype is old else value
-    if isinstance(value, (list, tuple)):
-        return [_converted(item, old, new) for item in value]
-    if isinstance(value, dict):
-        return {key: _converted(item, old, new) for key, item in value.items()}
-    return value
+def _converted(given: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return _pytree.tree_map_only(torch.Tensor, lambda value: value.to(new) if value.dtype is old else value, given)
 
 
 @contextlib.contextmanager

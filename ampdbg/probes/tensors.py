@@ -26,20 +26,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
     ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are. On a GPU this syncs.
     """
-    values = float_values(tensor)
-    if values is None or values.numel() == 0:
-        return True
-    low, high = torch.aminmax(values.detach())
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
-
-
-def count_nonfinite(tensor: torch.Tensor) -> tuple[int, int]:
-    """The numbers of infinite and of NaN elements."""
-    values = float_values(tensor)
-    if values is None:
-        return 0, 0
-    values = values.detach()
-    return int(torch.isinf(values).sum()), int(torch.isnan(values).sum())
+    return magnitude_of(tensor).is_finite
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -93,9 +80,9 @@ def _counts(
     kind: Literal["batch", "parameter", "buffer"], named: Iterable[tuple[str, torch.Tensor]], when: When = "before"
 ) -> Iterator[TensorCounts]:
     for name, tensor in named:
-        if not is_finite(tensor):
-            inf, nan = count_nonfinite(tensor)
-            yield TensorCounts(kind, name, inf, nan, tensor.numel(), _first_index(tensor), when)
+        magnitude = magnitude_of(tensor)
+        if not magnitude.is_finite:
+            yield TensorCounts(kind, name, magnitude.inf, magnitude.nan, tensor.numel(), _first_index(tensor), when)
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:

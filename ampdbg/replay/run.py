@@ -12,7 +12,7 @@ import torch
 from ampdbg.config import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.precision.modes import Mode, mode_of
+from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.replay.random_state import seeded
 from ampdbg.workload import Workload, build_workload
@@ -25,7 +25,7 @@ class Run:
     config: Config
     workload: Workload
     device: torch.device
-    mode: Mode
+    mode: PrecisionMode
 
 
 @contextlib.contextmanager

@@ -11,20 +11,20 @@ import ampdbg.precision.modes
 from ampdbg.config import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, format_of_config
-from ampdbg.precision.modes import Mode, mode_of
+from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.precision.modes.autocast import StaticLossScaler
 
 CPU = torch.device("cpu")
 
 
-def mode(level: str = "O1", dtype: str = "float16", **more: object) -> Mode:
+def mode(level: str = "O1", dtype: str = "float16", **more: object) -> PrecisionMode:
     return mode_of(Precision.model_validate({"level": level, "dtype": dtype, **more}), CPU)
 
 
 def test_every_level_has_a_mode_and_every_mode_a_level() -> None:
     assert {type(mode(level)).__module__.rpartition(".")[2] for level in LEVELS} == {
         path.stem for path in Path(str(ampdbg.precision.modes.__file__)).parent.glob("*.py")
-    } - {"__init__", "mode"}
+    } - {"__init__"}
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ampdbg.config import Precision
+from ampdbg.formats import FORMATS, FloatFormat
 from ampdbg.levels import LEVELS
 
-from .mode import DTYPES, Mode
+DTYPES = {name: getattr(torch, name) for name in FORMATS}
+"""torch's dtype of each format."""
 
-__all__ = ["DTYPES", "Mode", "mode_of"]
+
+@dataclass(frozen=True)
+class PrecisionMode:
+    """How a step is computed on one device: in FP32, unless a mode says otherwise."""
+
+    precision: Precision
+    device: torch.device
+
+    @property
+    def format(self) -> FloatFormat:
+        """The narrowest format that a step computes in."""
+        return self.precision.format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch's dtype of that format."""
+        dtype: torch.dtype = DTYPES[self.format.name]
+        return dtype
+
+    def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Converts weights and optimizers, once, before the first step."""
+
+    def cast(self, batch: Any) -> Any:
+        """The batch as the model takes it."""
+        return batch
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """A fresh context for one forward pass and its losses."""
+        return contextlib.nullcontext()
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The loss scaler of one run; a disabled one hands losses and steps on."""
+        return torch.amp.GradScaler(self.device.type, enabled=False)
+
+    def step(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """Unscales and clips where asked, lets the scaler step or skip each optimizer, and updates the scale."""
+        for optimizer in optimizers:
+            if clip_grad_norm is not None:
+                scaler.unscale_(optimizer)
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
+            scaler.step(optimizer)
+        scaler.update()
 
 
-def mode_of(precision: Precision, device: torch.device) -> Mode:
+def mode_of(precision: Precision, device: torch.device) -> PrecisionMode:
     """The mode that the config's level asks for."""
     module = importlib.import_module(f"{__name__}.{LEVELS[precision.level].mode}")
-    mode: Mode = module.MODE(precision, device)
+    mode: PrecisionMode = module.MODE(precision, device)
     return mode

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .mode import Mode
+from ampdbg.precision.modes import PrecisionMode
 
 
-class Autocast(Mode):
+class Autocast(PrecisionMode):
     """Each op computes in the dtype that autocast's lists give it."""
 
     def forward(self) -> AbstractContextManager[Any]:

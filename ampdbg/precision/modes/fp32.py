@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .mode import Mode
+from ampdbg.precision.modes import PrecisionMode
 
 
-class FP32(Mode):
+class FP32(PrecisionMode):
     """The reference that every other mode is compared with."""
 
 
