@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ampdbg.patch.edits import edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import modules_running
@@ -104,25 +102,27 @@ def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:
 
 def _best(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[Placement], list[Refused]]:
     """The placements of one way, and what was refused where there is none."""
-    possible: list[list[Placement]] = []
+    narrow: list[list[Placement]] = []
+    wide: list[list[Placement]] = []
     refused: list[Refused] = []
     notes: list[str] = []
     for way in ways:
         placements = list(way(pin, materials))
         reasons = [reason for place in placements for reason in place.refused]
-        if placements and not reasons:
-            possible.append([replace(place, notes=(*notes, *place.notes)) for place in placements])
-            wide = [sharing for place in placements if (sharing := _sharing(place, materials)) and sharing.is_wide]
-            if not wide and _length(placements) <= LONG:
-                break
-            notes += [f"{place.title} {_sharing(place, materials)}" for place in placements if wide]
-        else:
-            refused += reasons
+        refused += reasons
+        if not placements or reasons:
             notes += [note for place in placements for note in place.why_not]
-    if not possible:
+            continue
+        reach = [
+            f"{place.title} {each}" for place in placements if (each := _sharing(place, materials)) and each.is_wide
+        ]
+        (wide if reach else narrow).append([replace(place, notes=(*notes, *place.notes)) for place in placements])
+        notes += reach
+        if not reach and _length(placements) <= LONG:
+            break
+    if not narrow and not wide:
         return [], refused or [Refused(0, f"no code of yours makes or calls {pin.name or 'the root module'}")]
-    narrow = [each for each in possible if not any(_is_wide(place, materials) for place in each)]
-    return _shortest(narrow or possible), []
+    return _shortest(narrow or wide), []
 
 
 def _shortest(possible: Sequence[list[Placement]]) -> list[Placement]:
@@ -138,28 +138,19 @@ def _length(placements: Iterable[Placement]) -> int:
     return sum(place.length for place in placements)
 
 
-def _is_wide(place: Placement, materials: Materials) -> bool:
-    sharing = _sharing(place, materials)
-    return sharing is not None and sharing.is_wide
-
-
 def _sharing(place: Placement, materials: Materials) -> Sharing | None:
     """What modules run the code that is edited; None where that is not known."""
     if place.function is None:
         return None
-    model, running = materials.model, modules_running(place.function, materials.model)
+    running = modules_running(place.function, materials.model)
     if not running:
         return None
+    modules = dict(materials.model.named_modules())
     child = place.source.callee.rpartition(".")[2] if isinstance(place.source, CallPin) else ""
-    # What is called may be a function of a library's, and no child.
-    called = [path for name in running if (path := ".".join(filter(None, (name, child)))) in _names_of(model)]
-    pinned = sum(_is_pinned(path, materials.pins) for path in called or running)
-    kind = place.function.class_name or type(model.get_submodule(running[0])).__name__
-    return Sharing(kind, len(running), pinned)
-
-
-def _names_of(model: torch.nn.Module) -> set[str]:
-    return {name for name, _ in model.named_modules()}
+    called = [".".join(filter(None, (name, child))) for name in running]
+    # What a library call calls is no child.
+    pinned = sum(_is_pinned(name, materials.pins) for name in (called if called[0] in modules else running))
+    return Sharing(place.function.class_name or type(modules[running[0]]).__name__, len(running), pinned)
 
 
 def _is_pinned(name: str, pins: Iterable[Pin]) -> bool:
