@@ -8,9 +8,9 @@ import io
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import decode_source, spec_from_file_location
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
+from importlib.util import decode_source
 from pathlib import Path
 from types import CodeType, ModuleType
 
@@ -48,8 +48,8 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
 
     It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
-    written for it. Files that do not exist are found too, where they would be if they did. Modules that
-    were imported from the files before are set aside, with all of their package, and put back afterwards.
+    written for it. Modules that were imported from the files before are set aside, with all of their package, and put
+    back afterwards.
 
     Args:
         files: the bytes of each file, encoded as the file says, by path.
@@ -62,7 +62,6 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
         stack.enter_context(_set_aside(overlay))
         stack.enter_context(replaced(SourceFileLoader, "get_code", overlay.get_code(SourceFileLoader.get_code)))
         stack.enter_context(replaced(SourceFileLoader, "get_data", overlay.get_data(SourceFileLoader.get_data)))
-        stack.enter_context(_finding(overlay))
         stack.callback(overlay.forget_lines)
         yield overlay.taken
 
@@ -109,28 +108,6 @@ class _Overlay:
     def forget_lines(self) -> None:
         for path in self._shown:
             linecache.cache.pop(path, None)
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """What ``sys.meta_path`` asks for: modules whose file is not on disk, which its other finders cannot see."""
-        entries = sys.path if path is None else list(path)
-        name = fullname.rpartition(".")[2]
-        for index, entry in enumerate(entries):
-            for candidate in (os.path.join(entry, name, "__init__.py"), os.path.join(entry, f"{name}.py")):
-                if self.find(candidate) is not None and not os.path.exists(candidate):
-                    earlier = PathFinder.find_spec(fullname, entries[:index])
-                    return earlier if earlier and earlier.loader else spec_from_file_location(fullname, candidate)
-        return None
-
-
-@contextlib.contextmanager
-def _finding(overlay: _Overlay) -> Iterator[None]:
-    """The overlay finds modules, before the finders of ``sys.meta_path`` do."""
-    sys.meta_path.insert(0, overlay)
-    try:
-        yield
-    finally:
-        if overlay in sys.meta_path:
-            sys.meta_path.remove(overlay)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper import MODULE_NAME, module_text
-from ampdbg.patch.by_name.hugging_face import keep_in_fp32_note
 from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
 from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
@@ -121,9 +120,8 @@ def suggest(
 def _without_patch(ended: Bisected) -> Suggestion:
     model = ended.run.workload.model
     names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
-    of_transformers = keep_in_fp32_note(model, names)
-    notes = (*other_remedies(ended.record), *([of_transformers] if of_transformers else []))
-    return Suggestion(ended.record, names=names, one_tensor=layers_of_one_tensor(names, model), notes=notes)
+    one_tensor = layers_of_one_tensor(names, model)
+    return Suggestion(ended.record, names=names, one_tensor=one_tensor, notes=other_remedies(ended.record))
 
 
 def _with_patch(found: Suggestion, materials: Materials, prover: Prover | None) -> Suggestion:

@@ -73,33 +73,6 @@ def test_another_spelling_of_the_path_is_the_same_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("overlaid_new.py", "overlaid_new"),
-        ("overlaid_package/new.py", "overlaid_package.new"),
-        ("overlaid_other/__init__.py", "overlaid_other"),
-    ],
-)
-def test_a_file_that_does_not_exist_yet_is_found(folder: Path, file: str, name: str) -> None:
-    with overlaid({folder / file: b"VALUE = 'patch'\n"}):
-        assert value_of(name) == "patch"
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(name)
-
-
-def test_a_new_file_does_not_hide_a_module_that_comes_first(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    later = tmp_path_factory.mktemp("later")
-    sys.path.append(str(later))
-    try:
-        with overlaid({later / "overlaid_two.py": b"VALUE = 'patch'\n"}):
-            assert value_of("overlaid_two") == "disk"
-    finally:
-        sys.path.remove(str(later))
-
-
-@pytest.mark.parametrize(
     "source",
     [
         b"VALUE = 'patch'\r\nOTHER = 1\r\n",

@@ -212,17 +212,6 @@ def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_new_file_beside_is_imported(tmp_path: Path) -> None:
-    config = written(tmp_path)
-    wrapped = "def fp32(x):\n    return x.float()\n"
-    net = "from ampdbg_pins import fp32\n" + GOOD.replace("x.float()", "fp32(x)")
-    proof = proven(config, {tmp_path / "net.py": net.encode(), tmp_path / "ampdbg_pins.py": wrapped.encode()})
-    assert proof.passed, proof
-    assert step_of(proof, "without the patch").passed
-    assert not (tmp_path / "ampdbg_pins.py").exists()
-
-
-@pytest.mark.usefixtures("in_this_process")
 def test_a_patch_that_holds_on_one_batch_only_fails(tmp_path: Path) -> None:
     config = written(tmp_path)
     failing = failing_steps(config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words
+from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
 from ampdbg.patch.edits import Edited
 from tests.conftest import Golden
 
@@ -202,3 +202,17 @@ def test_a_bare_number_is_named_as_a_module() -> None:
         "the model",
         "the model (its own lines)",
     ]
+
+
+class WithMore(nn.Linear):
+    def forward(self, x: nn.Parameter, scale: float = 1.0) -> nn.Parameter:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_layers_that_take_one_tensor() -> None:
+    assert takes_one_tensor(nn.Linear(2, 2))
+    assert takes_one_tensor(nn.Conv2d(2, 2, 1))
+    assert not takes_one_tensor(nn.ConvTranspose2d(2, 2, 1))
+    assert not takes_one_tensor(WithMore(2, 2))
+    assert not takes_one_tensor(nn.Embedding(2, 2))
+    assert not takes_one_tensor(nn.Sequential())
