@@ -47,9 +47,9 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     unskipped = sum(1 for step in bad if not step.skipped)
     silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
     yield undecided_step(
-        step=bad[0].step,
-        phase="forward",
-        message=f"the loss is {_spelt(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
+        bad[0].step,
+        "forward",
+        f"the loss is {_spelt(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
         f"{len(record.steps)} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
     )

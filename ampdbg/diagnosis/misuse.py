@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ampdbg.record.codes import CODES, Code
+from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
 
@@ -23,15 +23,8 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
     """An exception that autocast causes: a finding, because the same code runs in FP32."""
     error = record.autocast_error
     if error is not None:
-        yield Finding(
-            code=error.code,
-            severity="error",
-            step=error.step,
-            phase=CODES[error.code].phase or "forward",
-            message=error.message.partition("\n")[0],
-            remedy=CODES[error.code].remedy,
-            source=error.source,
-        )
+        message = error.message.partition("\n")[0]
+        yield finding_of(error.code, error.step, "forward", message, severity="error", source=error.source)
 
 
 def _findings(record: Record) -> Iterator[Finding]:
@@ -45,13 +38,12 @@ def _findings(record: Record) -> Iterator[Finding]:
 def _finding(found: Misuse, code: Code, steps: int) -> Finding:
     times = f" ({found.count} times)" if found.count > 1 else ""
     refused = f"; torch says: {found.raised}" if found.raised else ""
-    return Finding(
-        code=found.code,
+    return finding_of(
+        code.name,
+        found.step,
+        "optimizer",
+        f"{code.message}{times}{refused}",
         severity=_severity(found, code, steps),
-        step=found.step,
-        phase=code.phase or "optimizer",
-        message=f"{code.message}{times}{refused}",
-        remedy=code.remedy,
         source=found.source,
         evidence={"count": found.count, "steps": steps},
     )

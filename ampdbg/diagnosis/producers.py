@@ -11,7 +11,7 @@ from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, POLES, base_name
 from ampdbg.quantities import number
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
 
@@ -186,7 +186,7 @@ def undecided(
 
 def undecided_step(step: int, phase: Phase, message: str, **fields: Any) -> Finding:
     """The same of a step that was not replayed."""
-    return Finding("unknown", "error", step, phase, message, CODES["unknown"].remedy, **fields)
+    return finding_of("unknown", step, phase, message, **fields)
 
 
 def finding_at(
@@ -200,12 +200,12 @@ def finding_at(
 ) -> Finding:
     """A finding at the op, module and line of a producer; evidence that is None is left out."""
     phase = at.phase if at else "backward" if made.why == "gradients" else "forward"
-    return Finding(
-        code=code,
+    return finding_of(
+        code,
+        made.step,
+        phase,
+        message,
         severity=severity,
-        step=made.step,
-        phase=CODES[code].phase or phase,
-        message=message,
         remedy=remedy_of(code, at),
         module=at.module if at else "",
         op=at.op if at else "",

@@ -13,7 +13,7 @@ from ampdbg.diagnosis.misuse import autocast_errors
 from ampdbg.diagnosis.producers import OVERFLOWS, limit_of, op_name
 from ampdbg.formats import FLOAT16
 from ampdbg.quantities import number
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Site
 
@@ -105,13 +105,12 @@ def _reach(site: Site) -> str:
 
 
 def _proposed(record: Record, site: Site, code: str, message: str) -> Finding:
-    return Finding(
-        code=code,
+    return finding_of(
+        code,
+        max(record.planned_steps - 1, 0),
+        site.phase,
+        message,
         severity="warning",
-        step=max(record.planned_steps - 1, 0),
-        phase=site.phase,
-        message=message,
-        remedy=CODES[code].remedy,
         module=site.module,
         op=site.op,
         source=site.source,

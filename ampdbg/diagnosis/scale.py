@@ -12,13 +12,13 @@ from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.producers import OVERFLOWS, op_name, undecided_step
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.diagnosis.skips import SKIPS_IN_A_ROW, Skips, skips_at_the_end, sort_skips
-from ampdbg.quantities import number
-from ampdbg.record.codes import CODES
-from ampdbg.record.findings import Finding, Severity
+from ampdbg.quantities import counted, number
+from ampdbg.record.codes import CODES, finding_of
+from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, Step
 
-CALIBRATION = "scale-calibration"
+CALIBRATION, RUNAWAY = "scale-calibration", "scale-runaway"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
@@ -63,10 +63,11 @@ def runaway(record: Record) -> Iterator[Finding]:
         return
     first, step = record.steps[0], record.steps[-1]
     if step.scale >= LIMITLESS and step.scale > first.scale:
-        yield _runaway(step, f"the loss scale has grown to {number(step.scale)}, and no gradient limits it", "warning")
+        message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
+        yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
     elif _works_below_one(record.steps):
         message = f"only a loss scale below 1 works ({step.scale:g}): the loss itself is too large for half gradients"
-        yield _runaway(step, message, "error")
+        yield finding_of(RUNAWAY, step.step, "backward", message, evidence={"scale": step.scale})
 
 
 def _works_below_one(steps: Sequence[Step]) -> bool:
@@ -74,18 +75,6 @@ def _works_below_one(steps: Sequence[Step]) -> bool:
     last = steps[-1]
     too_large = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
     return last.scale < 1.0 and not last.skipped and any(too_large)
-
-
-def _runaway(step: Step, message: str, severity: Severity) -> Finding:
-    return Finding(
-        code="scale-runaway",
-        severity=severity,
-        step=step.step,
-        phase="backward",
-        message=message,
-        remedy=CODES["scale-runaway"].remedy,
-        evidence={"scale": step.scale},
-    )
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
@@ -209,12 +198,12 @@ def _overflowing_gradients(found: Skips, record: Record) -> Finding:
     paths = [name.split(".")[:-1] for name in names]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return undecided_step(
-        step=telling[0].step,
-        phase="backward",
+        telling[0].step,
+        "backward",
+        f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
+        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
         module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",
-        message=f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
-        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
         evidence={"skipped": len(found.all), "narrowest_step": narrowest.step, "groups": names[:20]},
     )
 
@@ -222,13 +211,11 @@ def _overflowing_gradients(found: Skips, record: Record) -> Finding:
 def _collapse(found: Skips, record: Record) -> Finding:
     first, last = record.steps[0].scale, record.steps[-1].scale
     start = (found.new_lows or found.all)[0].step
-    return Finding(
-        code="scale-collapse",
-        severity="error",
-        step=start,
-        phase="backward",
-        message=f"the loss scale keeps falling, from {number(first)} to {number(last)}",
-        remedy=CODES["scale-collapse"].remedy,
+    return finding_of(
+        "scale-collapse",
+        start,
+        "backward",
+        f"the loss scale keeps falling, from {number(first)} to {number(last)}",
         evidence={"first_scale": first, "last_scale": last, "new_lows": len(found.new_lows)},
         root=0,
     )
@@ -236,34 +223,26 @@ def _collapse(found: Skips, record: Record) -> Finding:
 
 def _growth(found: Skips, record: Record) -> Finding:
     first, last = found.new_lows[0], record.steps[-1].scale
-    return Finding(
-        code="gradient-growth",
-        severity="info",
-        step=first.step,
-        phase="backward",
-        message=f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
+    return finding_of(
+        "gradient-growth",
+        first.step,
+        "backward",
+        f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
         f"{len(found.new_lows)} single skips; replays are finite at half the scale and lose no gradient there",
-        remedy=CODES["gradient-growth"].remedy,
         evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(found.new_lows)},
     )
 
 
 def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
     count, last = len(every), record.steps[-1].scale
-    many = "s" if count > 1 else ""
-    settled = (
-        "it has not settled yet, and a longer run will show where it does"
-        if skips_at_the_end(record.steps) > 1
-        else "this is normal"
-    )
-    return Finding(
-        code=CALIBRATION,
+    is_settled = skips_at_the_end(record.steps) <= 1
+    settled = "this is normal" if is_settled else "it has not settled yet, and a longer run will show where it does"
+    return finding_of(
+        CALIBRATION,
+        every[0].step,
+        "backward",
+        f"the scaler skipped {counted(count, 'step')} while the loss scale settles (now {number(last)}): {settled}",
         severity="info",
-        step=every[0].step,
-        phase="backward",
-        message=f"the scaler skipped {count} step{many} while the loss scale settles (now {number(last)}): {settled}",
-        remedy=f"none is needed; GradScaler(init_scale={last:g}) saves the skipped steps"
-        if last < every[0].scale
-        else "",
+        remedy=f"none is needed; GradScaler(init_scale={last:g}) saves the skipped steps" if is_settled else "",
         evidence={"skipped": count, "scale": last},
     )

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
-from ampdbg.record.codes import CODES
+from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record, Step, TensorCounts
+
+WEIGHTS = "weights-nonfinite"
 
 
 def data_nonfinite(record: Record) -> Iterator[Finding]:
@@ -23,13 +25,11 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
         bad = blamed_in_batch(step, record)
         if bad is not None:
             sample = f", first in sample {bad.first_index[0]}" if bad.first_index else ""
-            yield Finding(
-                code="data-nonfinite",
-                severity="error",
-                step=step.step,
-                phase="data",
-                message=f"the batch of step {step.step} holds {_counted(bad)} in {bad.name or 'its tensor'}{sample}",
-                remedy=CODES["data-nonfinite"].remedy,
+            yield finding_of(
+                "data-nonfinite",
+                step.step,
+                "data",
+                f"the batch of step {step.step} holds {_counted(bad)} in {bad.name or 'its tensor'}{sample}",
                 evidence=_evidence(bad),
             )
             return
@@ -60,15 +60,15 @@ def weights_nonfinite(record: Record) -> Iterator[Finding]:
         if _is_healthy(step) or _is_finite_in_fp32(step, record):
             bad = [counts for counts in bad if counts.nan or counts.kind == "parameter"]
         if bad:
-            yield Finding(
-                code="weights-nonfinite",
-                severity="error" if not all(map(_is_healthy, record.steps)) else "warning",
-                step=step.step,
-                phase="forward",
-                parameter=bad[0].name,
-                message=f"{bad[0].kind} {bad[0].name} holds {_counted(bad[0])} before the forward pass of step "
+            yield finding_of(
+                WEIGHTS,
+                step.step,
+                "forward",
+                f"{bad[0].kind} {bad[0].name} holds {_counted(bad[0])} before the forward pass of step "
                 f"{step.step}" + (f", and so do {len(bad) - 1} more" if len(bad) > 1 else ""),
-                remedy=CODES["weights-nonfinite"].remedy
+                severity="error" if not all(map(_is_healthy, record.steps)) else "warning",
+                parameter=bad[0].name,
+                remedy=CODES[WEIGHTS].remedy
                 if step.step == 0
                 else f"look at step {step.step - 1}, whose update wrote them",
                 evidence=_evidence(bad[0]),
@@ -86,18 +86,16 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
         ]
         if bad:
             at = _poisoned_by(step, record)
-            yield Finding(
-                code="buffer-poisoned",
-                severity="error",
-                step=step.step,
-                phase="forward",
+            yield finding_of(
+                "buffer-poisoned",
+                step.step,
+                "forward",
+                f"buffer {bad[0].name} holds {_counted(bad[0])} after step {step.step} and stays so: "
+                "skipping a step does not restore buffers, and evaluation will use this one",
                 parameter=bad[0].name,
                 module=bad[0].name.rpartition(".")[0],
                 op=at.op if at else "",
                 source=at.source if at else None,
-                message=f"buffer {bad[0].name} holds {_counted(bad[0])} after step {step.step} and stays so: "
-                "skipping a step does not restore buffers, and evaluation will use this one",
-                remedy=CODES["buffer-poisoned"].remedy,
                 # Only a buffer that FP32 keeps finite has an op.
                 evidence={**_evidence(bad[0]), **({"finite_in_fp32": True} if at else {})},
             )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from ampdbg.record.findings import Phase, Severity
+from ampdbg.record.findings import Finding, Phase, Severity
 
 FORWARD = "Forward pass"
 GRADIENTS = "Gradients and loss scale"
@@ -176,6 +176,7 @@ _ALL = (
         "Gradients grow from step {step} on, and the loss scale follows them: {skips}{falling}.",
         information="Healthy: {skips}; gradients grow, and the loss scale follows them{falling}.",
         counts_against_a_patch=False,
+        severity="info",
     ),
     Code(
         "scale-collapse",
@@ -401,6 +402,13 @@ CODES: Mapping[str, Code] = {code.name: code for code in _ALL}
 def catalogued(name: str) -> Code:
     """The entry of a code; of one that another version has added, that of a cause that is not known."""
     return CODES.get(name, CODES["unknown"])
+
+
+def finding_of(name: str, step: int, phase: Phase, message: str, **fields: Any) -> Finding:
+    """A finding with its code's severity and remedy, where ``fields`` does not give others."""
+    code = CODES[name]
+    given = {"severity": code.severity, "remedy": code.remedy} | fields
+    return Finding(code=name, step=step, phase=code.phase or phase, message=message, **given)
 
 
 FAMILIES: Mapping[str, tuple[str, ...]] = {
