@@ -1,52 +1,23 @@
-"""Any file that LibCST can parse: what an edit leaves alone is kept, and undoing it gives the old bytes."""
+"""Edits of any file that LibCST can parse: they parse, and undoing one gives the old bytes."""
 
 from __future__ import annotations
 
 import ast
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path, PurePosixPath
 
-import libcst as cst
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.patch.diffs import unified_diff
 from ampdbg.patch.edits import StatementPin, edit_source
-from ampdbg.source.source_file import EditError, SourceFile, read_source
-
-STANDARD_LIBRARY = Path(os.__file__).parent
-EVERY = 16
+from ampdbg.source.source_file import read_source
+from tests.source.test_source_file import corpus, name_of
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-
-
-def corpus() -> list[Path]:
-    """One in sixteen of the standard library's own modules, packages included, tests of broken syntax left out."""
-    files = sorted(STANDARD_LIBRARY.glob("*.py")) + sorted(STANDARD_LIBRARY.glob("[a-z]*/*.py"))
-    kept = (file for file in files if not {"site-packages", "test", "lib2to3"} & set(file.parts))
-    return [file for file in kept if file.stat().st_size][::EVERY]
-
-
-def name_of(file: Path) -> str:
-    return file.relative_to(STANDARD_LIBRARY).as_posix()
-
-
-@pytest.mark.parametrize("file", corpus(), ids=name_of)
-def test_all_but_the_edit_is_kept(file: Path) -> None:
-    """A line put in front of the last statement is the only one that differs."""
-    source = file.read_bytes()
-    text = read_source(source)
-    assert text.with_module(text.module) == source
-    line = cst.SimpleStatementLine([cst.Expr(cst.SimpleString("'here'"))])
-    body = text.module.body
-    edited = text.with_module(text.module.with_changes(body=[*body[:-1], line, *body[-1:]]))
-    before, here, after = edited.partition(b"'here'" + text.module.default_newline.encode())
-    assert here
-    assert before + after == source
 
 
 @pytest.mark.parametrize("file", corpus(), ids=name_of)
@@ -129,15 +100,3 @@ def test_an_edit_applied_by_git_and_undone_gives_the_old_bytes(source: bytes, tr
             command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
             subprocess.run(command, cwd=folder, input=diff, check=True, capture_output=True)
             assert file.read_bytes() == after
-
-
-@pytest.mark.parametrize("source", [b"x = 1\ry = x @ x\r", b"x = 1\r\n\x0cy = 2\r\n", b"", b"\n", b"# only a comment"])
-def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
-    text = read_source(source)
-    assert text.with_module(text.module) == source
-
-
-def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
-    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"), {})
-    with pytest.raises(EditError, match="line endings cannot be kept"):
-        text.with_module(cst.parse_module("y = 1\n"))

@@ -1,0 +1,90 @@
+"""Source files as LibCST reads them: what stands on a line, and all bytes kept but those of an edit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import libcst as cst
+import pytest
+
+from ampdbg.source.source_file import EditError, SourceFile, read_source
+
+STANDARD_LIBRARY = Path(os.__file__).parent
+EVERY = 16
+
+
+def corpus() -> list[Path]:
+    """One in sixteen of the standard library's own modules, packages included, tests of broken syntax left out."""
+    files = sorted(STANDARD_LIBRARY.glob("*.py")) + sorted(STANDARD_LIBRARY.glob("[a-z]*/*.py"))
+    kept = (file for file in files if not {"site-packages", "test", "lib2to3"} & set(file.parts))
+    return [file for file in kept if file.stat().st_size][::EVERY]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(STANDARD_LIBRARY).as_posix()
+
+
+@pytest.mark.parametrize("file", corpus(), ids=name_of)
+def test_all_but_the_edit_is_kept(file: Path) -> None:
+    """A line put in front of the last statement is the only one that differs."""
+    source = file.read_bytes()
+    text = read_source(source)
+    assert text.with_module(text.module) == source
+    line = cst.SimpleStatementLine([cst.Expr(cst.SimpleString("'here'"))])
+    body = text.module.body
+    edited = text.with_module(text.module.with_changes(body=[*body[:-1], line, *body[-1:]]))
+    before, here, after = edited.partition(b"'here'" + text.module.default_newline.encode())
+    assert here
+    assert before + after == source
+
+
+@pytest.mark.parametrize("source", [b"x = 1\ry = x @ x\r", b"x = 1\r\n\x0cy = 2\r\n", b"", b"\n", b"# only a comment"])
+def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
+    text = read_source(source)
+    assert text.with_module(text.module) == source
+
+
+def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
+    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"), {})
+    with pytest.raises(EditError, match="line endings cannot be kept"):
+        text.with_module(cst.parse_module("y = 1\n"))
+
+
+NET = b"""\
+import torch
+
+
+class Net:
+    def forward(self, x):
+        if x is None:
+            return 0
+        with torch.autocast("cuda", enabled=False):
+            y = x @ x
+            with torch.autocast("cuda"):
+                z = y @ y
+        return z
+"""
+
+
+@pytest.mark.parametrize(("line", "is_off"), [(7, False), (9, True), (11, False), (12, False)])
+def test_a_statement_is_found_by_its_line_with_the_function_and_the_autocast_around_it(line: int, is_off: bool) -> None:
+    found = read_source(NET).at(line)
+    assert found.span == range(line, line + 1)
+    assert found.place.qualname == ("Net", "forward")
+    assert found.place.is_in("Net.forward")
+    assert (found.place.off is not None) == is_off
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [(2, "no statement is there"), (5, "the head of a function"), (6, "the condition of an if"), (99, "has 13 lines")],
+)
+def test_a_line_without_a_statement_of_its_own_is_refused(line: int, reason: str) -> None:
+    with pytest.raises(EditError, match=reason) as caught:
+        read_source(NET).at(line)
+    assert caught.value.line == line
+
+
+def test_a_file_is_parsed_once() -> None:
+    assert read_source(NET) is read_source(bytes(bytearray(NET)))
