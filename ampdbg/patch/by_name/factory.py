@@ -16,7 +16,6 @@ MODEL = "model"
 LONG = 72
 """An expression of more characters, or lines, is not put into a call as it stands."""
 
-BLANK = cst.EmptyLine(indent=False)
 CONTAINERS = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, *COMPREHENSIONS)
 
 
@@ -181,21 +180,11 @@ class _Return(cst.CSTTransformer):
     def leave_Return(self, original_node: cst.Return, updated_node: cst.Return) -> cst.Return:  # noqa: N802
         if original_node is not self.node or updated_node.value is None:
             return updated_node
-        return self._kept(_unwrapped(updated_node.value)).with_changes(semicolon=updated_node.semicolon)
+        return self._kept(updated_node.value).with_changes(semicolon=updated_node.semicolon)
 
     def _kept(self, value: cst.BaseExpression) -> cst.Return:
         call = cst.Call(cst.Name(self.helper), [cst.Arg(value)])
         return cst.Return(call, whitespace_after_return=cst.SimpleWhitespace(" "))
-
-
-def _unwrapped(value: cst.BaseExpression) -> cst.BaseExpression:
-    """Without its outermost parentheses, for which the call's own stand; comments keep them."""
-    outer: Sequence[cst.LeftParen] = getattr(value, "lpar", ())
-    closing: Sequence[cst.RightParen] = getattr(value, "rpar", ())
-    spaces = [*(paren.whitespace_after for paren in outer[:1]), *(paren.whitespace_before for paren in closing[-1:])]
-    if not outer or not all(isinstance(space, cst.SimpleWhitespace) for space in spaces):
-        return value
-    return value.with_changes(lpar=outer[1:], rpar=closing[:-1])
 
 
 # A class
@@ -207,55 +196,20 @@ def _initialiser_of(node: cst.ClassDef) -> cst.FunctionDef | None:
 
 
 def _class(node: cst.ClassDef, helper: str) -> cst.ClassDef:
-    block, own = _block(node.body), _initialiser_of(node)
-    if own is not None:
-        body = [_initialiser(own, helper) if item is own else item for item in block.body]
-        return node.with_changes(body=block.with_changes(body=body))
-    if any("dataclass" in dotted(call) for item in node.decorators for call in [_decorator(item)]):
-        raise EditError(f"{node.name.value} is a dataclass, whose __init__ is not written out")
-    methods = [i for i, item in enumerate(block.body) if isinstance(item, cst.FunctionDef)]
-    place = methods[0] if methods else len(block.body)
-    before, after = list(block.body[:place]), list(block.body[place:])
-    if not methods and all(_is_placeholder(item) for item in before):
-        before = []
-    spaced = [_spaced(item) if i == 0 else item for i, item in enumerate(after)]
-    body = [*before, _new_initialiser(helper, is_first=not before), *spaced]
-    return node.with_changes(body=block.with_changes(body=body))
-
-
-def _decorator(node: cst.Decorator) -> cst.BaseExpression:
-    return node.decorator.func if isinstance(node.decorator, cst.Call) else node.decorator
-
-
-def _initialiser(method: cst.FunctionDef, helper: str) -> cst.FunctionDef:
+    """The class with a call of the helper at the end of its ``__init__``."""
+    method = _initialiser_of(node)
+    if method is None:
+        raise EditError(f"{node.name.value} has no __init__ of its own; make the model in a function")
     first = [*method.params.posonly_params, *method.params.params][:1]
     if not first:
         raise EditError("its __init__ does not name self")
-    if any(isinstance(node, cst.Return) for node in _own_nodes(method.body)):
+    if any(isinstance(item, cst.Return) for item in _own_nodes(method.body)):
         raise EditError("its __init__ returns early; call the helper where the model is made")
     block = _block(method.body)
-    call = _call_line(helper, first[0].name.value)
-    return method.with_changes(body=block.with_changes(body=[*block.body, call]))
-
-
-def _new_initialiser(helper: str, *, is_first: bool) -> cst.FunctionDef:
-    text = f"def __init__(self, *args, **kwargs):\n    super().__init__(*args, **kwargs)\n    {helper}(self)\n"
-    method = cst.parse_module(text).body[0]
-    assert isinstance(method, cst.FunctionDef)
-    return method if is_first else method.with_changes(leading_lines=[BLANK])
-
-
-def _is_placeholder(node: cst.CSTNode) -> bool:
-    """``pass`` and ``...``."""
-    small = node.body[0] if isinstance(node, cst.SimpleStatementLine) else None
-    return isinstance(small, cst.Pass) or (isinstance(small, cst.Expr) and isinstance(small.value, cst.Ellipsis))
-
-
-def _spaced(node: cst.BaseStatement) -> cst.BaseStatement:
-    lines: Sequence[cst.EmptyLine] = getattr(node, "leading_lines", ())
-    if any(line.comment is None for line in lines[:1]):
-        return node
-    return node.with_changes(leading_lines=[BLANK, *lines])
+    longer = block.with_changes(body=[*block.body, _call_line(helper, first[0].name.value)])
+    edited = node.with_deep_changes(method, body=longer)
+    assert isinstance(edited, cst.ClassDef)
+    return edited
 
 
 def _block(body: cst.BaseSuite) -> cst.IndentedBlock:
