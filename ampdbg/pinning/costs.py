@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,12 +34,14 @@ class StepCosts:
     def of(self, atoms: Iterable[str]) -> PinCost:
         """The share that these have: leaf modules, and other modules' own lines (``NAME:own``)."""
         chosen = {atom.removesuffix(OWN) for atom in atoms}
-        size = _sum(self.activation_bytes, chosen)
-        return PinCost(
-            flops=_share(_sum(self.flops, chosen), sum(self.flops.values())),
-            activations=_share(size, sum(self.activation_bytes.values())),
-            activation_bytes=size,
-        )
+        size = sum(self.activation_bytes.get(name, 0) for name in chosen)
+        flops = sum(self.flops.get(name, 0) for name in chosen)
+        all_flops, all_bytes = self._totals
+        return PinCost(_share(flops, all_flops), _share(size, all_bytes), size)
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        return sum(self.flops.values()), sum(self.activation_bytes.values())
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
@@ -103,10 +106,6 @@ def _nearest(name: str, names: Mapping[str, int]) -> str | None:
         if name in names:
             return name
     return None
-
-
-def _sum(by_module: Mapping[str, int], chosen: set[str]) -> int:
-    return sum(count for name, count in by_module.items() if name in chosen)
 
 
 def _share(part: int, whole: int) -> float:

@@ -17,7 +17,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
 from ampdbg.pinning.costs import step_costs, step_seconds
 from ampdbg.pinning.experiment import Case, Experiment
-from ampdbg.pinning.tying import tied_modules, tied_together
+from ampdbg.pinning.ties import tied_modules, tied_together
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial
 from ampdbg.record.run import Record
@@ -25,6 +25,7 @@ from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps
 from ampdbg.search import Answer, AtomTree, OutOfTrials, Result, Trials
+from ampdbg.search.reduction import most_dropped
 from ampdbg.search.trials import trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
@@ -67,8 +68,10 @@ class Setting:
         )
 
     def _try(self, pins: tuple[str, ...]) -> Answer:
+        """Once a set is healthy, suspects only describe its pins, and of very many pins nobody reads that."""
         self.observer.trial_start(pins)
-        return self.experiment.run(pins)
+        is_brief = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
+        return self.experiment.run(pins, is_brief=is_brief)
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:

@@ -19,7 +19,7 @@ from ampdbg.patch.source_pins import Refused
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.pin_search import scales_of
 from ampdbg.pinning.pin_set import digest
-from ampdbg.pinning.tying import tied_together
+from ampdbg.pinning.ties import tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove

@@ -307,18 +307,23 @@ class PinnedReplays:
         """FP32 on weights and inputs rounded to half: the noise floor."""
         return replace(self._floor.replay, **compared_gradients(self._floor, self.fp32))
 
-    def with_pins(self, pins: Sequence[str]) -> Investigation:
+    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False) -> Investigation:
         """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
-        noise floor, as an investigation of the step would hold them."""
-        low = self._at_a_usable_scale(pins)
+        noise floor, as an investigation of the step would hold them.
+
+        A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's.
+        """
+        low = self._at_a_usable_scale(pins, None if is_brief else ProducerTrace)
         if low.replay.error or not is_finite(self.fp32.replay):
             return self._made(low.replay)
+        if not math.isfinite(low.replay.loss):
+            return self._made(producers_of(low, self.fp32))
         replay = replace(producers_of(low, self.fp32), **compared_gradients(low, self.fp32))
         if not is_finite(replay) or (agrees(replay, self.fp32.replay, None) and keeps_its_gradients(replay)):
             return self._made(replay)
         replay = replace(replay, **compared_gradients(low, self.fp32, self._floor))
         made = self._made(replay, self.floor)
-        if replay.producers or agrees(replay, self.fp32.replay, self.floor):
+        if is_brief or replay.producers or agrees(replay, self.fp32.replay, self.floor):
             return made
         return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
 
@@ -326,12 +331,12 @@ class PinnedReplays:
         made = self._failing.made
         return replace(made, replays=(low, self.fp32.replay, *more), first_far=None, continuation=())
 
-    def _at_a_usable_scale(self, pins: Sequence[str]) -> Replayed:
+    def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
         """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
         tried: list[Replayed] = []
         for scale in self._scales():
             with self._pinned(pins):
-                low = self._replay(Manner(self._low, scale, is_lifted=False), ProducerTrace)
+                low = self._replay(Manner(self._low, scale, is_lifted=False), traced, stops_at_loss=True)
             if not math.isfinite(low.replay.loss):
                 return low
             if is_finite(low.replay):
@@ -371,5 +376,6 @@ class PinnedReplays:
         with pin_fp32(self._run.workload.model, pins):
             yield
 
-    def _replay(self, manner: Manner, traced: TraceKind) -> Replayed:
-        return replay_step(self._run, self._failing.snapshot, manner, traced=traced, keep_gradients=True)
+    def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
+        step = self._failing.snapshot
+        return replay_step(self._run, step, manner, traced=traced, keep_gradients=True, stops_at_loss=stops_at_loss)

@@ -21,6 +21,7 @@ def run_pass(
     *,
     scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     seen: Callable[[Losses, float], None] = lambda losses, share: None,
+    stops_at: Callable[[Losses], bool] = lambda losses: False,
 ) -> tuple[Losses, ...]:
     """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
 
@@ -30,6 +31,7 @@ def run_pass(
         forward: makes the context of each forward pass and its losses.
         scaled: multiplies a loss by the loss scale.
         seen: called with the losses of each micro-batch and its share, before they go backward.
+        stops_at: whether no backward pass is needed from these losses on.
 
     Returns:
         The losses of each micro-batch, detached.
@@ -39,13 +41,15 @@ def run_pass(
         UserCodeError: the user's code raised.
     """
     share = 1.0 / len(batches)
-    every = []
+    every: list[Losses] = []
+    has_stopped = False
     for batch in batches:
         with forward():
             losses = workload.losses(batch)
         seen(losses, share)
         every.append({name: loss.detach() for name, loss in losses.items()})
-        for position, loss in enumerate(losses.values(), start=1):
+        has_stopped = has_stopped or stops_at(losses)
+        for position, loss in enumerate(() if has_stopped else losses.values(), start=1):
             with workload.user.running("the backward pass"):
                 part = scaled(loss * share if share != 1.0 else loss)
                 part.backward(retain_graph=position < len(losses))

@@ -63,7 +63,13 @@ class Replayed:
 
 
 def replay_step(
-    run: Run, snapshot: Snapshot, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
+    run: Run,
+    snapshot: Snapshot,
+    manner: Manner,
+    *,
+    traced: TraceKind | None = None,
+    keep_gradients: bool = False,
+    stops_at_loss: bool = False,
 ) -> Replayed:
     """Runs the forward and backward pass of a step once more.
 
@@ -73,6 +79,7 @@ def replay_step(
         manner: its precision and loss scale.
         traced: the kind of trace that notes every op.
         keep_gradients: return a copy of the gradients, in float32 and unscaled.
+        stops_at_loss: run no backward pass behind a loss that is not finite.
 
     Returns:
         What was seen. An error of the user's code is noted in the replay and not raised: code that works
@@ -83,7 +90,7 @@ def replay_step(
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
-            loss, error = _try(run, snapshot, manner)
+            loss, error = _try(run, snapshot, manner, stops_at_loss=stops_at_loss)
             _wait(run.device)
             seconds = time.perf_counter() - started
         if error:
@@ -144,21 +151,22 @@ def _altered(model: torch.nn.Module, manner: Manner) -> Iterator[None]:
         yield
 
 
-def _try(run: Run, snapshot: Snapshot, manner: Manner) -> tuple[float, str]:
+def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
     """The loss, or the first line of the error that the user's code raised."""
     try:
         with lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext():
-            return _forward_and_backward(run, snapshot, manner), ""
+            return _forward_and_backward(run, snapshot, manner, stops_at_loss), ""
     except AmpdbgError as error:
         return math.nan, str(error).partition("\n")[0] or type(error).__name__
 
 
-def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner) -> float:
+def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
     losses = run_pass(
         run.workload,
         [functools.reduce(altered_batch, manner.alterations, batch) for batch in snapshot.batches],
         functools.partial(_autocast, run.device, manner.dtype),
         scaled=lambda loss: loss.float() * manner.scale,
+        stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
     )
     return loss_of(losses)
 

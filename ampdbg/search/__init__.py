@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ampdbg.search.atoms import AtomTree as AtomTree
 from ampdbg.search.atoms import atom_tree as atom_tree
-from ampdbg.search.shrinking import Result as Result
-from ampdbg.search.shrinking import best_so_far as best_so_far
+from ampdbg.search.reduction import Result as Result
+from ampdbg.search.reduction import best_so_far as best_so_far
 from ampdbg.search.strategies import delta_debug as delta_debug
 from ampdbg.search.strategies import guided as guided
 from ampdbg.search.trials import Answer as Answer

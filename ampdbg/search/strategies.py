@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms
-from ampdbg.search.shrinking import NOTHING, Result, best_so_far, certified, drop_superfluous, grouped, smallest
+from ampdbg.search.reduction import NOTHING, Result, best_so_far, certified, drop_superfluous, grouped, smallest
 from ampdbg.search.trials import OutOfTrials, Trials
 
 Rest = ParamSpec("Rest")

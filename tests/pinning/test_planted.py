@@ -182,7 +182,11 @@ def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
 def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Runs 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
     healthy, ran, run = {4, 5, 6, 9, 11, 13}, itertools.count(1), Experiment.run
-    monkeypatch.setattr(Experiment, "run", lambda *given: Answer(healthy=True) if next(ran) in healthy else run(*given))
+    monkeypatch.setattr(
+        Experiment,
+        "run",
+        lambda *given, **brief: Answer(healthy=True) if next(ran) in healthy else run(*given, **brief),
+    )
     monkeypatch.setattr(pin_search, "MOST_REPEATS", 3)
     searched: list[tuple[str, ...]] = []
     record = bisect_run(spiked(tmp_path), observer=observing(search=searched.append))

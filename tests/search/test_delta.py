@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
-from ampdbg.search.shrinking import best_so_far
+from ampdbg.search.reduction import best_so_far
 from ampdbg.search.strategies import delta_debug
 from ampdbg.search.trials import Answer, Trials
 from tests.search.planted import SMALL, Step, planted, steps, trees

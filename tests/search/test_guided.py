@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.shrinking import best_so_far
+from ampdbg.search.reduction import best_so_far
 from ampdbg.search.strategies import guided
 from ampdbg.search.trials import Answer, Trials
 from tests.search.planted import SMALL, Step, planted, steps
@@ -240,3 +240,11 @@ def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -
 
     trials = Trials(flaky, TREE, repeats=30)
     assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")
+
+
+def test_where_each_pin_alone_takes_too_long_groups_are_dropped() -> None:
+    names = [f"layers.{number}" for number in range(1000)]
+    step, trials = planted(*names, names=names)
+    result = guided(trials, names)
+    assert (result.pins, result.healthy, result.minimal, result.dropped) == (tuple(names), True, False, {})
+    assert len(step.ran) == 101

@@ -22,16 +22,18 @@ def tied_modules(model: torch.nn.Module, tree: AtomTree) -> tuple[frozenset[str]
 
 def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
-    parts: dict[tuple[str, ...], set[int]] = {}
+    holder: dict[int, str] = {}
+    part = {name: [name] for name in names}
     for name in names:
-        held = {id(parameter) for parameter in _held(name, model)}
-        tied = [part for part, others in parts.items() if held & others]
-        together = (*(other for part in tied for other in part), name)
-        parts[together] = held.union(*(parts.pop(part) for part in tied))
-    return tuple(sorted(parts, key=lambda part: names.index(part[0])))
+        for parameter in _parameters(name, model):
+            mine, other = part[name], part[holder.setdefault(id(parameter), name)]
+            if mine is not other:
+                other += mine
+                part.update(dict.fromkeys(mine, other))
+    return tuple(dict.fromkeys(tuple(names) for names in part.values()))
 
 
-def _held(pin: str, model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+def _parameters(pin: str, model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """The parameters of a module, or of its own lines."""
     module = model.get_submodule(pin.removesuffix(OWN))
     yield from module.parameters(recurse=not pin.endswith(OWN))

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import Atoms
+from ampdbg.search.atoms import Atoms, AtomTree
 from ampdbg.search.trials import Trials
 
 NOTHING: Atoms = frozenset()
 
-MOST_ATOM_RUNS = 200_000
-"""A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about 20
-seconds on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
+MOST_ATOM_RUNS = 100_000
+"""A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about a
+minute on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ def best_so_far(trials: Trials) -> Result:
 
 def grouped(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
     """The parts, where dropping each alone takes too long in groups of neighbours."""
-    size = -(-len(parts) // _affordable(trials))
+    size = -(-len(parts) // most_dropped(trials.tree))
     return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)] if parts else []
 
 
-def _affordable(trials: Trials) -> int:
+def most_dropped(tree: AtomTree) -> int:
     """How many parts may be dropped each alone."""
-    return max(1, MOST_ATOM_RUNS // max(1, len(trials.tree.atoms)))
+    return max(1, MOST_ATOM_RUNS // max(1, len(tree.atoms)))
 
 
 def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
@@ -124,7 +124,7 @@ def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
     while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
         parts = [part & smaller for part in parts if part & smaller]
     pins = trials.tree.compress(NOTHING.union(*parts))
-    if len(pins) > _affordable(trials):
+    if len(pins) > most_dropped(trials.tree):
         return Result(pins, healthy=True, minimal=False)
     dropped = {pin: trials.test(_without(trials, pins, pin), "with fewer") for pin in pins}
     return Result(pins, healthy=True, minimal=True, dropped=dropped)
@@ -133,7 +133,7 @@ def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
 def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
     atoms = NOTHING.union(*parts)
     pins = trials.tree.compress(atoms)
-    alone = pins if len(pins) <= _affordable(trials) else ()
+    alone = pins if len(pins) <= most_dropped(trials.tree) else ()
     for rest in (*(atoms - part for part in reversed(parts)), *(_without(trials, pins, pin) for pin in alone)):
         if trials.test(rest, "with fewer").healthy:
             yield rest
