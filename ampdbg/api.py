@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampdbg.errors import AmpdbgError, ConfigError, PatchError
-from ampdbg.given import NO_CONFIG, Changes, Given, read_given
+from ampdbg.errors import AmpdbgError, PatchError
+from ampdbg.given import Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.folder import latest_record
-from ampdbg.record.pins import Search, Strategy
+from ampdbg.record.pins import Strategy
 from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def scan(
     At most ``replays`` unhealthy steps of each kind are replayed. An interrupt ends the run early: the record holds
     the steps before it, with ``interrupted`` set.
     """
-    checked = _given(config, changes).runnable
+    checked = _given(config, changes).config
     observer.start(checked.train.steps)
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
@@ -58,7 +58,7 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
     hides another one; the weights stay as they were.
     """
     given = _given(config, changes)
-    checked = given.runnable
+    checked = given.config
     train = checked.train.model_copy(update={"steps": given.changes.get("steps") or 1})
     checked = checked.model_copy(update={"train": train})
     observer.start(train.steps)
@@ -84,20 +84,18 @@ def bisect(
     ends it early, with the best set so far and ``interrupted`` set.
 
     Args:
-        config: a config or a record; of a watched loop, which has no config, the record must say that no pin helps.
+        config: a config or a record.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
         strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
     """
-    given = _given(config, changes, module)
-    if given.config is None:
-        return _no_pin_helps(given, "bisect", strategy)
-    observer.start(given.config.train.steps)
+    checked = _given(config, changes, module).config
+    observer.start(checked.train.steps)
     from ampdbg.pinning.bisection import bisect_run
 
     with _diagnosed("bisect"):
-        return bisect_run(given.config, strategy=strategy, max_trials=max_trials, observer=observer)
+        return bisect_run(checked, strategy=strategy, max_trials=max_trials, observer=observer)
 
 
 def suggest_fp32(
@@ -146,12 +144,9 @@ def suggestion(
     observer: Observer = UNOBSERVED,
 ) -> Suggestion:
     """As :func:`suggest_fp32`, with the patch itself; ``form`` is how it is to be handed over."""
-    if given.config is not None:
-        observer.start(given.config.train.steps)
-    from ampdbg.proof.suggestion import Suggestion, suggest
+    observer.start(given.config.train.steps)
+    from ampdbg.proof.suggestion import suggest
 
-    if given.config is None:
-        return Suggestion(_no_pin_helps(given, "suggest-fp32", strategy))
     with _diagnosed("suggest-fp32"):
         return suggest(
             given.config,
@@ -178,19 +173,6 @@ def apply_patch(found: Suggestion, *, force: bool = False) -> None:
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:
     return config if isinstance(config, Given) else read_given(config, module, **changes)
-
-
-def _no_pin_helps(given: Given, command: str, strategy: Strategy) -> Record:
-    """What the record of a watched loop, which has no config to run, says of pins.
-
-    Raises:
-        ConfigError: they may help in the loop, or nothing is wrong with it; it would have to be run to tell.
-    """
-    record = given.record
-    root = next((one for one in record.findings if one.severity != "info"), None) if record is not None else None
-    if record is None or root is None or record.verdict != "other":
-        raise ConfigError(f"{given.name}: {NO_CONFIG}")
-    return replace(record, command=command, search=Search(strategy, "no-pin-helps", root.message))
 
 
 @contextlib.contextmanager

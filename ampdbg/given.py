@@ -37,25 +37,14 @@ class Changes(TypedDict, total=False):
 class Given:
     """What there is to run.
 
-    ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it; the record of a watched loop has
-    none. ``record`` is where the config was taken from, if it was.
+    ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it, ``record`` is where it was taken
+    from, if it was.
     """
 
     name: str
     changes: Changes
-    config: Config | None
+    config: Config
     record: Record | None = None
-
-    @property
-    def runnable(self) -> Config:
-        """The config.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if self.config is None:
-            raise ConfigError(f"{self.name}: {NO_CONFIG}")
-        return self.config
 
     @property
     def typed(self) -> str:
@@ -93,13 +82,13 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
 
 
-def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config | None:
+def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config:
     from ampdbg.config import config_of_record, load_config
 
     if record is None:
         return load_config(path, overrides)
     if not record.config:
-        return None
+        raise ConfigError(f"{path}: {NO_CONFIG}")
     try:
         return config_of_record(record.config, str(path), Path(record.config_folder), overrides)
     except ConfigError as error:

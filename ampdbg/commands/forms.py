@@ -31,45 +31,31 @@ class Handover:
     """A suggestion in one form; ``content`` is None where it has nothing to hand over.
 
     ``base`` is what the paths of a diff are relative to, ``is_git`` whether that is the root of a repository.
-    ``files`` are those that a diff is of.
     """
 
     form: Form
     content: bytes | None
     base: Path
     is_git: bool
-    files: tuple[Path, ...] = ()
 
     @property
     def suffix(self) -> str:
         """The end of the name of a file with it; the record beside it ends in ``.json``."""
         return FORMS[self.form].suffix
 
-    @property
-    def out_of_reach(self) -> tuple[Path, ...]:
-        """The files that ``git apply`` or ``patch -p1``, typed in this folder, would not find.
-
-        Within a repository git finds those below the folder, and passes over the others without a word.
-        """
-        here = Path.cwd().resolve()
-        if here == self.base:
-            return ()
-        finds = here if self.is_git and here.is_relative_to(self.base) else None
-        return tuple(file for file in self.files if finds is None or not file.is_relative_to(finds))
-
     def applying(self, file: str = "") -> str:
-        """The command that applies it from here: the patch of that name, else what is piped into it."""
+        """The command that applies it from here: the patch of that name, else what is piped into it.
+
+        git, typed below the root of a repository, passes over the files outside of this folder without a word.
+        """
         if not self.is_git:
-            command = f"patch -p1{self._at('-d')}"
-            return f"{command} < {shlex.quote(file)}" if file else command
-        if not self.out_of_reach:
-            return f"git apply {shlex.quote(file)}" if file else "git apply"
+            return f"patch -p1{self._at('-d')}" + (f" < {shlex.quote(file)}" if file else "")
         return f"git{self._at('-C')} apply" + (f" {shlex.quote(_from(self.base, file))}" if file else "")
 
     def _at(self, option: str) -> str:
-        """The option for the folder that the paths count from, as short as that goes; "" where it is this one."""
+        """The option for the folder that the paths count from; "" where it is this one."""
         here = Path.cwd().resolve()
-        return "" if here == self.base else f" {option} {shlex.quote(_shorter(self.base, here))}"
+        return "" if here == self.base else f" {option} {shlex.quote(_from(here, str(self.base)))}"
 
 
 def hand_over(found: Suggestion, form: Form, folder: Path) -> Handover:
@@ -79,7 +65,7 @@ def hand_over(found: Suggestion, form: Form, folder: Path) -> Handover:
     proof = found.record.verification
     failed = proof is not None and not proof.passed
     content = None if failed or found.record.interrupted else _content(found, FORMS[form], base)
-    return Handover(form, content, base, is_git, tuple(edit.path.resolve() for edit in edits))
+    return Handover(form, content, base, is_git)
 
 
 def _content(found: Suggestion, form: FormOfPatch, base: Path) -> bytes | None:
@@ -99,13 +85,10 @@ def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, b
 
 
 def warning_of_piping(handed: Handover) -> str | None:
-    """That ``git apply`` in this folder, with the diff piped into it, would leave files as they are; None where not."""
-    missed = handed.out_of_reach
-    if handed.form != "diff" or handed.content is None or not missed:
+    """That ``git apply`` in this folder may leave files as they are, with the diff piped into it; None where not."""
+    if handed.form != "diff" or handed.content is None or handed.base == Path.cwd().resolve():
         return None
-    plain = "git apply" if handed.is_git else "patch -p1"
-    names = ", ".join(_shorter(file, Path.cwd().resolve()) for file in missed)
-    return f"warning: {plain} in this folder would leave {names} unpatched; type ... | {handed.applying()}"
+    return f"warning: the paths of this diff count from {handed.base}; type ... | {handed.applying()}"
 
 
 def next_step(
@@ -145,14 +128,6 @@ def _from(folder: Path, file: str) -> str:
         return os.path.relpath(file, folder)
     except ValueError:  # another drive
         return os.path.abspath(file)
-
-
-def _shorter(folder: Path, here: Path) -> str:
-    """The folder from here or from the root, whichever is shorter; on Windows there may be no way from here."""
-    try:
-        return min(os.path.relpath(folder, here), str(folder), key=len)
-    except ValueError:
-        return str(folder)
 
 
 # A diff

@@ -81,7 +81,7 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
-        handed = forms.hand_over(found, format_.value, given.config.folder if given.config is not None else Path())
+        handed = forms.hand_over(found, format_.value, given.config.folder)
         saved = save(found.record, record)
         failure = _failure_of_applying(found, force) if apply else None
         file, failure = _written(handed, output, saved, failure)
@@ -119,7 +119,7 @@ def _warn_of_uncommitted(given: Given) -> None:
     from ampdbg.config import parse_target
     from ampdbg.patch.file_edits import uncommitted
 
-    config = given.runnable
+    config = given.config
     specs = (spec for spec in (config.model, config.data, config.loss, config.step) if spec is not None)
     files = dict.fromkeys(target.path(config.folder) for spec in specs if (target := parse_target(spec.target)).file)
     for file in files:
@@ -141,27 +141,20 @@ def _failure_of_applying(found: Suggestion, force: bool) -> PatchError | None:
 def _written(
     handed: Handover, output: Path | None, saved: Saved, failure: PatchError | None
 ) -> tuple[Path | None, PatchError | None]:
-    """Writes the text to ``output``, else beside the record; where that is, if anywhere, and the first failure.
-
-    What could not be written where it was asked for must not be lost: it is beside the record all the same.
-    """
+    """Writes the text beside the record, over nothing, and to ``output``; a file that has it, and the first failure."""
     if handed.content is None:
         return None, failure
-    if output is not None:
-        try:
-            replace_file(output, handed.content)
-            return output, failure
-        except OSError as error:
-            failure = failure or PatchError(f"{output}: cannot be written: {error.strerror or error}")
-    beside = saved.path.with_suffix(handed.suffix) if saved.path is not None else None
-    is_ours = saved.asked_for is None and output is None
-    if beside is None or not (is_ours or (failure is not None and not beside.exists())):
-        return None, failure
-    try:
-        replace_file(beside, handed.content)
-    except OSError:
-        return None, failure  # a copy that nobody asked for may be missing
-    return beside, failure
+    file = saved.path.with_suffix(handed.suffix) if saved.path is not None else None
+    if file is not None and file.exists():
+        file = None
+    for path in (file, output):
+        if path is not None:
+            try:
+                replace_file(path, handed.content)
+                file = path
+            except OSError as error:
+                failure = failure or PatchError(f"{path}: cannot be written: {error.strerror or error}")
+    return file, failure
 
 
 def _with_places(failure: PatchError, file: Path | None, record: Path | None) -> PatchError:

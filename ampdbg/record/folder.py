@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -57,21 +56,13 @@ def _reserved(path: Path) -> Path:
     candidate, number = path, 1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        while not _made(candidate):
+        while True:
+            with contextlib.suppress(FileExistsError), candidate.open("x"):
+                return candidate
             number += 1
             candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
     except OSError as error:
         raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
-    return candidate
-
-
-def _made(path: Path) -> bool:
-    """Makes an empty file in one step, unless there is a file of that name."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except FileExistsError:
-        return False
-    return True
 
 
 def _keep_out_of_git() -> None:

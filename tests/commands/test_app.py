@@ -44,10 +44,7 @@ WRONG = {
     "an unknown option": (("scan", "a.yaml", "--stepz", "5"), "--steps"),
     "words for steps": (("scan", "a.yaml", "--steps", "five"), "'--steps': "),
     "no steps": (("scan", "a.yaml", "--steps", "0"), "'--steps': "),
-    "an unknown device": (("scan", "a.yaml", "--device", "gpu"), "'gpu' is not a device; allowed: auto, cpu, cuda"),
     "an unknown policy": (("scan", "a.yaml", "--policy", "cpu"), "'cpu' is not one of 'cuda', 'native'"),
-    "a setting without a value": (("scan", "a.yaml", "--set", "train.steps"), "write it as dotted.key=value"),
-    "a setting without a key": (("scan", "a.yaml", "--set", "=5"), "write it as dotted.key=value"),
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
     "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are text, json"),
@@ -62,6 +59,23 @@ def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -
     assert (result.code, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+WRONG_VALUES = {
+    "an unknown device": (("--device", "gpu"), "--set train.device=gpu: "),
+    "a setting without a value": (("--set", "train.steps"), "write it as dotted.key=value"),
+    "a setting without a key": (("--set", "=5"), "write it as dotted.key=value"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_a_wrong_value_for_the_config_is_named(name: str, here: Here) -> None:
+    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
+    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+    arguments, message = WRONG_VALUES[name]
+    result = here("scan", "c.yaml", *arguments)
+    assert (result.code, result.stdout) == (2, "")
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(

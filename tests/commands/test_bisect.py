@@ -220,25 +220,13 @@ def watched(verdict: Verdict, *findings: Finding) -> None:
     write_record(record, Path("loop.json"))
 
 
-def test_a_watched_loop_is_told_that_no_pin_helps(here: Here, fake: Callable[[Record], Faked]) -> None:
-    faked = fake(found())
-    watched("other", CLIPPED)
-    result = here("bisect", "loop.json")
-    assert (result.code, result.stderr, faked.configs) == (1, "", [])
-    assert result.stdout.startswith("✗ No pin helps: precision is not the cause of what fails at step 4.")
-    assert CLIPPED.remedy in result.stdout
-    assert "Next:" not in result.stdout
-    record = ampdbg.bisect("loop.json")
-    assert (record.command, record.pins, record.findings) == ("bisect", (), (CLIPPED,))
-
-
-@pytest.mark.parametrize(("verdict", "findings"), [("precision", (OVERFLOW,)), ("healthy", ())])
+@pytest.mark.parametrize(("verdict", "findings"), [("other", (CLIPPED,)), ("precision", (OVERFLOW,)), ("healthy", ())])
 def test_a_watched_loop_cannot_be_run_again(
     verdict: Verdict, findings: tuple[Finding, ...], here: Here, fake: Callable[[Record], Faked]
 ) -> None:
     fake(found())
     watched(verdict, *findings)
-    for command in ("bisect", "suggest-fp32"):
+    for command in ("bisect", "suggest-fp32", "scan"):
         result = here(command, "loop.json")
         assert (result.code, result.stdout) == (2, "")
         assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"

@@ -245,7 +245,7 @@ def test_the_options_reach_the_scan(here: Here, returns: Returns) -> None:
         *("scan", "c.yaml", "--steps", "5", "--device", "cuda:1", "--policy", "native", "--seed", "3"),
         *("--set", "train.steps=9", "--set", "model.args.c=[x, y=z]"),
     )
-    config = called["given"].runnable
+    config = called["given"].config
     assert (config.train.steps, config.train.device, config.train.seed) == (5, "cuda:1", 3)
     assert (config.precision.policy, config.model.args) == ("native", {"c": ["x", "y=z"]})
 
