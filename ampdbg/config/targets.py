@@ -6,7 +6,8 @@ import ast
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import symtable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -134,42 +135,17 @@ def defined_names(path: Path) -> list[str] | None:
     ``*``, or writes its namespace by ``globals()`` or ``exec``.
     """
     try:
-        tree = ast.parse(path.read_bytes())
+        source = path.read_bytes()
+        tree, table = ast.parse(source), symtable.symtable(source, str(path), "exec")
     except (SyntaxError, ValueError, OSError, RecursionError):
         return None
-    nodes = list(_top_level(tree))
     if any(_is_opaque(node) for node in ast.walk(tree)):
         return None
-    defined = [name for node in nodes for name in _defines(node)]
-    imported = [
-        (alias.asname or alias.name.partition(".")[0])
-        for node in nodes
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-        for alias in node.names
-    ]
+    symbols = table.get_symbols()
+    own = [item.get_name() for item in symbols if item.is_assigned() or item.is_namespace()]
     declared = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
-    return list(dict.fromkeys([*defined, *declared, *imported]))
-
-
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-
-
-def _top_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node that runs in the module's own scope, in order, definitions included but not entered."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, _SCOPES):
-            yield from _top_level(child)
-
-
-def _defines(node: ast.AST) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return [node.name]
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return [node.id]
-    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
-        return [node.name]
-    return []
+    imported = [item.get_name() for item in symbols if item.is_imported()]
+    return list(dict.fromkeys([*own, *declared, *imported]))
 
 
 def _is_opaque(node: ast.AST) -> bool:

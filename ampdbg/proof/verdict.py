@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
-from ampdbg.quantities import counted
+from ampdbg.quantities import byte_size, counted
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import ProofStep
@@ -210,7 +210,7 @@ def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
 
 
 def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
-    """Time and memory of a step, in a line; it is told and not judged."""
+    """Time and memory of a step, in a line; nothing is judged by it."""
     told = []
     for key, show, word in _USES:
         values = {way: show(numbers[f"{key}_{way}"]) for way in _WAYS if f"{key}_{way}" in numbers}
@@ -220,16 +220,12 @@ def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
     return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-
-
 _WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
 
 _USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
     ("step_seconds", lambda value: f"{value:.3g} s", ""),
-    ("saved_bytes", _size, " kept for the backward pass"),
-    ("peak_bytes", _size, " at the peak"),
+    ("saved_bytes", lambda value: byte_size(int(value)), " kept for the backward pass"),
+    ("peak_bytes", lambda value: byte_size(int(value)), " at the peak"),
 )
 
 

@@ -256,7 +256,7 @@ def test_figures_hold_what_was_measured_and_no_more() -> None:
     }
     use = use_of_a_step(numbers)
     assert use is not None
-    assert use.detail == "0.5 s (FP32 0.4 s); 3.0 MiB kept for the backward pass (FP32 6.0 MiB); 1024.0 MiB at the peak"
+    assert use.detail == "0.5 s (FP32 0.4 s); 3.1 MB kept for the backward pass (FP32 6.3 MB); 1.1 GB at the peak"
     assert use_of_a_step({}) is None
 
 
