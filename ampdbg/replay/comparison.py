@@ -61,10 +61,14 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
-    """The fields of a Replay that say how its gradients stand against FP32's; ``floor`` tells which are noise."""
-    distance = _distance(low.gradients, fp32.gradients)
-    squares = {name: float(gradient.double().square().sum()) for name, gradient in fp32.gradients.items()}
-    lost = {name: _flushed(low.gradients.get(name), gradient) for name, gradient in fp32.gradients.items()}
+    """The fields of a Replay that say how its gradients stand against FP32's; ``floor`` tells which are noise.
+
+    A gradient that could move no weight in FP32 either is left out.
+    """
+    moving = {name: gradient for name, gradient in fp32.gradients.items() if name not in fp32.idle}
+    distance = _distance(low.gradients, moving)
+    squares = {name: float(gradient.double().square().sum()) for name, gradient in moving.items()}
+    lost = {name: _flushed(low.gradients.get(name), gradient) for name, gradient in moving.items()}
     total = sum(squares.values())
     return {
         "gradient_distance": distance,

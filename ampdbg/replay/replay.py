@@ -28,6 +28,10 @@ from ampdbg.replay.state import altered_model, held_by
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
 
+HALF_A_UNIT = 2.0**-25
+"""An update that is a smaller share of a float32 weight does not change it."""
+
+
 @dataclass(frozen=True)
 class Manner:
     """How a step is run again.
@@ -53,6 +57,7 @@ class Manner:
 class Replayed:
     """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name.
 
+    ``idle`` names the parameters that their gradients could not move: such a gradient may be lost without harm.
     ``seconds`` is the time of its forward and backward pass, without that of putting everything back.
     """
 
@@ -60,6 +65,7 @@ class Replayed:
     trace: OpTrace | None = None
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     seconds: float = 0.0
+    idle: frozenset[str] = frozenset()
 
 
 def replay_step(
@@ -106,7 +112,22 @@ def replay_step(
             rounded=bool(manner.rounds_to),
         )
         gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
-        return Replayed(replay, trace, gradients, seconds)
+        return Replayed(replay, trace, gradients, seconds, frozenset(_idle(run, gradients)))
+
+
+def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The parameters whose update, as far as the optimizer's ``eps`` leaves one, is below FP32's rounding."""
+    names = {parameter: name for name, parameter in run.workload.model.named_parameters()}
+    for group in (group for optimizer in run.workload.optimizers for group in optimizer.param_groups):
+        rate, eps = float(group.get("lr") or group.get("initial_lr") or 1.0), group.get("eps")
+        for parameter in group["params"]:
+            gradient = gradients.get(names.get(parameter, ""))
+            if gradient is None or not gradient.numel():
+                continue
+            largest = float(gradient.abs().max())
+            update = rate * (largest / (largest + eps) if eps else largest)
+            if update < HALF_A_UNIT * float(parameter.detach().abs().max()):
+                yield names[parameter]
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:

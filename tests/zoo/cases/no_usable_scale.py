@@ -13,7 +13,7 @@ CASE = Case(
     verdict="precision",
     phase="backward",
     steps=18,
-    config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1.0e-12}}},
+    config={"optimizer": {"target": "torch.optim:Adam", "args": {"lr": 0.0}}},
     twin=("model.args.large=1.0", "model.args.small=1.0"),
 )
 
