@@ -20,7 +20,7 @@ from ampdbg.source.expressions import (
     spelled,
     walk,
 )
-from ampdbg.source.imports import dotted, imports_of
+from ampdbg.source.imports import imports_of
 from ampdbg.source.source_file import EditError
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
@@ -164,9 +164,6 @@ def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> 
     return end
 
 
-_TENSOR_TYPES = ("torch.Tensor", "Tensor")
-
-
 def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> str:
     """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
 
@@ -216,10 +213,9 @@ def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> lis
 
 
 def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
-    """What a pinned call is given; parameters annotated as tensors; the first element that a comprehension takes."""
+    """What a pinned call is given, the first element that a comprehension takes, a parameter that held a tensor."""
     bindings = pinned[0].names.bindings
     yield from (name for item in pinned for name in _given(item))
-    yield from (name for name in bindings.parameters if _is_tensor_parameter(name, bindings))
     seen = frozenset().union(*(item.names.half | item.names.full for item in pinned))
     made: set[str] = set()
     for item in pinned:
@@ -243,11 +239,6 @@ def _given(pinned: PinnedStatement) -> Iterator[str]:
                 for arg in call.args
                 if isinstance(arg.value, cst.Name) and pinned.names.is_tensor(arg.value)
             )
-
-
-def _is_tensor_parameter(name: str, bindings: Bindings) -> bool:
-    annotation = bindings.parameters[name].annotation
-    return annotation is not None and dotted(annotation.annotation) in _TENSOR_TYPES
 
 
 def autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:

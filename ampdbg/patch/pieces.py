@@ -93,12 +93,7 @@ def _regions(mark: LineMark, statement: cst.BaseSmallStatement) -> Regions:
         return regions
     # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
     certain = replace(regions, names=replace(mark.names, guesses=not mark.names.full))
-    if certain.has_fp32(value):
-        return certain
-    if regions.has_fp32(value) or regions.has_users_call(value):
-        return regions
-    # The line only moves values: then that is what has been pinned.
-    return replace(regions, moves=mark.operations)
+    return certain if certain.has_fp32(value) else regions
 
 
 def _pieces_of_parts(apart: Apart, mark: LineMark) -> Iterator[Piece]:

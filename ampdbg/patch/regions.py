@@ -221,13 +221,12 @@ class Regions:
     """The regions of the expressions in one statement.
 
     ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
-    where ``operations`` says so, and its moves too with ``moves``.
+    where ``operations`` says so.
     """
 
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
-    moves: bool = False
 
     def of(self, node: cst.CSTNode) -> Region:
         """The mode of an expression as a whole.
@@ -244,7 +243,7 @@ class Regions:
         action = action_of(node, self.names)
         if action is Action.USERS_CALL:
             return Region.AUTOCAST
-        if action is Action.OPERATION or (action is Action.MOVE and self.moves):
+        if action is Action.OPERATION:
             return Region.FP32 if self.operations else Region.AUTOCAST
         return Region.EITHER if (base := _followed(node)) is None else self.of(base)
 
@@ -267,10 +266,6 @@ class Regions:
     def has_fp32(self, node: cst.CSTNode) -> bool:
         """Whether any part of it must run in FP32."""
         return any(self.of(item) is Region.FP32 for item in walk(node) if isinstance(item, cst.BaseExpression))
-
-    def has_users_call(self, node: cst.CSTNode) -> bool:
-        """Whether it calls any code of the user's."""
-        return any(action_of(item, self.names) is Action.USERS_CALL for item in walk(node))
 
     def has_effect(self, node: cst.CSTNode) -> bool:
         """Whether moving the node in front of something else could change a result."""

@@ -53,12 +53,11 @@ class FunctionPin:
     """A function that must run in FP32 as a whole.
 
     ``function`` is its qualified name: ``Block.forward``. ``half_names`` are the parameters that held half tensors.
-    Without any, the first one is cast, and those that are annotated as tensors and not by their names masks or
-    indices. With ``casts_alone`` autocast stays as it is: what autocast does not run in half takes FP32 from there on.
+    With ``casts_alone`` autocast stays as it is: what autocast does not run in half takes FP32 from there on.
     """
 
     function: str
-    half_names: tuple[str, ...] = ()
+    half_names: tuple[str, ...]
     casts_alone: bool = False
 
 

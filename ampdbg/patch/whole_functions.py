@@ -12,12 +12,8 @@ from ampdbg.patch.regions import writes_in_place
 from ampdbg.patch.source_pins import FunctionPin
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import walk
-from ampdbg.source.imports import disables_autocast, dotted
+from ampdbg.source.imports import disables_autocast
 from ampdbg.source.source_file import EditError, functions_in, parts_of
-
-_TENSOR_TYPES = ("torch.Tensor", "Tensor")
-_NOT_FLOATING = ("mask", "ids", "index", "indices", "idx", "positions", "targets", "labels")
-"""Ends of the names of arguments that hold no floating point numbers, or that tell by their type what they are."""
 
 
 def function_of(module: cst.Module, pin: FunctionPin) -> cst.FunctionDef:
@@ -72,17 +68,9 @@ def half_parameters(pin: FunctionPin, bindings: Bindings) -> list[str]:
     names = [name for name in bindings.parameters if name not in ("self", "cls")]
     if unknown := [name for name in pin.half_names if name not in names]:
         raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
-    chosen = [name for name in names if name in pin.half_names] or [n for n in names if _is_floating(n, bindings)]
-    if not chosen:
-        raise EditError("no parameter is annotated as a tensor")
-    return chosen
-
-
-def _is_floating(name: str, bindings: Bindings) -> bool:
-    parameter = bindings.parameters[name]
-    if name.endswith(_NOT_FLOATING) or parameter.default is not None:
-        return False
-    return parameter.annotation is None or dotted(parameter.annotation.annotation) in _TENSOR_TYPES
+    if not pin.half_names:
+        raise EditError("none of its parameters held a half tensor")
+    return [name for name in names if name in pin.half_names]
 
 
 def _casts(names: Sequence[str], bindings: Bindings) -> list[cst.BaseStatement]:
