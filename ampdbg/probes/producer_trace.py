@@ -219,8 +219,11 @@ def _leaves(batches: Iterable[Any]) -> Iterator[tuple[int, str]]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 where it has none of its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    """The address of a tensor's memory; 0 where it has none of its own, as a masked one."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:
+        return 0
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -176,7 +176,7 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
 
 def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
     """The leaf's values in float32; None where it has none, or none on this device."""
-    is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+    is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.is_quantized or leaf.dtype is torch.bool)
     if is_integer and leaf.layout is torch.strided and leaf.device.type != "meta":
         return leaf.float()
     values = float_values(leaf)

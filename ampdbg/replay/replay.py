@@ -182,10 +182,12 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
+    as_it_was = not manner.is_lifted and manner.dtype == run.mode.format.name
+    batches = [run.mode.cast(batch) for batch in snapshot.batches] if as_it_was else snapshot.batches
     losses = run_pass(
         run.workload,
-        [functools.reduce(altered_batch, manner.alterations, batch) for batch in snapshot.batches],
-        functools.partial(_autocast, run.device, manner.dtype),
+        [functools.reduce(altered_batch, manner.alterations, batch) for batch in batches],
+        run.mode.forward if as_it_was else functools.partial(_autocast, run.device, manner.dtype),
         scaled=lambda loss: loss.float() * manner.scale,
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
     )
