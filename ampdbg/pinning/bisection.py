@@ -11,6 +11,7 @@ from ampdbg.config import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.pin_search import search_pins
+from ampdbg.quantities import counted
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
@@ -131,7 +132,7 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
         return None
     root = next((finding for finding in record.findings if finding.severity != "info"), None)
     if root is None:
-        return Search(strategy, "nothing-to-pin", f"nothing failed in {len(record.steps)} steps")
+        return Search(strategy, "nothing-to-pin", f"none of {counted(len(record.steps), 'step')} failed")
     if CODES[root.code].fails_in_fp32:
         return _told(strategy, "fp32-fails", root)
     if record.verdict == "other" or not CODES[root.code].pin_helps:

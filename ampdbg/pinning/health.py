@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, named, suspects
+from ampdbg.quantities import number
 from ampdbg.record.replays import Investigation, Producer, Replay
 
 
@@ -39,7 +40,7 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         return Health(False, _nonfinite(made, guilty), guilty)
     if not losses_agree(low, fp32, floor):
         return Health(
-            False, f"finite, but the loss is {low.loss:.4g}, and {fp32.loss:.4g} in FP32", guilty or _far(made)
+            False, f"finite, but the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32", guilty or _far(made)
         )
     if made.why == "end" and not agrees(low, fp32, floor):
         why = f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
@@ -82,6 +83,6 @@ def _first(names: tuple[str, ...]) -> str:
 
 def _reaches(suspect: Suspect) -> str:
     producer: Producer = suspect.producer
-    value = f" reaches {suspect.value:.4g}" if suspect.value is not None else ""
+    value = f" reaches {number(suspect.value)}" if suspect.value is not None else ""
     line = f" ({PurePath(producer.source.file).name}:{producer.source.line})" if producer.source else ""
     return f"{named(producer)}{line}{value}"

@@ -63,7 +63,7 @@ def search_pins(
     experiment = Experiment(run, cases, atom_tree(covered.callable), is_silent=is_silent)
     search = _how_often(experiment, replace(search, modules=len(covered.callable)))
     if search.failed == 0:
-        message = f"the step failed while it was trained, and in none of {search.tried} replays"
+        message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
     setting = Setting(run, experiment, covered.callable, observer, max_trials, search.repeats)
     try:

@@ -91,7 +91,7 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
     bad = next((trial.why for trial in again if not trial.healthy), None)
     search = replace(
         search,
-        message="" if bad is None else f"run once more, the set is not healthy: {bad}",
+        message="" if bad is None else f"with the set the step failed when it ran again: {bad}",
         minimal=result.minimal and bad is None,
         further=len(further),
         further_healthy=sum(trial.healthy for trial in further),
@@ -157,8 +157,8 @@ def record_without_set(setting: Setting, record: Record, search: Search, result:
 def _no_module_cures(site: PinSite) -> str:
     where = f"line {site.source.line} of {Path(site.source.file).name}" if site.source else site.op
     return (
-        f"{where} goes wrong even with every module in FP32: it belongs to the step or the loss, "
-        f"or casts to half itself"
+        f"{where} fails even with every module in FP32: it is part of the step function or the loss, "
+        f"or it casts to half itself"
     )
 
 

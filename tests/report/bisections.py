@@ -35,7 +35,7 @@ ATTENTION = Pin(
         PinSite("forward", "blocks.2.attn", BMM, SCORES, 81920.0),
         PinSite("forward", "blocks.2.attn", "aten.add.Tensor", SCORES, 90000.0),
     ),
-    without="loss NaN: blocks.2.attn bmm (line 41) reaches 8.192e+04",
+    without="loss NaN: blocks.2.attn bmm (line 41) reaches 81,920",
     cost=PinCost(0.031, 0.042, 1_200_000),
     class_name="Attention",
 )
@@ -63,7 +63,7 @@ def trial(pins: tuple[str, ...], stage: str, why: str = "") -> Trial:
     return Trial(pins, not why, why, stage, runs=1, healthy_runs=int(not why), loss=2.31, seconds=0.3)
 
 
-NAN = "loss NaN: blocks.2.attn bmm (line 41) reaches 8.192e+04"
+NAN = "loss NaN: blocks.2.attn bmm (line 41) reaches 81,920"
 TRIALS = (
     trial(("blocks.2.attn",), "candidates", "loss NaN: blocks.3 add.Tensor (line 58) reaches 1.5e+09"),
     trial(("blocks.2.attn", "blocks.3:own", "head"), "suspects"),
@@ -124,12 +124,12 @@ def flaky() -> Record:
 
 def not_again() -> Record:
     last = trial(NAMES, "the whole set once more", NAN)
-    search = replace(FOUND, minimal=False, message=f"run once more, the set is not healthy: {NAN}", further=0)
+    search = replace(FOUND, minimal=False, message=f"with the set the step failed when it ran again: {NAN}", further=0)
     return searched(search, pins=(ATTENTION, BLOCK), trials=(*TRIALS[:5], last))
 
 
 def nothing_to_pin() -> Record:
-    record = searched(Search("guided", "nothing-to-pin", "nothing failed in 50 steps"), findings=(), verdict="healthy")
+    record = searched(Search("guided", "nothing-to-pin", "none of 50 steps failed"), findings=(), verdict="healthy")
     return replace(record, steps=tuple(healthy_step(number) for number in range(50)), planned_steps=50)
 
 
@@ -172,7 +172,7 @@ def not_reproduced() -> Record:
     search = Search(
         "guided",
         "not-reproduced",
-        "the step failed while it was trained, and in none of 10 replays",
+        "none of 10 replays reproduced the failure",
         step=3,
         scale=65536.0,
         tried=10,
