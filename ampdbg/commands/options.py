@@ -11,6 +11,8 @@ import typer
 
 from ampdbg.given import Changes
 
+from .results import holds_something_else
+
 
 class Policy(str, Enum):
     """Whose autocast op lists apply."""
@@ -35,8 +37,6 @@ class FailOn(str, Enum):
 
 
 def _checked_record(value: Path | None) -> Path | None:
-    from .results import holds_something_else
-
     if value is not None and holds_something_else(value):
         raise typer.BadParameter(f"{value} holds no record, and would be overwritten; name another file")
     return value

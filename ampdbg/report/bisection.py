@@ -353,9 +353,8 @@ def _longer(ended: EndedSearch) -> NextCommand:
     return NextCommand("run it for longer", _with_more_steps(ended))
 
 
-def _repaired(ended: EndedSearch) -> NextCommand | None:
-    """A loop that was watched has no config, and is not ours to run again."""
-    return NextCommand("run it again once that is repaired", ended.again) if ended.record.config else None
+def _repaired(ended: EndedSearch) -> NextCommand:
+    return NextCommand("run it again once that is repaired", ended.again)
 
 
 def _another_run(ended: EndedSearch) -> NextCommand:
