@@ -135,7 +135,7 @@ def defined_names(path: Path) -> list[str] | None:
     ``*``, or writes its namespace by ``globals()`` or ``exec``.
     """
     try:
-        source = path.read_bytes()
+        source = importlib.util.decode_source(path.read_bytes())
         tree, table = ast.parse(source), symtable.symtable(source, str(path), "exec")
     except (SyntaxError, ValueError, OSError, RecursionError):
         return None
