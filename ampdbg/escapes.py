@@ -39,7 +39,8 @@ def harmless(thing: T, folder: str = "", but: str = "") -> T:
             made = tuple(map(shown, value))
             return made if any(new is not old for new, old in zip(made, value, strict=True)) else value
         if isinstance(value, Mapping):
-            return {shown(key): shown(item) for key, item in value.items()}
+            shown_items = {shown(key): shown(item) for key, item in value.items()}
+            return value if shown_items == value else shown_items
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _replaced(value)
         return value

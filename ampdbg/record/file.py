@@ -30,7 +30,13 @@ def to_json(record: Record) -> str:
     data = _finite(_adapter().dump_python(record, warnings=False))
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     # The user's messages may hold half of a surrogate pair, which UTF-8 does not have.
-    return text.encode("utf-8", "replace").decode("utf-8") + "\n"
+    text = text.encode("utf-8", "replace").decode("utf-8") + "\n"
+    # What would command a terminal or turn the direction of writing is an escape in the text too.
+    return text if text.replace("\n", "").isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(char: str) -> str:
+    return char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1]
 
 
 def from_json(text: str | bytes) -> Record:

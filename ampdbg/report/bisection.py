@@ -10,25 +10,9 @@ from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import Outcome, Search, Trial
 from ampdbg.record.run import Record
 
-from . import scan
+from . import scan, view
 from .pins import config_lines, cost_sentence, pin_table, proof_table
-from .view import (
-    Cell,
-    Column,
-    Findings,
-    Headline,
-    Line,
-    Lines,
-    NextCommand,
-    Page,
-    Section,
-    Table,
-    Tone,
-    Typed,
-    line,
-    ran_on,
-    with_option,
-)
+from .view import line, ran_on, with_option
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
 """Of a long search so many trials are listed."""
@@ -38,7 +22,12 @@ LONG_NAME = 24
 
 RAN_AS = {"float16": "as it was", "float32": "in FP32", "pinned": "with the set"}
 
-TRIAL_COLUMNS = (Column("", "number"), Column("for", is_spare=True), Column("in FP32"), Column("result"))
+TRIAL_COLUMNS = (
+    view.Column("", "number"),
+    view.Column("for", is_spare=True),
+    view.Column("in FP32"),
+    view.Column("result"),
+)
 
 FURTHER = "further batch "
 """How the stage of a trial on another batch than the failing step's begins."""
@@ -50,7 +39,7 @@ class EndedSearch:
 
     record: Record
     search: Search
-    typed: Typed
+    typed: view.Typed
 
     @property
     def again(self) -> str:
@@ -87,12 +76,12 @@ def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
     return set(trial.pins) == set(names) and not trial.stage.startswith(FURTHER)
 
 
-def page(record: Record, typed: Typed) -> Page:
+def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg bisect`` says; a run that ended before its search has the page of a scan."""
     if record.search is None:
         return scan.page(record, typed)
     ended = EndedSearch(record, record.search, typed)
-    return Page(
+    return view.Page(
         headline(ended),
         tuple(_sections(ended)),
         (" · ".join(_facts(ended)), *ran_on(record)),
@@ -101,23 +90,23 @@ def page(record: Record, typed: Typed) -> Page:
     )
 
 
-def _sections(ended: EndedSearch) -> Iterator[Section]:
+def _sections(ended: EndedSearch) -> Iterator[view.Section]:
     record, search = ended.record, ended.search
     if search.message and not _is_said_elsewhere(ended):
-        yield Lines((line(_as_sentence(search.message)),))
+        yield view.Paragraph((line(_as_sentence(search.message)),))
     if record.pins:
         yield pin_table(record.pins, record.findings)
     elif record.findings:
-        yield Findings(record.findings)
+        yield view.Findings(record.findings)
     facts = tuple(_about_the_set(ended))
     if facts:
-        yield Lines(facts)
+        yield view.Paragraph(facts)
     yield from _experiments(ended)
     if ended.names and ended.holds:
         yield config_lines(ended.names, record.config)
 
 
-def _experiments(ended: EndedSearch) -> Iterator[Section]:
+def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
     """What was run: the step in each precision, the trials, the proof."""
     record, search = ended.record, ended.search
     if search.losses or search.step_seconds:
@@ -143,7 +132,7 @@ def _as_sentence(message: str) -> str:
     return (message[:1].upper() + message[1:] if is_word else message).rstrip(".") + "."
 
 
-def _about_the_set(ended: EndedSearch) -> Iterator[Line]:
+def _about_the_set(ended: EndedSearch) -> Iterator[view.Line]:
     search, count = ended.search, len(ended.names)
     if search.minimal and count:
         dropped = "without it" if count == 1 else "without any one of them"
@@ -172,7 +161,7 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
     return f"{'Both' if every == 2 else f'All {every}'} instances of {name} are in the set."
 
 
-def _loss_table(ended: EndedSearch) -> Table:
+def _loss_table(ended: EndedSearch) -> view.Table:
     """The failing step as it was, in FP32 and with the set: its loss, and how long it takes."""
     losses = dict(ended.search.losses)
     for step in ended.record.steps:
@@ -184,10 +173,10 @@ def _loss_table(ended: EndedSearch) -> Table:
         for way, text in RAN_AS.items()
         if way in losses or way in seconds
     )
-    columns = (Column(), Column("loss", "number"), Column("time", "number"))[: 3 if seconds else 2]
+    columns = (view.Column(), view.Column("loss", "number"), view.Column("time", "number"))[: 3 if seconds else 2]
     emulated = line("This machine emulates FP16; on a GPU the times differ.", tone="faint")
     below = (emulated,) if seconds and ended.record.environment.emulated else ()
-    return Table("The failing step, forward and backward", columns, rows, below=below)
+    return view.Table("The failing step, forward and backward", columns, rows, below=below)
 
 
 # The trials
@@ -206,17 +195,17 @@ def result_text(trial: Trial) -> str:
     return f"{failed}: {trial.why}" if trial.why else failed
 
 
-def _trial_table(trials: Sequence[Trial], names: tuple[str, ...]) -> Table:
+def _trial_table(trials: Sequence[Trial], names: tuple[str, ...]) -> view.Table:
     """The trials; in a narrow terminal what each was for is left to the record."""
     rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
     is_long = len(trials) > FIRST_TRIALS + LAST_TRIALS + 1
     if is_long:
         left = line(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS:,} more", tone="faint")
         rows[FIRST_TRIALS:-LAST_TRIALS] = [("…", "", left, "")]
-    return Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
+    return view.Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
 
 
-def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[Cell, ...]:
+def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell, ...]:
     result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
     return str(number), trial.stage, _pinned(trial.pins, names), line(result, tone="good" if trial.healthy else "bad")
 
@@ -239,15 +228,15 @@ def _short(name: str) -> str:
 # The headline
 
 
-def headline(ended: EndedSearch) -> Headline:
+def headline(ended: EndedSearch) -> view.Headline:
     """How the search ended, in a sentence or two."""
     ending = ENDINGS[ended.search.outcome]
     if ended.record.interrupted:
         trials = counted(len(ended.record.trials), "trial")
-        return Headline("stopped", f"Interrupted after {trials}. {ending.sentence(ended)}")
+        return view.Headline("stopped", f"Interrupted after {trials}. {ending.sentence(ended)}")
     if ended.search.outcome == "found" and not ended.holds:
-        return Headline("doubtful", ending.sentence(ended))
-    return Headline(ending.tone, ending.sentence(ended))
+        return view.Headline("doubtful", ending.sentence(ended))
+    return view.Headline(ending.tone, ending.sentence(ended))
 
 
 def _found(ended: EndedSearch) -> str:
@@ -329,53 +318,53 @@ def _out_of_trials(ended: EndedSearch) -> str:
 # What to type next
 
 
-def next_command(ended: EndedSearch) -> NextCommand | None:
+def next_command(ended: EndedSearch) -> view.NextCommand | None:
     """What to type next; None where no command helps."""
     if ended.record.interrupted:
-        return NextCommand("search again", ended.again)
+        return view.NextCommand("search again", ended.again)
     return ENDINGS[ended.search.outcome].next_command(ended)
 
 
-def _patch(ended: EndedSearch) -> NextCommand | None:
+def _patch(ended: EndedSearch) -> view.NextCommand | None:
     """From the record, or where none was written from the config; a module file is not taken."""
     given = ended.typed.record_path or ended.typed.config
     if given.startswith("--module"):
         return None
     what = "make the patch that pins it" if len(ended.record.pins) == 1 else "make the patch that pins them"
-    return NextCommand(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
+    return view.NextCommand(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
 
 
 def _with_more_steps(ended: EndedSearch) -> str:
     return with_option(ended.again, "--steps", 10 * max(ended.record.planned_steps, 1))
 
 
-def _longer(ended: EndedSearch) -> NextCommand:
-    return NextCommand("run it for longer", _with_more_steps(ended))
+def _longer(ended: EndedSearch) -> view.NextCommand:
+    return view.NextCommand("run it for longer", _with_more_steps(ended))
 
 
-def _repaired(ended: EndedSearch) -> NextCommand:
-    return NextCommand("run it again once that is repaired", ended.again)
+def _repaired(ended: EndedSearch) -> view.NextCommand:
+    return view.NextCommand("run it again once that is repaired", ended.again)
 
 
-def _another_run(ended: EndedSearch) -> NextCommand:
-    return NextCommand("run it for longer: another failing step may be reproducible", _with_more_steps(ended))
+def _another_run(ended: EndedSearch) -> view.NextCommand:
+    return view.NextCommand("run it for longer: another failing step may be reproducible", _with_more_steps(ended))
 
 
-def _every_trial(ended: EndedSearch) -> NextCommand | None:
+def _every_trial(ended: EndedSearch) -> view.NextCommand | None:
     counts = f"ampdbg report {ended.typed.record_path} --format json"
-    return NextCommand("read why each trial failed", counts) if ended.typed.record_path else None
+    return view.NextCommand("read why each trial failed", counts) if ended.typed.record_path else None
 
 
-def _more_trials(ended: EndedSearch) -> NextCommand:
-    return NextCommand("search without that limit", ended.again)
+def _more_trials(ended: EndedSearch) -> view.NextCommand:
+    return view.NextCommand("search without that limit", ended.again)
 
 
-def _patch_of_lines(ended: EndedSearch) -> NextCommand | None:
+def _patch_of_lines(ended: EndedSearch) -> view.NextCommand | None:
     """Lines outside of the modules are pinned by a patch; where none is known, the trials say most."""
     return _patch(ended) if ended.record.pins else _every_trial(ended)
 
 
-def _found_next(ended: EndedSearch) -> NextCommand | None:
+def _found_next(ended: EndedSearch) -> view.NextCommand | None:
     return _patch(ended) if ended.record.pins and ended.holds else _another_run(ended)
 
 
@@ -383,9 +372,9 @@ def _found_next(ended: EndedSearch) -> NextCommand | None:
 class Ending:
     """How an outcome is reported: the tone of its headline, its sentence, and what to do next."""
 
-    tone: Tone
+    tone: view.Tone
     sentence: Callable[[EndedSearch], str]
-    next_command: Callable[[EndedSearch], NextCommand | None]
+    next_command: Callable[[EndedSearch], view.NextCommand | None]
 
 
 ENDINGS: Mapping[Outcome, Ending] = {

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from ampdbg.record.explanation import SECTIONS, Explanation
 
-from .view import Column, Lines, Page, Prose, Table, Words, line
+from .view import Column, Page, Paragraph, Prose, Table, Words, line
 
 
 def listing_page(entries: Sequence[Explanation]) -> Page:
@@ -22,11 +22,11 @@ def listing_page(entries: Sequence[Explanation]) -> Page:
         for family, members in groupby(entries, key=lambda entry: entry.family)
     )
     command = Words("ampdbg explain CODE", "name")
-    more = Lines((line("What one means, how ampdbg decides it and what fixes it: ", command),))
+    more = Paragraph((line("What one means, how ampdbg decides it and what fixes it: ", command),))
     return Page(None, (*tables, more))
 
 
 def explanation_page(entry: Explanation) -> Page:
     """One code: what it means, how it is decided, what fixes it."""
-    head = Lines((line(Words(entry.code, "name"), f" · {entry.family}"), line(entry.title, tone="strong")))
+    head = Paragraph((line(Words(entry.code, "name"), f" · {entry.family}"), line(entry.title, tone="strong")))
     return Page(None, (head, *(Prose(title, getattr(entry, field)) for field, title in SECTIONS.items())))

@@ -137,7 +137,7 @@ def group_table(record: Record) -> Table | None:
         COLUMNS if found.hits else (),
         _rows(found),
         _narrowest(found),
-        (*more(len(found.hits) - MAX_GROUPS, " groups"), *_everywhere(record, found)),
+        (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(record, found)),
     )
 
 

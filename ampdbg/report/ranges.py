@@ -11,26 +11,9 @@ from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.run import Record, Site
 
+from . import view
 from .scan import TONES
-from .view import (
-    Cell,
-    Column,
-    Findings,
-    Headline,
-    Histogram,
-    Line,
-    NextCommand,
-    Page,
-    Section,
-    Table,
-    Tone,
-    Typed,
-    Words,
-    line,
-    more,
-    ran_on,
-    with_option,
-)
+from .view import line, more, ran_on, with_option
 
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
@@ -39,27 +22,27 @@ SHOWN_LINES = 5
 """So many of the tightest sites show the text of their line."""
 
 SITE_COLUMNS = (
-    Column("", "sign"),
-    Column("bits", "number"),
-    Column("|max|", "number"),
-    Column("pass", "sign"),
-    Column("", "histogram"),
-    Column("where"),
+    view.Column("", "sign"),
+    view.Column("bits", "number"),
+    view.Column("|max|", "number"),
+    view.Column("pass", "sign"),
+    view.Column("", "histogram"),
+    view.Column("where"),
 )
 
 WINDOW_COLUMNS = (
-    Column("module", most=24),
-    Column("from", "number"),
-    Column("to", "number"),
-    Column("set by (op:line)"),
+    view.Column("module", most=24),
+    view.Column("from", "number"),
+    view.Column("to", "number"),
+    view.Column("set by (op:line)"),
 )
 
 
-def page(record: Record, typed: Typed) -> Page:
+def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
     facts = (_step(record), counted(len(record.sites), "site"), duration(record.elapsed))
-    return Page(
-        Headline("stopped" if record.interrupted else TONES[record.verdict], _sentence(record)),
+    return view.Page(
+        view.Headline("stopped" if record.interrupted else TONES[record.verdict], _sentence(record)),
         tuple(_sections(record, typed)),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
@@ -67,10 +50,10 @@ def page(record: Record, typed: Typed) -> Page:
     )
 
 
-def _sections(record: Record, typed: Typed) -> Iterator[Section]:
+def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
     if others:
-        yield Findings(others)
+        yield view.Findings(others)
     if record.sites:
         yield _site_table(record.sites, typed)
         windows = sorted(module_windows(record.sites), key=_width)
@@ -78,12 +61,12 @@ def _sections(record: Record, typed: Typed) -> Iterator[Section]:
             yield _window_table(window(record.sites), windows, typed.top)
 
 
-def _next_command(record: Record, typed: Typed) -> NextCommand | None:
+def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.findings:
-        return NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
+        return view.NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
     if record.sites:
         later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
-        return NextCommand("measure again after some training", later)
+        return view.NextCommand("measure again after some training", later)
     return None
 
 
@@ -131,16 +114,16 @@ def _scales(whole: Window) -> str:
 # The sites
 
 
-def _site_table(sites: Sequence[Site], typed: Typed) -> Table:
+def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[: typed.top]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[:SHOWN_LINES]}
-    return Table(
+    return view.Table(
         "Tightest against FP16's limit" + (", in order of execution" if is_ordered else ""),
         SITE_COLUMNS,
         tuple(_site_row(site, site.order in with_text) for site in shown),
-        below=(*more(len(sites) - len(shown), " sites"), *_legend(shown)),
+        below=(*more(len(sites) - len(shown), "site"), *_legend(shown)),
     )
 
 
@@ -152,7 +135,7 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 )
 
 
-def _legend(shown: Sequence[Site]) -> tuple[Line, ...]:
+def _legend(shown: Sequence[Site]) -> tuple[view.Line, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
     return (line(" · ".join(legend), tone="faint"),) if legend else ()
 
@@ -161,25 +144,25 @@ def _headroom(site: Site) -> float:
     return -math.inf if math.isnan(site.headroom_bits) else site.headroom_bits
 
 
-def _site_row(site: Site, with_text: bool) -> tuple[Cell, ...]:
+def _site_row(site: Site, with_text: bool) -> tuple[view.Cell, ...]:
     mark = _mark(site)
     return (
         line(mark),
         line(f"{site.headroom_bits:.1f}", tone=mark.tone),
         number(site.abs_max),
         "fwd" if site.phase == "forward" else "bwd",
-        Histogram(site.lowest_exponent, site.exponents),
+        view.Histogram(site.lowest_exponent, site.exponents),
         _where(site, with_text),
     )
 
 
-def _mark(site: Site) -> Words:
+def _mark(site: Site) -> view.Words:
     if site.overflow:
-        return Words("✗" if site.overflow == "starts" else "↳", "bad")
-    return Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else Words("")
+        return view.Words("✗" if site.overflow == "starts" else "↳", "bad")
+    return view.Words("!", "doubtful") if site.headroom_bits < NEAR_BITS else view.Words("")
 
 
-def _where(site: Site, with_text: bool) -> tuple[Line, ...]:
+def _where(site: Site, with_text: bool) -> tuple[view.Line, ...]:
     """Module, op and line; below them the line's text."""
     call = f" (call {site.call})" if site.calls > 1 and site.call > 0 else ""
     place = (f"{site.source.file}:{site.source.line}",) if site.source else ()
@@ -192,13 +175,13 @@ def _where(site: Site, with_text: bool) -> tuple[Line, ...]:
 # The loss scales
 
 
-def _window_table(whole: Window, modules: Sequence[Window], top: int) -> Table:
+def _window_table(whole: Window, modules: Sequence[Window], top: int) -> view.Table:
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
     rows += [(line(one.module or "(root)"), *_ends(one), _bounds(one)) for one in modules[:top]]
-    below = more(len(modules) - top, " modules")
+    below = more(len(modules) - top, "module")
     if not whole.is_open:
         below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
-    return Table("Loss scales that work", WINDOW_COLUMNS, tuple(rows), below=below)
+    return view.Table("Loss scales that work", WINDOW_COLUMNS, tuple(rows), below=below)
 
 
 def _width(one: Window) -> float:
@@ -207,8 +190,8 @@ def _width(one: Window) -> float:
     return math.log2(one.ceiling) - math.log2(one.floor) if is_bounded else math.inf
 
 
-def _ends(one: Window) -> tuple[Line, Line]:
-    tone: Tone = "plain" if one.is_open else "bad"
+def _ends(one: Window) -> tuple[view.Line, view.Line]:
+    tone: view.Tone = "plain" if one.is_open else "bad"
     return line(_scale(one.floor) if one.floor else "any", tone=tone), line(_scale(one.ceiling), tone=tone)
 
 

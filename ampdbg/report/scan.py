@@ -14,47 +14,32 @@ from ampdbg.record.explanation import explanation
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step, TensorCounts
 
+from . import view
 from .groups import group_table
-from .view import (
-    Column,
-    Findings,
-    Headline,
-    Lines,
-    NextCommand,
-    Page,
-    ScaleChart,
-    Section,
-    Table,
-    Tone,
-    Typed,
-    line,
-    more,
-    ran_on,
-    with_option,
-)
+from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
 
-TONES: Mapping[str, Tone] = {"healthy": "good", "precision": "bad", "other": "bad", "inconclusive": "doubtful"}
+TONES: Mapping[str, view.Tone] = {"healthy": "good", "precision": "bad", "other": "bad", "inconclusive": "doubtful"}
 """The tone of a headline by the record's verdict."""
 
 SEARCHES = ("bisect", "suggest-fp32")
 """They take what a scan does not: a record, or a module file; the same command can be typed again."""
 
 TENSOR_COLUMNS = (
-    Column("tensor"),
-    Column("steps", "number"),
-    Column("first", "number"),
-    Column("inf", "number"),
-    Column("NaN", "number"),
-    Column("of", "number"),
-    Column("at", "sign"),
+    view.Column("tensor"),
+    view.Column("steps", "number"),
+    view.Column("first", "number"),
+    view.Column("inf", "number"),
+    view.Column("NaN", "number"),
+    view.Column("of", "number"),
+    view.Column("at", "sign"),
 )
 
 
-def page(record: Record, typed: Typed) -> Page:
+def page(record: Record, typed: view.Typed) -> view.Page:
     """What a scan says of its run."""
-    return Page(
+    return view.Page(
         headline(record),
         tuple(_sections(record)),
         (" · ".join(_facts(record)), *ran_on(record)),
@@ -63,13 +48,14 @@ def page(record: Record, typed: Typed) -> Page:
     )
 
 
-def _sections(record: Record) -> Iterator[Section]:
+def _sections(record: Record) -> Iterator[view.Section]:
     if record.error:
-        yield Lines(tuple(line(text, tone="bad") for text in record.error.splitlines()))
+        first, *others = record.error.splitlines()
+        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
     if record.findings:
-        yield Findings(record.findings)
+        yield view.Findings(record.findings)
     if any(step.skipped or not math.isfinite(step.loss) for step in record.steps):
-        yield ScaleChart("Loss scale", record.steps)
+        yield view.ScaleChart("Loss scale", record.steps)
     groups = group_table(record)
     if groups is not None:
         yield groups
@@ -81,7 +67,7 @@ def _sections(record: Record) -> Iterator[Section]:
 # The headline
 
 
-def headline(record: Record) -> Headline:
+def headline(record: Record) -> view.Headline:
     """One sentence made from the first finding and the verdict; a run that was stopped says so first."""
     tone, sentence = TONES[record.verdict], _sentence(record)
     if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
@@ -89,8 +75,8 @@ def headline(record: Record) -> Headline:
     if record.interrupted or record.error:
         why = "An error stopped the run" if record.error else "Interrupted"
         planned = f" of {record.planned_steps:,}" if record.planned_steps else ""
-        return Headline("stopped", f"{why} after {len(record.steps):,}{planned} steps. {sentence}".rstrip())
-    return Headline(tone, sentence)
+        return view.Headline("stopped", f"{why} after {len(record.steps):,}{planned} steps. {sentence}".rstrip())
+    return view.Headline(tone, sentence)
 
 
 def _sentence(record: Record) -> str:
@@ -160,10 +146,10 @@ def bad_tensors(steps: Iterable[Step]) -> Iterable[BadTensor]:
     return tensors.values()
 
 
-def _tensor_table(tensors: list[BadTensor]) -> Table:
+def _tensor_table(tensors: list[BadTensor]) -> view.Table:
     rows = tuple(_tensor_row(tensor.counts, tensor) for tensor in tensors[:MAX_TENSORS])
     below = more(len(tensors) - MAX_TENSORS)
-    return Table("Non-finite tensors, before or after a step", TENSOR_COLUMNS, rows, below=below)
+    return view.Table("Non-finite tensors, before or after a step", TENSOR_COLUMNS, rows, below=below)
 
 
 def _tensor_row(counts: TensorCounts, tensor: BadTensor) -> tuple[str, ...]:
@@ -193,21 +179,23 @@ def _change(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def next_command(record: Record, typed: Typed) -> NextCommand | None:
+def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     if record.error:
-        return NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("run it again once that is repaired", again)
     if record.verdict == "healthy":
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
-        return NextCommand("run it for longer", longer)
+        return view.NextCommand("run it for longer", longer)
     has_bad_tensors = any(step.nonfinite for step in record.steps)
     if format_of_config(record.config) is FLOAT32 or (record.verdict == "other" and has_bad_tensors):
         counts = f"ampdbg report {typed.record_path} --format json"
-        return NextCommand("read every count of every step", counts) if typed.record_path else None
+        return view.NextCommand("read every count of every step", counts) if typed.record_path else None
     if record.verdict == "other":
-        return NextCommand("run it again once that is repaired", again)
+        return view.NextCommand("run it again once that is repaired", again)
     if record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1]):
-        return NextCommand("find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}")
+        return view.NextCommand(
+            "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
+        )
     fp32 = with_option(again, "--set", "precision.level=O0")
-    return NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)
+    return view.NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)

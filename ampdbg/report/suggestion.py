@@ -10,7 +10,7 @@ from ampdbg.record.run import Record
 
 from . import bisection
 from .pins import cost_sentence, pin_table, proof_table
-from .view import Headline, Lines, NextCommand, Page, Section, Typed, line, ran_on
+from .view import Headline, NextCommand, Page, Paragraph, Section, Typed, line, ran_on
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,19 @@ def _sections(record: Record, patch: PatchFacts) -> Iterator[Section]:
             for edit in patch.edits
             for text in (line(edit.title), *(line(note, tone="faint", depth=1) for note in edit.notes))
         )
-        yield Lines(tuple(edits), "The patch")
+        yield Paragraph(tuple(edits), "The patch")
     elif patch.refused and record.verification is None and not patch.is_by_name:
-        yield Lines(tuple(map(line, patch.refused)), "Why ampdbg edits no code")
+        yield Paragraph(tuple(map(line, patch.refused)), "Why ampdbg edits no code")
     if record.verification is not None:
         yield proof_table(record.verification)
     if record.search is not None and record.search.cost is not None:
-        yield Lines((line(cost_sentence(record.search.cost)),))
+        yield Paragraph((line(cost_sentence(record.search.cost)),))
     yield from _remedies(patch.notes)
 
 
 def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
     if notes:
-        yield Lines(tuple(map(line, notes)), "Other remedies")
+        yield Paragraph(tuple(map(line, notes)), "Other remedies")
 
 
 def headline(record: Record, patch: PatchFacts) -> Headline:

@@ -15,25 +15,9 @@ from rich.text import Text
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 
+from . import view
 from .chart import BAR_WIDTH, exponent_bar, scale_chart
-from .view import (
-    Cell,
-    Column,
-    Findings,
-    Headline,
-    Histogram,
-    Line,
-    Lines,
-    Look,
-    Page,
-    Prose,
-    ScaleChart,
-    Section,
-    Snippet,
-    Table,
-    Tone,
-    root_of,
-)
+from .view import root_of
 
 # Every character beyond ASCII that a report's own text uses, for terminals that cannot show them.
 ASCII = str.maketrans(
@@ -41,10 +25,10 @@ ASCII = str.maketrans(
     | {"↳": ">", **dict(zip("▁▂▃▄▅▆▇█", ".,:-=+*#", strict=True))}
 )
 
-MARKS: Mapping[Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "stopped": "!"}
+MARKS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "stopped": "!"}
 """What stands before a headline."""
 
-STYLES: Mapping[Tone, str] = {
+STYLES: Mapping[view.Tone, str] = {
     "plain": "",
     "good": "green",
     "bad": "red",
@@ -66,7 +50,7 @@ NARROW = 70
 CODE_SPAN = r"`[^`]+`"
 
 
-def draw(page: Page, look: Look) -> str:
+def draw(page: view.Page, look: view.Look) -> str:
     """The page in ``look.width`` columns, with an empty line between sections.
 
     Only what is there to be copied is wider. ``unicode=False`` draws with ASCII alone.
@@ -93,7 +77,7 @@ def draw(page: Page, look: Look) -> str:
     return text if look.unicode else text.translate(ASCII)
 
 
-def _parts(page: Page, width: int) -> Iterator[RenderableType]:
+def _parts(page: view.Page, width: int) -> Iterator[RenderableType]:
     if page.headline is not None:
         yield _headline(page.headline)
     yield from (Group(*_drawn(section, width)) for section in page.sections)
@@ -102,11 +86,11 @@ def _parts(page: Page, width: int) -> Iterator[RenderableType]:
         yield Group(*last)
 
 
-def _headline(headline: Headline) -> Text:
+def _headline(headline: view.Headline) -> Text:
     return Text(f"{MARKS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
 
 
-def _end(page: Page) -> Iterator[RenderableType]:
+def _end(page: view.Page) -> Iterator[RenderableType]:
     yield from (Text(fact, style="dim") for fact in page.footer)
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
@@ -124,7 +108,7 @@ def _indented(item: RenderableType, by: int = INDENT) -> Padding:
     return Padding(item, (0, 0, 0, by), expand=False)
 
 
-def _line(one: Line, depth: int = 0) -> RenderableType:
+def _line(one: view.Line, depth: int = 0) -> RenderableType:
     text = Text.assemble(*((words.text, STYLES[words.tone]) for words in one.words))
     if one.is_code:
         text.no_wrap, text.overflow = True, "ellipsis"
@@ -138,30 +122,30 @@ def _title(title: str) -> Iterator[Text]:
 
 
 @singledispatch
-def _drawn(section: Section, width: int) -> Iterator[RenderableType]:
+def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
     raise NotImplementedError(type(section).__name__)
 
 
 @_drawn.register
-def _lines(section: Lines, width: int) -> Iterator[RenderableType]:
+def _lines(section: view.Paragraph, width: int) -> Iterator[RenderableType]:
     yield from _title(section.title)
     yield from (_line(one, depth=1 if section.title else 0) for one in section.lines)
 
 
 @_drawn.register
-def _snippet(section: Snippet, width: int) -> Iterator[RenderableType]:
+def _snippet(section: view.Snippet, width: int) -> Iterator[RenderableType]:
     yield from _title(section.title)
     yield from (_verbatim(text, "green", INDENT) for text in section.lines)
 
 
 @_drawn.register
-def _chart(section: ScaleChart, width: int) -> Iterator[RenderableType]:
+def _chart(section: view.ScaleChart, width: int) -> Iterator[RenderableType]:
     yield from _title(section.title)
     yield from (_verbatim(row.text, STYLES[row.tone]) for row in scale_chart(section.steps, width))
 
 
 @_drawn.register
-def _table(section: Table, width: int) -> Iterator[RenderableType]:
+def _table(section: view.Table, width: int) -> Iterator[RenderableType]:
     shown = [at for at, column in enumerate(section.columns) if width >= NARROW or not column.is_spare]
     yield from _title(section.title)
     yield from (_line(one, depth=1) for one in section.above)
@@ -171,7 +155,7 @@ def _table(section: Table, width: int) -> Iterator[RenderableType]:
     yield from (_line(one, depth=1) for one in section.below)
 
 
-def _grid(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int) -> Grid:
+def _grid(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]], width: int) -> Grid:
     gap = 1 if any(column.kind == "histogram" for column in columns) else 2
     has_headings = any(column.heading for column in columns)
     grid = Grid(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", show_header=has_headings)
@@ -187,16 +171,16 @@ def _grid(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], width: int)
     return grid
 
 
-def _cell(cell: Cell) -> RenderableType:
-    if isinstance(cell, Histogram):
+def _cell(cell: view.Cell) -> RenderableType:
+    if isinstance(cell, view.Histogram):
         return Text(exponent_bar(cell), style="cyan")
     if isinstance(cell, str):
         return Text(cell)
-    return _line(cell) if isinstance(cell, Line) else Group(*map(_line, cell))
+    return _line(cell) if isinstance(cell, view.Line) else Group(*map(_line, cell))
 
 
 @_drawn.register
-def _findings(section: Findings, width: int) -> Iterator[RenderableType]:
+def _findings(section: view.Findings, width: int) -> Iterator[RenderableType]:
     """Every finding that stands for itself, each with what follows from it in a line below."""
     findings = section.findings
     roots = [root_of(findings, index) for index in range(len(findings))]
@@ -230,7 +214,7 @@ def _follow_up(finding: Finding) -> RenderableType:
 
 
 @_drawn.register
-def _prose(section: Prose, width: int) -> Iterator[RenderableType]:
+def _prose(section: view.Prose, width: int) -> Iterator[RenderableType]:
     """Its blocks with an empty line between them, but none between items."""
     yield from _title(section.title)
     previous = ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ampdbg.quantities import counted
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
 
@@ -70,7 +71,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Lines:
+class Paragraph:
     """Lines of text, under a title if there is one."""
 
     lines: tuple[Line, ...]
@@ -108,7 +109,7 @@ class ScaleChart:
     steps: tuple[Step, ...]
 
 
-Section = Table | Lines | Snippet | Prose | Findings | ScaleChart
+Section = Table | Paragraph | Snippet | Prose | Findings | ScaleChart
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,10 @@ def root_of(findings: Sequence[Finding], index: int) -> int:
         index = root
 
 
-def more(count: int, what: str = "") -> tuple[Line, ...]:
+def more(count: int, noun: str = "") -> tuple[Line, ...]:
     """The line below a table that leaves ``count`` rows to the record."""
-    return (line(f"… and {count:,} more{what} (all in the record)", tone="faint"),) if count > 0 else ()
+    rest = counted(count, f"more {noun}") if noun else f"{count:,} more"
+    return (line(f"… and {rest} (all in the record)", tone="faint"),) if count > 0 else ()
 
 
 def with_option(command: str, option: str, value: object) -> str:

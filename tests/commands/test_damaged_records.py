@@ -15,20 +15,13 @@ from hypothesis import strategies as st
 from ampdbg.record.file import to_json
 from tests.commands.program import Here, start
 from tests.commands.suggestions import proven
-from tests.report import bisections, records
+from tests.report import bisections
+from tests.report.runs import RECORDS
 
+RUNS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
 WHOLE = [
-    json.loads(to_json(record))
-    for record in (
-        records.collapse(),
-        records.forward_nan(),
-        records.bad_data(),
-        records.poisoned_buffer(),
-        records.several_optimizers(),
-        records.autocast_error(),
-        bisections.found(),
-        proven(),
-    )
+    *(json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8")) for name in RUNS),
+    *(json.loads(to_json(record)) for record in (bisections.found(), proven())),
 ]
 VALUES: tuple[Any, ...] = (
     None,

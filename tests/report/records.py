@@ -1,4 +1,4 @@
-"""Records made by hand, one for each kind of run that the report tells apart."""
+"""Records and steps made by hand, for tests of single sentences; whole pages come from real runs (runs.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record.run import Environment, GroupOverflow, ParameterCounts, Record, Step
 
 ENVIRONMENT = Environment(
     ampdbg="0.1.0",
@@ -145,110 +145,5 @@ def forward_nan() -> Record:
     )
 
 
-def bad_data() -> Record:
-    leaf = TensorCounts("batch", '["pixel_values"]', inf=0, nan=3, size=6144, first_index=(5, 0, 12, 31))
-    bad = skipped_step(7, 65536.0, overflow(*range(len(NAMES)), inf=0, nan=9), loss=math.nan)
-    steps = [*(healthy_step(number) for number in range(7)), replace(bad, nonfinite=(leaf,))]
-    steps += [healthy_step(number, 32768.0) for number in range(8, 20)]
-    finding = Finding(
-        code="data-nonfinite",
-        severity="error",
-        step=7,
-        phase="data",
-        message='The batch leaf ["pixel_values"] holds 3 NaN, first in sample 5.',
-        remedy="Filter or repair the sample; no precision setting helps.",
-    )
-    return run(steps, verdict="other", findings=(finding,))
-
-
 def interrupted() -> Record:
     return replace(run([healthy_step(number) for number in range(12)]), interrupted=True, planned_steps=50)
-
-
-def stopped_by_an_error() -> Record:
-    steps = [healthy_step(number) for number in range(12)]
-    error = "the training data raised KeyError: 'no such column'"
-    return run(steps, verdict="inconclusive", error=error, planned_steps=50)
-
-
-def poisoned_buffer() -> Record:
-    buffer = TensorCounts("buffer", "encoder.bn.running_var", inf=12, nan=0, size=64, first_index=(4,), when="after")
-    steps = [healthy_step(0), replace(skipped_step(1, 65536.0, overflow(0, 1, 2)), nonfinite=(buffer,))]
-    steps += [replace(healthy_step(number, 32768.0), nonfinite=(buffer,)) for number in range(2, 10)]
-    finding = Finding(
-        code="buffer-poisoned",
-        severity="error",
-        step=1,
-        phase="forward",
-        module="encoder.bn",
-        message="The buffer encoder.bn.running_var was finite before step 1 and holds 12 inf since.",
-        remedy="Run encoder.bn's producer in FP32 and reset the buffer.",
-    )
-    return run(steps, verdict="precision", findings=(finding,))
-
-
-def long_run() -> Record:
-    def step(number: int) -> Step:
-        scale = 65536.0 * 2 ** (number // 2000 % 2) / 2 ** (max(0, number - 3000) // 160)
-        if number in (2000, 2001) or (number > 3000 and number % 160 == 0):
-            return skipped_step(number, scale, overflow(*range(number % 7, 20)))
-        return healthy_step(number, scale)
-
-    finding = Finding("scale-collapse", "error", 3040, "backward", "The loss scale has been falling since step 3040.")
-    return run([step(number) for number in range(5000)], verdict="inconclusive", findings=(finding,), elapsed=4210.0)
-
-
-def several_optimizers() -> Record:
-    """Two optimizers with unnamed and module-wide groups: the parameter inside is what matters."""
-    generator = GroupOverflow(
-        0,
-        "generator",
-        (ParameterCounts("generator.up.weight", 4, 60, 64), ParameterCounts("generator.up.bias", 1, 0, 8)),
-    )
-    discriminator = GroupOverflow(1, "", (ParameterCounts("discriminator.out.weight", 2, 0, 500_000),))
-    steps = [
-        replace(healthy_step(0), losses={"generator": 1.0, "discriminator": 2.0}),
-        skipped_step(1, 65536.0, (generator, discriminator)),
-        skipped_step(2, 32768.0, (discriminator,)),
-        healthy_step(3, 16384.0),
-    ]
-    finding = Finding(
-        "gradient-overflow",
-        "warning",
-        1,
-        "backward",
-        "Gradients overflow in both optimizers.",
-        remedy="Lower the scale.",
-    )
-    return run(steps, verdict="precision", findings=(finding,), groups=("generator", ""))
-
-
-def autocast_error() -> Record:
-    finding = Finding(
-        code="mask-constant",
-        severity="error",
-        step=0,
-        phase="forward",
-        message="value cannot be converted to type at::Half without overflow",
-        remedy="use torch.finfo(x.dtype).min with masked_fill, or a boolean mask",
-        source=Source("model.py", 17, "forward", "scores = scores.masked_fill(mask, -1e9)"),
-    )
-    return run([], verdict="other", findings=(finding,), planned_steps=50)
-
-
-RECORDS = {
-    make.__name__: make
-    for make in (
-        healthy,
-        calibration,
-        collapse,
-        forward_nan,
-        bad_data,
-        interrupted,
-        stopped_by_an_error,
-        poisoned_buffer,
-        long_run,
-        several_optimizers,
-        autocast_error,
-    )
-}

@@ -1,4 +1,4 @@
-"""A search for pins as text: golden files for each way it ends, sentences, lines to paste, and every record."""
+"""The page of a search for pins: how each outcome is said, lines to paste, and what holds for every record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ampdbg.record.pins import Outcome, Pin, PinSite, Search, Trial
 from ampdbg.record.run import Record
 from ampdbg.report.bisection import ENDINGS
 from ampdbg.report.pins import pins_yaml
-from tests.conftest import Golden
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
 from tests.report.pages import rendered
 from tests.report.records import interrupted
@@ -30,17 +29,6 @@ def plain(record: Record, *, width: int = 80, unicode: bool = True, config: str 
 
 def first_sentence(record: Record) -> str:
     return plain(record, width=200).splitlines()[0]
-
-
-@pytest.mark.parametrize("name", BISECTIONS)
-def test_each_way_to_end_looks_as_in_its_golden_file(name: str, golden: Golden) -> None:
-    text = plain(BISECTIONS[name]())
-    assert max(map(len, text.splitlines())) <= 80
-    golden(FOLDER / f"bisect_{name}.txt", text)
-
-
-def test_it_uses_the_width_of_the_terminal(golden: Golden) -> None:
-    golden(FOLDER / "bisect_found_120.txt", plain(found(), width=120))
 
 
 @pytest.mark.parametrize("name", BISECTIONS)

@@ -1,9 +1,8 @@
-"""The range profile as text: golden files, orders, bars, and what holds for every record."""
+"""The page of a range profile: orders, bars, and what holds for every record."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -92,15 +91,6 @@ def plain(
     width: int = 80,
 ) -> str:
     return rendered(record, width=width, unicode=unicode, order=order, top=top)
-
-
-@pytest.mark.parametrize("make", [overflowing, healthy, no_scale], ids=lambda make: str(make.__name__))
-def test_each_kind_of_profile_looks_as_in_its_golden_file(
-    make: Callable[[], Record], golden: Callable[[Path, str], None]
-) -> None:
-    text = plain(make())
-    assert max(map(len, text.splitlines())) <= 80
-    golden(GOLDEN / f"ranges_{make.__name__}.txt", text)
 
 
 def test_without_unicode_it_is_drawn_in_ascii() -> None:

@@ -1,13 +1,10 @@
-"""The text report: one golden file for each kind of run, and what holds for every record."""
+"""The page of a scan as text: what stands in it, and what holds for every record."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.record.findings import Finding, Source
@@ -15,7 +12,6 @@ from ampdbg.record.run import Record
 from tests.report.pages import rendered
 from tests.report.records import (
     NAMES,
-    RECORDS,
     calibration,
     collapse,
     healthy,
@@ -26,53 +22,15 @@ from tests.report.records import (
 )
 from tests.strategies import records
 
-GOLDEN = Path(__file__).parent / "golden"
 CONFIG, RECORD_PATH = "configs/example.yaml", ".ampdbg/20250102T030405Z-scan.json"
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def plain(record: Record, width: int = 80, *, unicode: bool = True, color: bool = False) -> str:
     return rendered(record, width=width, color=color, unicode=unicode, config=CONFIG, record_path=RECORD_PATH)
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_each_kind_of_run_looks_as_in_its_golden_file(name: str, golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / f"{name}.txt", plain(RECORDS[name]()))
-
-
-def test_a_wide_terminal_is_used(golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / "long_run_120.txt", plain(RECORDS["long_run"](), width=120))
-
-
-def test_without_unicode_it_is_drawn_in_ascii(golden: Callable[[Path, str], None]) -> None:
-    text = plain(RECORDS["forward_nan"](), unicode=False)
-    assert text.isascii()
-    golden(GOLDEN / "forward_nan_ascii.txt", text)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_it_fits_80_columns_except_for_commands_to_copy(name: str) -> None:
-    text = plain(RECORDS[name]())
-    assert max(len(line) for line in text.splitlines() if not line.lstrip().startswith(("ampdbg ", "Record:"))) <= 80
-
-
 def test_a_healthy_run_is_about_eight_lines() -> None:
     assert len(plain(healthy()).splitlines()) <= 8
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_colour_changes_no_character(name: str) -> None:
-    colored = plain(RECORDS[name](), color=True)
-    assert "\x1b[" in colored
-    lines = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
-    assert lines == plain(RECORDS[name]()).splitlines()
-
-
-def test_what_users_named_is_never_taken_for_markup() -> None:
-    finding = Finding("gradient-overflow", "error", 0, "backward", "in [bold]blocks[0][/bold] :smile:", module="m[red]")
-    text = plain(run([healthy_step(0)], verdict="precision", findings=(finding,)))
-    assert "in [bold]blocks[0][/bold] :smile:" in text
-    assert "m[red]" in text
 
 
 def test_a_record_without_a_step_still_has_a_report() -> None:

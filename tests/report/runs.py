@@ -1,0 +1,130 @@
+"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-golden``.
+
+Their records are kept beside the pages, so that a page holds only sentences that the program says. Whoever changes
+what a run finds, or how a page says it, refreshes both and reads the difference.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ampdbg
+from ampdbg.errors import AmpdbgError
+from ampdbg.escapes import harmless
+from ampdbg.observer import Observer
+from ampdbg.record.run import Environment, Record
+
+ROOT = Path(__file__).parents[2]
+RECORDS = Path(__file__).parent / "golden" / "records"
+
+ENVIRONMENT = Environment(
+    ampdbg="0.1.0",
+    python="3.12.4",
+    torch="2.6.0",
+    platform="Linux-x86_64",
+    device="cpu",
+    device_name="",
+    policy="cuda",
+    emulated=True,
+)
+
+
+@contextmanager
+def case(name: str) -> Iterator[Path]:
+    """The config of a case of the zoo."""
+    from tests.zoo.test_zoo import config_of
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield config_of(ROOT / "tests" / "zoo" / "cases" / f"{name}.py", Path(folder))
+
+
+def zoo(command: str, name: str, **how: Any) -> Callable[[], Record]:
+    """A run of one command on a case of the zoo; what stops it with an error leaves the record of the steps before."""
+
+    def run() -> Record:
+        with case(name) as config:
+            try:
+                record: Record = getattr(ampdbg, command)(config, device="cpu", **how)
+            except AmpdbgError as error:
+                if not isinstance(error.record, Record):
+                    raise
+                return error.record
+        return record
+
+    return run
+
+
+def example(command: str, name: str, **how: Any) -> Callable[[], Record]:
+    """A run of one command on an example."""
+    return lambda: getattr(ampdbg, command)(ROOT / "configs" / f"{name}.yaml", device="cpu", **how)
+
+
+class Interrupt(Observer):
+    """Presses Ctrl-C after a step, or after a trial."""
+
+    def __init__(self, step: int | None = None, trials: int | None = None) -> None:
+        self._step, self._trials = step, trials
+
+    def step(self, step: Any) -> None:
+        if step.step == self._step:
+            raise KeyboardInterrupt
+
+    def trial(self, trial: Any) -> None:
+        if self._trials is not None:
+            self._trials -= 1
+            if not self._trials:
+                raise KeyboardInterrupt
+
+
+RUNS: dict[str, Callable[[], Record]] = {
+    "scan_healthy": zoo("scan", "residual_add", overrides=("model.args.size=10.0",)),
+    "scan_calibration": zoo("scan", "calibration"),
+    "scan_forward_overflow": zoo("scan", "scores_before_scaling"),
+    "scan_gradient_overflow": zoo("scan", "gradient_overflow"),
+    "scan_gradient_underflow": zoo("scan", "gradient_underflow"),
+    "scan_runaway_scale": zoo("scan", "loss_too_large_for_any_scale"),
+    "scan_mask_constant": zoo("scan", "mask_constant"),
+    "scan_bad_batch": zoo("scan", "batch_with_nan"),
+    "scan_bad_weights": zoo("scan", "weights_from_a_checkpoint"),
+    "scan_poisoned_buffer": zoo("scan", "poisoned_batch_norm"),
+    "scan_true_nan": zoo("scan", "true_nan_forward"),
+    "scan_not_reproduced": zoo("scan", "not_deterministic"),
+    "scan_several_losses": zoo("scan", "several_losses"),
+    "scan_interrupted": zoo("scan", "calibration", observer=Interrupt(step=2)),
+    "ranges_overflow": zoo("ranges", "scores_before_scaling"),
+    "ranges_no_scale": zoo("ranges", "no_usable_scale"),
+    "ranges_example": example("ranges", "linear_attention"),
+    "bisect_found": zoo("bisect", "scores_before_scaling"),
+    "bisect_gradients": zoo("bisect", "gradient_overflow"),
+    "bisect_example": example("bisect", "house_prices"),
+    "bisect_blind": zoo("bisect", "scores_before_scaling", strategy="ddmin"),
+    "bisect_out_of_trials": zoo("bisect", "scores_before_scaling", strategy="ddmin", max_trials=1),
+    "bisect_interrupted": zoo("bisect", "scores_before_scaling", observer=Interrupt(trials=2)),
+    "bisect_nothing_to_pin": zoo("bisect", "calibration"),
+    "bisect_fp32_fails": zoo("bisect", "true_nan_forward"),
+    "bisect_no_pin_helps": zoo("bisect", "batch_out_of_range"),
+    "bisect_not_reproduced": zoo("bisect", "not_deterministic"),
+    "suggest_proven": zoo("suggest_fp32", "scores_before_scaling"),
+}
+"""One for each kind of page, by the name of its golden file."""
+
+
+def remade(name: str) -> Record:
+    """The record of a run of now; what differs between two runs or machines is fixed in it."""
+    record = harmless(RUNS[name](), str(ROOT), but="\n")
+    seconds = dict.fromkeys(record.search.step_seconds, 0.0321) if record.search is not None else {}
+    search = replace(record.search, step_seconds=seconds) if record.search is not None else None
+    return replace(
+        record,
+        created="2025-01-02T03:04:05Z",
+        elapsed=12.3,
+        environment=replace(ENVIRONMENT, notes=record.environment.notes),
+        trials=tuple(replace(trial, seconds=0.3) for trial in record.trials),
+        search=search,
+        config={key: record.config[key] for key in ("precision",) if key in record.config},
+    )

@@ -1,0 +1,105 @@
+"""Names and texts from the user's world are shown, and never obeyed, on every output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.config.yaml_lines import read_yaml
+from ampdbg.escapes import harmless, printable
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.pins import Pin
+from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
+from ampdbg.report.formats import FORMATS
+from ampdbg.report.pins import pins_yaml
+from ampdbg.report.view import Look, Typed
+from tests.report.bisections import FOUND, TRIALS
+from tests.report.records import ENVIRONMENT, overflow, run, skipped_step
+
+HOSTILE = {
+    "a terminal command": "net\x1b[2J\x1b]0;owned\x07",
+    "a C1 command": "net\x9b31m",
+    "a right-to-left mark": "net\u202etxt.py",
+    "an invisible separator": "net\u200b\u2028x",
+    "a line of its own": "net\n✓ Healthy: nothing is wrong.",
+    "a carriage return": "net\rHealthy",
+    "half a character": "net\ud800",
+    "markup": "[bold red]net[/bold red] [link=http://x]y[/link] :smile:",
+}
+
+
+def record_of(text: str) -> Record:
+    """A record with the text in every place that a user's world can fill."""
+    source = Source(f"/home/me/{text}.py", 4, text, f"x = {text}")
+    finding = Finding(
+        code="forward-overflow",
+        severity="error",
+        step=0,
+        phase="forward",
+        module=text,
+        op="aten.bmm.default",
+        parameter=text,
+        source=source,
+        message=f"bmm in {text}",
+        remedy=text,
+    )
+    step = replace(
+        skipped_step(0, 4.0, overflow(0, names=(text,))), nonfinite=(TensorCounts("buffer", text, 1, 0, 4, (0,)),)
+    )
+    environment: Environment = replace(ENVIRONMENT, device_name=text, notes=(text,))
+    steps: tuple[Step, ...] = (step,)
+    return replace(
+        run(steps, verdict="precision", findings=(finding,), groups=(text,), error=text),
+        environment=environment,
+        unseen=Unseen(notes=(text,)),
+    )
+
+
+def searched(text: str) -> Record:
+    """The record of a search over modules of that name."""
+    pin = Pin(text, reason=0, without=f"loss NaN: {text}", class_name=text)
+    trials = tuple(replace(trial, pins=(text,), why=text if trial.why else "") for trial in TRIALS)
+    search = replace(FOUND, message=text, classes={text: (1, 2)})
+    return replace(record_of(text), command="bisect", error="", pins=(pin,), trials=trials, search=search)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("make", [record_of, searched])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_no_format_lets_a_name_out_of_its_place(format_: str, make: object, text: str) -> None:
+    record = make(text)  # type: ignore[operator]
+    written = FORMATS[format_](record, Typed(text, text, "/home/me"), Look(80, color=False, unicode=True))
+    assert all(line.isprintable() for line in written.splitlines())
+    assert not any(line.startswith("✓ Healthy") for line in written.split("\n"))
+    written.encode("utf-8")
+
+
+def test_an_escape_is_shown_as_python_writes_it() -> None:
+    assert printable("a\x1b[0m\u202e\ud800 é 名 \t") == "a\\x1b[0m\\u202e\\ud800 é 名 \\t"
+    assert printable("one\ntwo", but="\n") == "one\ntwo"
+
+
+def test_markup_is_text() -> None:
+    text = FORMATS["text"](record_of("[bold]net[/bold] :smile:"), Typed(), Look(200, color=False, unicode=True))
+    assert "bmm in [bold]net[/bold] :smile:" in text
+
+
+def test_files_below_the_folder_are_named_from_there() -> None:
+    text = "/home/me/model.py:4 and /home/me2/x.py, /mnt/home/me/y.py; /home/me/ alone"
+    assert harmless(text, "/home/me") == "model.py:4 and /home/me2/x.py, /mnt/home/me/y.py; /home/me/ alone"
+
+
+def test_what_is_harmless_stays_the_same_object() -> None:
+    record = record_of("net")
+    assert harmless(record) is record
+
+
+@given(st.lists(st.text(min_size=1), min_size=1, unique=True))
+def test_names_in_yaml_are_the_names_again(names: list[str]) -> None:
+    lines = pins_yaml(names, {})
+    assert "\n".join(lines).isprintable() or all(line.isprintable() for line in lines)
+    if not any("\ud800" <= char <= "\udfff" for name in names for char in name):
+        assert read_yaml("\n".join(lines)).data == {"precision": {"pins": names}}
