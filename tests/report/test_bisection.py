@@ -115,12 +115,6 @@ def test_where_no_record_was_written_the_patch_is_made_from_the_config() -> None
     assert "Next:" not in rendered(found(), config="--module model.py", record_path="")
 
 
-def test_a_watched_loop_is_not_ours_to_run_again() -> None:
-    record = replace(BISECTIONS["no_pin_helps"](), config={})
-    assert "Next:" in plain(BISECTIONS["no_pin_helps"]())
-    assert "Next:" not in plain(record)
-
-
 @pytest.mark.parametrize("width", [40, 50, 69])
 def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int) -> None:
     text = plain(found(), width=width)
