@@ -187,7 +187,7 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         ('precision.dtype: got "fp16"', "Did you mean 'float16'?"),
     ),
     Broken(
-        "level of a later version", HEALTHY + "precision: {level: O2}\n", ("precision.level: got O2", "O0 (FP32), O1")
+        "level of a later version", HEALTHY + "precision: {level: O2}\n", ('precision.level: got "O2"', "O0 (FP32), O1")
     ),
     Broken("unknown level", HEALTHY + "precision: {level: O5}\n", ('precision.level: got "O5"', "O0 (FP32), O1")),
     Broken("unknown policy", HEALTHY + "precision: {policy: gpu}\n", ("precision.policy", "cuda or native")),
