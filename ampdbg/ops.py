@@ -11,11 +11,6 @@ def base_name(op: str) -> str:
     return op.split(".")[1].rstrip("_")
 
 
-def short_name(op: str) -> str:
-    """An op as a message names it: ``mm`` of ``aten.mm.default``, ``mul.Tensor`` of ``aten.mul.Tensor``."""
-    return op.removeprefix("aten.").removesuffix(".default")
-
-
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

@@ -106,10 +106,6 @@ class Calls:
         """Whether a misuse is what raised this error."""
         return error is not None and id(error) == self._explained
 
-    def carries_scale(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the gradients of this optimizer are known to be scaled still."""
-        return bool(self._order.carries_scale(self._places[id(optimizer)]))
-
     def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """The scaler whose loss scale the gradients of this optimizer still carry; None where none is known."""
         return self._actors.get(self._order.carries_scale(self._places[id(optimizer)]))

@@ -291,7 +291,7 @@ class Watch:
         if id(optimizer) in step.bare:
             self._close(key)
             step = self._open.setdefault(key, OpenStep())
-        if step.scaler is not None and self._calls.carries_scale(optimizer):
+        if step.scaler is not None and self._calls.scaler_of(optimizer) is not None:
             self._measure(step, optimizer, step.loss_scale())
         bad = self._calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self._calls.bare_step(optimizer, bad)
@@ -312,7 +312,7 @@ class Watch:
 
     def _key_of_bare_step(self, optimizer: torch.optim.Optimizer) -> int:
         """The open step that a bare step belongs to: a scaler's, if its gradients came by way of that scaler."""
-        if self._calls.carries_scale(optimizer) or self._calls.is_unscaled(optimizer):
+        if self._calls.scaler_of(optimizer) is not None or self._calls.is_unscaled(optimizer):
             return next((key for key, step in self._open.items() if step.scaler is not None), _NO_SCALER)
         return _NO_SCALER
 
