@@ -78,23 +78,15 @@ def bisected(
         def keep(snapshot: Snapshot, scale: float, made: Investigation) -> None:
             kept[made.step, made.why] = failing_step(run.workload.model, snapshot, scale, made)
 
-        record = diagnose(
-            train_prepared(
-                run,
-                observer=observer,
-                command="bisect",
-                replays=REPLAYED_STEPS,
-                on_investigated=keep,
-            )
-        )
+        trained = train_prepared(run, observer=observer, command="bisect", replays=REPLAYED_STEPS, on_investigated=keep)
+        record = diagnose(trained)
         failing = _failing_steps(record, kept)
-        told = _without_a_search(record, failing, strategy)
-        if told is not None or record.interrupted:
-            record = replace(record, search=told)
-        else:
-            record = _searched(run, record, failing, strategy, max_trials, observer)
-        record = replace(record, elapsed=round(time.monotonic() - started, 3))
-        yield Bisected(run, record, tuple(failing))
+        if not record.interrupted:
+            search = _without_a_search(record, failing, strategy)
+            record = replace(record, search=search)
+            if search is None:
+                record = _searched(run, record, failing, strategy, max_trials, observer)
+        yield Bisected(run, replace(record, elapsed=round(time.monotonic() - started, 3)), tuple(failing))
 
 
 def _searched(
@@ -107,38 +99,29 @@ def _searched(
 ) -> Record:
     try:
         with weights_of(run.workload.model, failing[0]):
-            return search_pins(
-                run,
-                record,
-                failing,
-                strategy=strategy,
-                max_trials=max_trials,
-                observer=observer,
-            )
+            return search_pins(run, record, failing, strategy=strategy, max_trials=max_trials, observer=observer)
     except KeyboardInterrupt:  # before the first trial has ended
         return replace(record, interrupted=True)
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
     """The kept steps that a finding of precision is about, the root's first; all that fails is to be cured."""
-    told = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
-    steps = dict.fromkeys(finding.replayed_step for finding in told if CODES[finding.code].pin_helps)
+    located = [finding for finding in record.findings if finding.op or finding is record.findings[0]]
+    steps = dict.fromkeys(finding.replayed_step for finding in located if CODES[finding.code].pin_helps)
     return [failing for step in steps for (number, _), failing in kept.items() if number == step]
 
 
 def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
     """What there is to say where no experiment is needed; None where there is one to make."""
-    if record.interrupted:
-        return None
     root = next((finding for finding in record.findings if finding.severity != "info"), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(len(record.steps), 'step')} failed")
     if CODES[root.code].fails_in_fp32:
-        return _told(strategy, "fp32-fails", root)
+        return _because_of(strategy, "fp32-fails", root)
     if record.verdict == "other" or not CODES[root.code].pin_helps:
-        return _told(strategy, "no-pin-helps", root)
-    return None if failing else _told(strategy, "not-reproduced", root)
+        return _because_of(strategy, "no-pin-helps", root)
+    return None if failing else _because_of(strategy, "not-reproduced", root)
 
 
-def _told(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
+def _because_of(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
     return Search(strategy, outcome, f"{root.message}; {root.remedy}" if root.remedy else root.message)

@@ -15,8 +15,10 @@ from ampdbg.pinning.experiment import Case, Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
 from ampdbg.probes.coverage import coverage
 from ampdbg.probes.shadow_trace import RangeSeen
+from ampdbg.quantities import number
 from ampdbg.record.codes import CODES
 from ampdbg.record.pins import Search, Strategy
+from ampdbg.record.replays import Replay
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
@@ -53,10 +55,7 @@ def search_pins(
     with coverage(run.workload.model) as covered:
         fp32 = case.replays.fp32.replay
     if not is_finite(fp32):
-        if fp32.error:
-            return replace(record, search=replace(search, outcome="fp32-raises", message=fp32.error))
-        why = f"the loss is {fp32.loss:g} in FP32 too"
-        return replace(record, search=replace(search, outcome="fp32-fails", message=why))
+        return replace(record, search=_unusable_reference(search, fp32))
     observer.search(covered.callable)
     is_silent = CODES[record.findings[0].code].erases_itself
     cases = (case, *_others(run, record, failing[1:]))
@@ -65,12 +64,23 @@ def search_pins(
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    setting = Setting(run, experiment, covered.callable, observer, max_trials, search.repeats)
+    return _searched(Setting(run, experiment, covered.callable, observer, max_trials, search.repeats), record, search)
+
+
+def _unusable_reference(search: Search, fp32: Replay) -> Search:
+    """No pin can be judged: FP32 raised an error, or fails as well."""
+    if fp32.error:
+        return replace(search, outcome="fp32-raises", message=fp32.error)
+    return replace(search, outcome="fp32-fails", message=f"the loss is {number(fp32.loss)} in FP32 too")
+
+
+def _searched(setting: Setting, record: Record, search: Search) -> Record:
+    """Where the answers contradict each other, the search begins again, with repeats."""
     try:
         return _concluded(setting, record, search)
     except Contradiction:
-        observer.search(covered.callable)
-        search = replace(_how_often(experiment, search, TRIES), repeats=MOST_REPEATS)
+        setting.observer.search(setting.order)
+        search = replace(_how_often(setting.experiment, search, TRIES), repeats=MOST_REPEATS)
         return _concluded(replace(setting, repeats=MOST_REPEATS), record, search)
 
 

@@ -212,11 +212,11 @@ def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell
 
 def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
     """The pins, or how they differ from the set that was found, whichever is shorter."""
-    dropped = [name for name in names if name not in pins]
-    if len(pins) > 1 and set(pins) == set(names):
+    dropped, added = set(names) - set(pins), set(pins) - set(names)
+    if len(pins) > 1 and not dropped and not added:
         return "the set"
-    if len(names) > 2 and len(dropped) == 1 and len(pins) == len(names) - 1 and set(pins) < set(names):
-        return f"the set without {_short(dropped[0])}"
+    if len(names) > 2 and len(dropped) == 1 and not added:
+        return f"the set without {_short(dropped.pop())}"
     return pins_text([_short(name) for name in pins], SHOWN_PINS)
 
 
