@@ -169,7 +169,7 @@ RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)
 @pytest.mark.parametrize(
     ("patch", "name", "detail"),
     [
-        (UNCURED, "the failing step (0)", "loss NaN: aten.mm.default (net.py:16)"),
+        (UNCURED, "the failing step (0)", "loss NaN: mm (net.py:16)"),
         (OTHER_FUNCTION, "the model's function", "changed: in FP32 the loss of step 0 is"),
         (DETACHED, "the model's function", "changed: in FP32 the gradients' norm of step 0 is"),
         (RENAMED, "the patched code", "other parameters than the failing step"),
