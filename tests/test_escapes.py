@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ampdbg.commands.forms import config_lines
 from ampdbg.config.yaml_lines import read_yaml
 from ampdbg.escapes import harmless, printable
+from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin
 from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
@@ -103,3 +106,10 @@ def test_names_in_yaml_are_the_names_again(names: list[str]) -> None:
     assert "\n".join(lines).isprintable() or all(line.isprintable() for line in lines)
     if not any("\ud800" <= char <= "\udfff" for name in names for char in name):
         assert read_yaml("\n".join(lines)).data == {"precision": {"pins": names}}
+
+
+def test_comments_of_a_patch_are_comments_in_yaml() -> None:
+    found = Suggestion(searched("net\x1b[2J\x07\u2028x: 1\n- y"), patch=None, names=("net",))
+    text = config_lines(found, Path()).decode()
+    assert all(line.isprintable() for line in text.splitlines())
+    assert read_yaml(text).data == {"precision": {"pins": ["net"]}}

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
+from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
 from .results import save
@@ -53,8 +54,8 @@ def _explain(error: AmpdbgError, debug: bool) -> int:
     if debug:
         say(traceback.format_exc().rstrip())
     elif isinstance(error, UserCodeError) and error.user_traceback:
-        say(error.user_traceback.rstrip())
-    say(f"error: {error}")
+        say(printable(error.user_traceback.rstrip(), but="\n\t"))
+    say(printable(f"error: {error}", but="\n"))
     return error.exit_code
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ampdbg.escapes import printable
 from ampdbg.given import Given
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Record
@@ -207,7 +208,7 @@ def _file_as_data(edit: FileEdit, base: Path) -> dict[str, str]:
 
 def _commented(lines: Sequence[str]) -> str:
     """Each line behind a ``#``: neither git nor patch takes such a line for a part of the diff."""
-    return "".join(f"# {part}".rstrip() + "\n" for line in lines for part in line.splitlines() or [""])
+    return "".join(f"# {printable(part)}".rstrip() + "\n" for line in lines for part in line.splitlines() or [""])
 
 
 def _kept_in_fp32(found: Suggestion) -> Iterator[str]:

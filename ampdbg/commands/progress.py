@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ampdbg import quantities
+from ampdbg.escapes import printable
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
@@ -171,7 +172,7 @@ def _searching(modules: tuple[str, ...]) -> str:
 
 def _trial_line(number: int, trial: Trial) -> str:
     stage = f"{trial.stage}: " if trial.stage else ""
-    return f"trial {number}: {stage}{pins_text(trial.pins)} in FP32: {result_text(trial)}"
+    return printable(f"trial {number}: {stage}{pins_text(trial.pins)} in FP32: {result_text(trial)}")
 
 
 def _state(step: Step, skipped: int) -> str:

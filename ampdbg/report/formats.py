@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ampdbg.escapes import harmless
@@ -23,7 +24,12 @@ def page_of(record: Record, typed: Typed) -> Page:
     from . import bisection, ranges, scan
 
     pages = {"bisect": bisection.page, "suggest-fp32": bisection.page, "ranges": ranges.page}
-    return harmless(pages.get(record.command, scan.page)(record, typed), typed.folder)
+    return _harmless(pages.get(record.command, scan.page)(record, typed), typed.folder)
+
+
+def _harmless(page: Page, folder: str) -> Page:
+    """The page with all text of the user's world harmless; a command to copy keeps its paths as they are."""
+    return replace(harmless(page, folder), next_command=harmless(page.next_command))
 
 
 def as_text(record: Record, typed: Typed, look: Look) -> str:
@@ -38,7 +44,7 @@ def suggestion_text(record: Record, patch: PatchFacts, typed: Typed, look: Look)
     from .suggestion import page
     from .text import draw
 
-    return draw(harmless(page(record, typed, patch), typed.folder), look)
+    return draw(_harmless(page(record, typed, patch), typed.folder), look)
 
 
 def as_json(record: Record, typed: Typed, look: Look) -> str:
