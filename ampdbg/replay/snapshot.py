@@ -22,7 +22,7 @@ from ampdbg.record.replays import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import LARGEST, distinct, duplicated, own_attributes, restored, written
+from ampdbg.replay.state import LARGEST, NOT_OWN, distinct, duplicated, own_attributes, restored, written
 
 WRITTEN = -1
 
@@ -107,7 +107,7 @@ class ModelState:
                 if name not in attributes:
                     continue
                 if is_own:
-                    for other in own_attributes(module).keys() - attributes[name].keys():
+                    for other in [key for key in vars(module) if key not in attributes[name] and key not in NOT_OWN]:
                         del vars(module)[other]
                 made = copying.each(attributes[name])
                 vars(module).update((key, value) for key, value in made.items() if value is not Left.AS_IT_IS)

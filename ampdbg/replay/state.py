@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import gc
+import operator
 import random
 import sys
 from collections import UserDict, deque
@@ -40,7 +41,7 @@ CONSTANTS = frozenset(
 """The types of values that nothing can change."""
 
 # Hooks and pins come and go with whoever set them; parameters, buffers and children are no plain attributes.
-_NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
+NOT_OWN = (frozenset(vars(torch.nn.Module())) | {"forward"}) - {"training"}
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def altered_model(model: torch.nn.Module, alter: Alteration) -> contextlib.Abstr
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The plain attributes of a module by name; without hooks and pins, and what torch has registers for."""
-    return {name: value for name, value in vars(module).items() if name not in _NOT_OWN}
+    return {name: value for name, value in vars(module).items() if name not in NOT_OWN}
 
 
 def _unrestorable(key: str, value: Any) -> str:
@@ -206,7 +207,7 @@ def _save_module(module: torch.nn.Module) -> Restore:
 
     def restore() -> None:
         space = vars(module)
-        for name in own_attributes(module).keys() - before.keys():
+        for name in [name for name in space if name not in before and name not in NOT_OWN]:
             del space[name]
         space.update(before)
 
@@ -286,21 +287,19 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _save_container(value: Any) -> Restore:
-    before = _entries(value)
+    if not value:
+        return value.clear  # type: ignore[no-any-return]
+    before, flat = dict(value) if isinstance(value, dict) else list(value), _flat(value)
 
     def restore() -> None:
-        if not _is_same(_flat(_entries(value)), _flat(before)):
+        if not _is_same(_flat(value), flat):
             _fill(value, before)
 
     return restore
 
 
-def _entries(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _flat(entries: Any) -> list[Any]:
-    return [*entries, *entries.values()] if isinstance(entries, dict) else entries
+def _flat(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
 
 def _fill(container: Any, entries: Any) -> None:
@@ -310,7 +309,7 @@ def _fill(container: Any, entries: Any) -> None:
 
 def _is_same(one: list[Any], other: list[Any]) -> bool:
     """Whether they hold the very same objects."""
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _save_array(array: Any) -> Restore:
