@@ -178,6 +178,15 @@ def test_clipping_is_done_on_unscaled_gradients(tmp_path: Path) -> None:
     assert free.steps[0].grad_norm == clipped.steps[0].grad_norm
 
 
+def test_groups_of_a_skipped_step_are_counted_before_it_is_clipped(tmp_path: Path) -> None:
+    scale = {"loss_scale": 2.0**24}
+    free = run(tmp_path, precision=scale, train={"steps": 1})
+    clipped = run(tmp_path, precision=scale, train={"steps": 1, "clip_grad_norm": 1.0})
+    assert free.steps[0].skipped
+    assert 0 < len(free.steps[0].groups)
+    assert clipped.steps[0].groups == free.steps[0].groups
+
+
 def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
     record = run(tmp_path, **step_function("two_losses"), train={"steps": 3})
     first = record.steps[0]
