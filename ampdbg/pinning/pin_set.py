@@ -132,9 +132,10 @@ def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
 
 
 def _set_scale(setting: Setting) -> float | None:
-    """The highest loss scale at which the set was healthy, where the step's own is too large for its gradients."""
-    replays = setting.experiment.cases[0].replays
-    return replays.scale if replays.scales.is_lossless and replays.scale < setting.failing.scale else None
+    """The lowest loss scale that a step was cured at whose gradients overflow at its own; None where there is none."""
+    cases = [case for case in setting.experiment.cases if case.replays.scales.is_lossless]
+    lowered = [case.replays.scale for case in cases if case.replays.scale < case.failing.scale]
+    return min(lowered, default=None)
 
 
 def record_without_set(setting: Setting, record: Record, search: Search, result: Result) -> Record:

@@ -143,10 +143,9 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.Line]:
         runs = f", so each trial ran {search.repeats} times" if search.repeats > 1 else ""
         yield line(f"The step fails intermittently, in {search.failed} of {search.tried} replays{runs}.")
     if search.set_scale is not None and count:
-        own = f" of {scale(search.scale)}" if search.scale is not None else ""
         yield line(
-            f"At the step's own loss scale{own} this set is not enough; at {scale(search.set_scale)} it is, "
-            "and no gradient is lost there."
+            f"The set goes with a loss scale of {scale(search.set_scale)}: above it gradients overflow, "
+            "and at it none is lost."
         )
     for name, counts in search.classes.items():
         if len(counts) == 2 and counts[1] > 1:

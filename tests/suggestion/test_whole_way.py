@@ -35,8 +35,6 @@ PATCHES = {
 +            return 10_000 * price.float()
 """,
     "vit": """\
-+        with torch.autocast(device_type=x.device.type, enabled=False):
-+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
 +        with torch.autocast(device_type=q.device.type, enabled=False):
 +            logits = (q.float() * self.scale) @ k.float().transpose(-2, -1)
 """,
