@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
-from ampdbg.quantities import byte_size, counted
+from ampdbg.quantities import byte_size, counted, duration, scale
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import ProofStep
@@ -130,7 +130,7 @@ def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothin
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
     skipped = counted(len(trained.skipped), "skipped step")
-    return ProofStep(name, True, f"healthy{beside}; loss scale {trained.scale:g}, {skipped}{other}{longer}")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{other}{longer}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
@@ -223,7 +223,7 @@ def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
 _WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
 
 _USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
-    ("step_seconds", lambda value: f"{value:.3g} s", ""),
+    ("step_seconds", duration, ""),
     ("saved_bytes", lambda value: byte_size(int(value)), " kept for the backward pass"),
     ("peak_bytes", lambda value: byte_size(int(value)), " at the peak"),
 )

@@ -29,8 +29,7 @@ class GroupHits:
     """One parameter group over the steps in which its gradients were non-finite.
 
     ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in
-    the worst one; ``worst`` names the parameter with the largest share there, ``parameters`` how many
-    parameters of the group had any.
+    the worst one; ``worst`` names the parameter with the largest share there.
     """
 
     index: int
@@ -41,7 +40,6 @@ class GroupHits:
     nan: int
     size: int
     worst: str
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -102,21 +100,12 @@ def _hits(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
         nan=sum(p.nan for p in worst.parameters),
         size=sum(p.size for p in worst.parameters),
         worst=max(worst.parameters, key=lambda p: _bad_share((p,))).name if worst.parameters else "",
-        parameters=len(worst.parameters),
     )
 
 
 def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
     size = sum(p.size for p in parameters)
     return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
-
-
-def spared_groups(record: Record, steps: Sequence[Step]) -> tuple[str, ...]:
-    """The names of the groups that were finite in every one of ``steps``; none where no step lists its groups."""
-    if not any(step.groups for step in steps):
-        return ()
-    hit = {group.index for step in steps for group in step.groups}
-    return tuple(_name(name, index) for index, name in enumerate(record.groups) if index not in hit)
 
 
 def _name(name: str, index: int) -> str:
@@ -137,7 +126,7 @@ def group_table(record: Record) -> Table | None:
         COLUMNS if found.hits else (),
         _rows(found),
         _narrowest(found),
-        (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(record, found)),
+        (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
     )
 
 
@@ -171,24 +160,20 @@ def _with_worst(hit: GroupHits) -> str:
     name = _name(hit.name, hit.index)
     if hit.worst in ("", name):
         return name
-    others = f" +{hit.parameters - 1}" if hit.parameters > 1 else ""
-    return f"{name} ({hit.worst}{others})"
+    return f"{name} ({hit.worst})"
 
 
-def _everywhere(record: Record, found: Overflows) -> tuple[Line, ...]:
+def _everywhere(found: Overflows) -> tuple[Line, ...]:
     steps = found.everywhere
     if not steps:
         return ()
-    spared = spared_groups(record, steps)
-    which = f"{found.total - len(spared):,} of {found.total:,} groups" if spared else f"All {found.total:,} groups"
-    but = f", all but {listed(spared)}," if spared else ""
+    which = "All" if all(_hit(step) == found.total for step in steps) else "Nearly all of"
     when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
+    return (line(f"{which} {found.total:,} groups {when}{_lost_losses(steps)}."),)
+
+
+def _lost_losses(steps: Sequence[Step]) -> str:
     lost = sum(not math.isfinite(step.loss) for step in steps)
-    losses = (
-        ""
-        if not lost
-        else "; the loss of each is non-finite too"
-        if lost == len(steps)
-        else f"; in {lost} of them the loss is too"
-    )
-    return (line(f"{which}{but} {when}{losses}."),)
+    if not lost:
+        return ""
+    return "; the loss of each is non-finite too" if lost == len(steps) else f"; in {lost} of them the loss is too"

@@ -83,7 +83,9 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     assert step_of(proof, "the failing step (0)").detail.startswith("healthy; loss 1.4873, 1.4872 in FP32")
     assert "loss NaN: mm (scaling.py:6)" in step_of(proof, "without line 6 of scaling.py").detail
     assert step_of(proof, "further batches").detail == "3 of 3 healthy"
-    assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1024, 0 skipped steps, 8 without the patch"
+    assert (
+        step_of(proof, "training 8 steps").detail == "healthy; loss scale 1,024, 0 skipped steps, 8 without the patch"
+    )
     assert proof.figures["loss_scale_patched"] == 1024
     assert proof.figures["loss_difference"] < 1e-3
     assert stages[0] == "building the workload with the patch"

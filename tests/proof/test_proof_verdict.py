@@ -116,7 +116,7 @@ def test_only_what_the_patch_breaks_in_eval_mode_fails(patched: str, unpatched: 
 @pytest.mark.parametrize(
     ("trained", "passed", "detail"),
     [
-        (Trained(scale=65536, skipped=(0,)), True, "healthy; loss scale 65536, 1 skipped step, 50 without the patch"),
+        (Trained(scale=65536, skipped=(0,)), True, "healthy; loss scale 65,536, 1 skipped step, 50 without the patch"),
         (Trained(scale=1, faults=("forward-overflow: x",)), False, "forward-overflow: x"),
         (Trained(failure="step raised KeyError"), False, "step raised KeyError"),
     ],
@@ -135,7 +135,7 @@ def test_findings_that_no_pin_cures_are_named() -> None:
 def test_a_run_that_was_made_longer_says_so() -> None:
     step = training_run(Trained(steps=14, scale=1024, skipped=(0, 1)), None, 6)
     assert step.name == "training 14 steps"
-    assert step.detail == "healthy; loss scale 1024, 2 skipped steps; 8 more than asked for, as the scale settles"
+    assert step.detail == "healthy; loss scale 1,024, 2 skipped steps; 8 more than asked for, as the scale settles"
 
 
 def test_a_run_of_skipped_steps_alone_fails() -> None:
@@ -256,7 +256,7 @@ def test_figures_hold_what_was_measured_and_no_more() -> None:
     }
     use = use_of_a_step(numbers)
     assert use is not None
-    assert use.detail == "0.5 s (FP32 0.4 s); 3.1 MB kept for the backward pass (FP32 6.3 MB); 1.1 GB at the peak"
+    assert use.detail == "500 ms (FP32 400 ms); 3.1 MB kept for the backward pass (FP32 6.3 MB); 1.1 GB at the peak"
     assert use_of_a_step({}) is None
 
 

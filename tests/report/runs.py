@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import ampdbg
+from ampdbg import api
 from ampdbg.errors import AmpdbgError
 from ampdbg.escapes import harmless
+from ampdbg.given import read_given
 from ampdbg.observer import Observer
 from ampdbg.record.run import Environment, Record
+from ampdbg.report.suggestion import PatchEdit, PatchFacts
 
 ROOT = Path(__file__).parents[2]
 RECORDS = Path(__file__).parent / "golden" / "records"
@@ -109,14 +112,30 @@ RUNS: dict[str, Callable[[], Record]] = {
     "bisect_fp32_fails": zoo("bisect", "true_nan_forward"),
     "bisect_no_pin_helps": zoo("bisect", "batch_out_of_range"),
     "bisect_not_reproduced": zoo("bisect", "not_deterministic"),
-    "suggest_proven": zoo("suggest_fp32", "scores_before_scaling"),
 }
 """One for each kind of page, by the name of its golden file."""
 
+PATCH = RECORDS / "suggestion.patch.json"
+"""What the page beside a patch shows of it, which its record does not have."""
+
+
+def remade_suggestion() -> tuple[Record, PatchFacts]:
+    """The record of a suggestion of now, and its patch in words."""
+    with case("scores_before_scaling") as config:
+        found = api.suggestion(read_given(config, device="cpu"))
+    units = found.patch.units if found.patch is not None else ()
+    facts = PatchFacts(tuple(PatchEdit(unit.title, unit.notes) for unit in units), found.notes, refused=found.refused)
+    return settled(found.record), harmless(facts, str(ROOT))
+
 
 def remade(name: str) -> Record:
-    """The record of a run of now; what differs between two runs or machines is fixed in it."""
-    record = harmless(RUNS[name](), str(ROOT), but="\n")
+    """The record of a run of now."""
+    return settled(RUNS[name]())
+
+
+def settled(record: Record) -> Record:
+    """The record with what differs between two runs or machines fixed."""
+    record = harmless(record, str(ROOT), but="\n")
     seconds = dict.fromkeys(record.search.step_seconds, 0.0321) if record.search is not None else {}
     search = replace(record.search, step_seconds=seconds) if record.search is not None else None
     return replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Unseen
-from ampdbg.report.groups import GroupHits, group_hits, overflows, spared_groups
+from ampdbg.report.groups import GroupHits, group_hits, overflows
 from tests.report.records import NAMES, healthy_step, overflow, run, skipped_step
 
 EVERY = range(len(NAMES))
@@ -22,7 +22,6 @@ def test_a_tenth_of_the_groups_may_be_spared() -> None:
     steps = [skipped_step(0, 4.0, overflow(*range(35))), skipped_step(1, 2.0, overflow(*range(34)))]
     seen = overflows(run(steps))
     assert [step.step for step in seen.everywhere] == [0]
-    assert spared_groups(run(steps), seen.everywhere) == NAMES[35:]
 
 
 def test_a_parameter_without_a_gradient_cannot_be_hit() -> None:
@@ -64,7 +63,7 @@ def test_counts_are_those_of_the_worst_step() -> None:
     bad = GroupOverflow(0, "net", (ParameterCounts("net.bias", 1, 1, 10), ParameterCounts("net.weight", 40, 50, 100)))
     steps = [skipped_step(0, 4.0, (mild,)), skipped_step(1, 2.0, (bad,)), skipped_step(2, 1.0, (mild,))]
     assert group_hits(steps) == (
-        GroupHits(index=0, name="net", steps=3, first=0, inf=41, nan=51, size=110, worst="net.weight", parameters=2),
+        GroupHits(index=0, name="net", steps=3, first=0, inf=41, nan=51, size=110, worst="net.weight"),
     )
 
 

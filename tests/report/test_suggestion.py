@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +12,14 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import suggestion_text
 from ampdbg.report.suggestion import PatchEdit, PatchFacts, headline
 from ampdbg.report.view import Look, NextCommand, Typed
-from tests.conftest import Golden
 from tests.report.bisections import found, fp32_fails
-
-GOLDEN = Path(__file__).parent / "golden"
 
 PASSED = Proof(
     True,
     (
         ProofStep("the failing step (3)", True, "healthy; loss 2.3101, 2.3102 in FP32"),
         ProofStep("without lines 41 to 43 of model.py", True, "step 3 fails: loss NaN"),
-        ProofStep("training 200 steps", True, "healthy; loss scale 65536, 0 skipped steps, 183 without the patch"),
+        ProofStep("training 200 steps", True, "healthy; loss scale 65,536, 0 skipped steps, 183 without the patch"),
     ),
 )
 FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
@@ -46,14 +42,6 @@ def rendered(record: Record, suggested: PatchFacts, **look: object) -> str:
     typed = Typed(record_path="r.json", folder="/home/me")
     looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
     return suggestion_text(record, suggested, typed, looks)
-
-
-def test_a_proven_patch(golden: Golden) -> None:
-    golden(GOLDEN / "suggestion_proven.txt", rendered(proven(), PATCHED))
-
-
-def test_a_failed_proof(golden: Golden) -> None:
-    golden(GOLDEN / "suggestion_failed.txt", rendered(replace(found(), verification=FAILED), PatchFacts()))
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:

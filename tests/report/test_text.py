@@ -46,10 +46,11 @@ def test_a_long_name_is_folded_not_cut() -> None:
     assert name in re.sub(r"\s+|1 of 1.*share", "", table.replace("1 of 1      0    3    0        <0.1%", ""))
 
 
-def test_groups_spared_by_an_overflow_of_nearly_all_are_named() -> None:
-    everywhere = skipped_step(0, 65536.0, overflow(*range(36)))
-    text = " ".join(plain(run([everywhere], verdict="inconclusive")).split())
-    assert "36 of 38 groups, all but head.weight and head.bias, at once in 1 step, first at step 0." in text
+def test_an_overflow_of_nearly_all_groups_is_one_line() -> None:
+    nearly, every = skipped_step(0, 65536.0, overflow(*range(36))), skipped_step(1, 4.0, overflow(*range(38)))
+    text = plain(run([nearly, every], verdict="inconclusive"))
+    assert "Nearly all of 38 groups at once in 2 steps, first at step 0." in text
+    assert "All 38 groups at once in 1 step, first at step 1." in plain(run([every], verdict="inconclusive"))
 
 
 def test_the_step_with_the_fewest_groups_is_pointed_out() -> None:
