@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-from pathlib import Path
 
 import torch
 
@@ -50,14 +48,6 @@ def describe_environment(config: Config, device: torch.device) -> Environment:
     attention = emulated and not half_kernels.ran.isdisjoint(half_kernels.FUSED_ATTENTION.split())
     notes = (FUSED_ATTENTION_NOTE,) if attention else ()
     return environment_of(device, config.precision.policy, emulated=emulated, notes=notes)
-
-
-def folder_from_here(config: Config) -> str:
-    """The config's folder relative to the current one, with forward slashes, so that a record names no machine."""
-    try:
-        return Path(os.path.relpath(config.folder)).as_posix()
-    except ValueError:  # another drive, on Windows
-        return config.folder.as_posix()
 
 
 def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: tuple[str, ...] = ()) -> Environment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def _checked(
     for index, override in enumerate(overrides):
         place = Place(_AFTER_THE_FILE + index, f"--set {override}")
         mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
+    folder = Path(os.path.abspath(folder))
     try:
         parsed = ConfigFile.model_validate(data, context={"folder": folder})
     except ValidationError as error:
@@ -101,7 +103,8 @@ def _checked(
     if mistakes:
         raise ConfigError(in_one_message(mistakes, source))
     given = {name: getattr(parsed, name) for name in parsed.model_fields_set}
-    return Config(**given, folder=folder, places={dotted(keys): place.text for keys, place in places.items()})
+    where = {dotted(keys): place.text for keys, place in places.items()}
+    return Config(**given, folder=folder, start=Path.cwd(), places=where)
 
 
 def _read(path: Path) -> YamlDocument:

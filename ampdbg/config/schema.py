@@ -5,6 +5,7 @@ A field's ``description`` is what the error message says is allowed there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,7 +49,7 @@ def _target(value: str, info: ValidationInfo) -> str:
 
 def _checkpoint(value: Path, info: ValidationInfo) -> Path:
     if info.context:
-        absent = why_no_file((info.context["folder"] / value).absolute(), str(value), f"*{value.suffix}")
+        absent = why_no_file(info.context["folder"] / value, str(value), f"*{value.suffix}")
         if absent:
             raise ValueError(absent)
     return value
@@ -175,11 +176,13 @@ class ConfigFile(_Section):
 class Config(ConfigFile):
     """A valid config, and where it came from.
 
-    ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to.
+    ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to. ``start`` is the
+    working folder when the config was read. Both are absolute, since the user's code may change the working folder.
     ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
     """
 
     folder: Path
+    start: Path
     places: Mapping[str, str] = {}
 
     def where(self, key: str) -> str:
@@ -191,9 +194,16 @@ class Config(ConfigFile):
 
     def resolved(self) -> dict[str, Any]:
         """All keys with defaults filled in, as plain data; paths stay as they were written."""
-        plain = _plain(self.model_dump(exclude={"folder", "places"}))
+        plain = _plain(self.model_dump(exclude={"folder", "start", "places"}))
         assert isinstance(plain, dict)
         return plain
+
+    def folder_from_start(self) -> str:
+        """The config's folder as a record names it: relative to where the run was started, with forward slashes."""
+        try:
+            return Path(os.path.relpath(self.folder, self.start)).as_posix()
+        except ValueError:  # another drive, on Windows
+            return self.folder.as_posix()
 
 
 def _plain(value: object) -> object:

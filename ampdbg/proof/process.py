@@ -54,7 +54,8 @@ def in_fresh_process(job: Job, steps: Path, observer: Observer, stalled: float =
     with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         task, result, output = folder / "task", folder / "result.json", folder / "output"
-        with _started((job, steps, torch.get_num_threads(), sys.argv), task, result, output) as child:
+        given = (job, steps, torch.get_num_threads(), sys.argv)
+        with _started(given, job.config.start, task, result, output) as child:
             failure = _followed(child, observer, stalled) or _ended(child)
         if result.exists():
             seen = Seen.model_validate_json(result.read_bytes())
@@ -103,7 +104,9 @@ def _standard_output_for_stages() -> IO[str]:
 
 
 @contextlib.contextmanager
-def _started(given: object, task: Path, result: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    given: object, working_folder: Path, task: Path, result: Path, output: Path
+) -> Iterator[subprocess.Popen[str]]:
     """The process, in one group with workers that it starts; whatever happens on this side, they end with it."""
     command = [sys.executable, "-c", _START, str(task), str(result), os.pathsep.join(sys.path)]
     try:
@@ -111,6 +114,7 @@ def _started(given: object, task: Path, result: Path, output: Path) -> Iterator[
         with output.open("wb") as stderr:
             child = subprocess.Popen(
                 command,
+                cwd=working_folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampdbg.config import Config
-from ampdbg.environment import describe_environment, folder_from_here
+from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.coverage import compiled_notes, coverage
@@ -85,7 +85,7 @@ def new_record(run: Run, command: str) -> Record:
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         environment=describe_environment(run.config, run.device),
         config=run.config.resolved(),
-        config_folder=folder_from_here(run.config),
+        config_folder=run.config.folder_from_start(),
         verdict="inconclusive",
         planned_steps=run.config.train.steps,
     )

@@ -71,7 +71,7 @@ def build_workload(config: Config, device: torch.device) -> Workload:
         UserCodeError: the user's code raised.
     """
     forget_user_modules()
-    user = UserCode(_folders(config))
+    user = UserCode(_folders(config), config.start)
     with user.reading("building the workload"):
         return _built(config, device, user)
 
@@ -114,7 +114,7 @@ def _folders(config: Config) -> tuple[Path, ...]:
     """The folders of the target files, and the config's own."""
     targets = [parse_target(spec.target) for spec in _specs(config).values()]
     files = [target.path(config.folder) for target in targets if target.file]
-    return tuple(dict.fromkeys([*(file.parent for file in files), config.folder.absolute()]))
+    return tuple(dict.fromkeys([*(file.parent for file in files), config.folder]))
 
 
 def _find_all(config: Config, user: UserCode) -> dict[str, Found]:

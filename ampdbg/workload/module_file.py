@@ -37,6 +37,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
     problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.py") or _why_no_python(path)
     if problem:
         raise ConfigError(f"{source}: {problem}")
+    start = Path.cwd()  # importing the file may change it
     module = import_ahead(Path(os.path.abspath(path)), f"{source}: importing it")
     given = {override.partition("=")[0].strip() for override in overrides}
     names, missing = dict(_optional(module)), []
@@ -49,7 +50,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
     if missing:
         raise WorkloadError("\n".join(missing))
     targets = {key: {"target": f"{path.as_posix()}:{name}"} for key, name in names.items()}
-    return config_of(targets, source, Path(), overrides)
+    return config_of(targets, source, start, overrides).model_copy(update={"start": start})
 
 
 def _why_no_python(path: Path) -> str:

@@ -200,7 +200,7 @@ def forget_user_modules() -> None:
 
 
 def _imported_from(path: Path, user: UserCode, doing: str) -> ModuleType:
-    own_first = UserCode((path.parent, *user.folders))
+    own_first = UserCode((path.parent, *user.folders), user.start)
     with own_first.running(doing), _noting(own_first.folders):
         return _import_file(path)
 

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -25,10 +25,11 @@ MOST_SHOWN = 500
 class UserCode:
     """``folders`` are importable while the user's code runs, before everything else, as a script's own folder is.
 
-    The working folder is too, after everything else.
+    ``start``, the working folder when ampdbg was started, is too, after everything else.
     """
 
     folders: tuple[Path, ...]
+    start: Path = field(default_factory=Path.cwd)
 
     @contextlib.contextmanager
     def running(self, doing: str, *, details: Callable[[], str] = str) -> Iterator[None]:
@@ -68,7 +69,7 @@ class UserCode:
     @contextlib.contextmanager
     def _importable(self) -> Iterator[None]:
         before = [str(folder) for folder in self.folders]
-        after = [""]
+        after = [str(self.start)]
         sys.path[:] = [*before, *sys.path, *after]
         try:
             yield

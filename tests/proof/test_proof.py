@@ -54,12 +54,12 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         "with open('processes', 'a') as file:\n    print(os.getpid(), file=file)\n",
         1,
     )
-    config = written(tmp_path, {"net.py": net})
     path = tmp_path / "scaling.py"
     path.write_bytes(scaling.encode("latin-1"))
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
+        config = written(tmp_path, {"net.py": net})
         stages: list[str] = []
         failing = failing_steps(config)
         capfd.readouterr()

@@ -160,6 +160,7 @@ def job(steps: int, **precision: Any) -> Job:
         data=TargetSpec(target="m.py:batches"),
         precision=Precision(**precision),
         folder=Path(),
+        start=Path(),
     )
     return Job("patched", config, Patched(), (ScaleRange(),), False, train_steps=steps)
 

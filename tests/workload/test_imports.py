@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import ampdbg
 from ampdbg.errors import UserCodeError, WorkloadError
-from tests.workload.folders import NET, build, first_losses
+from ampdbg.workload import build_workload
+from ampdbg.workload.module_file import config_of_module_file
+from tests.workload.folders import CPU, NET, build, first_losses
 
 
 def test_an_import_leaves_the_search_path_as_it_was(tmp_path: Path) -> None:
@@ -135,3 +138,34 @@ def test_a_module_that_lacks_one_of_its_own_imports_is_the_users_error(tmp_path:
     (tmp_path / "shop" / "__init__.py").write_text("import not_installed\n")
     with pytest.raises(UserCodeError, match="No module named 'not_installed'"):
         build(tmp_path, "model.target=shop:Net")
+
+
+def test_code_that_changes_the_working_folder_at_import_breaks_no_later_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "losses.py").write_text("import torch.nn.functional\nloss = torch.nn.functional.cross_entropy\n")
+    (tmp_path / "run" / "wandering.py").write_text(f"import os\n{NET}\nos.chdir('/')\n")
+    (tmp_path / "run" / "data.py").write_text(NET)
+    config = (
+        "model: {target: wandering.py:Net}\ndata: {target: data.py:batches}\nloss: {target: losses:loss}\n"
+        "train: {steps: 1, device: cpu}\n"
+    )
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    record = ampdbg.scan("run/config.yaml")
+    assert (record.config_folder, len(record.steps)) == ("run", 1)
+
+
+def test_a_module_file_that_changes_the_working_folder_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        NET.replace("def batches", "def build_data")
+        + "\nloss = nn.functional.cross_entropy\n__import__('os').chdir('/')\n"
+    )
+    (tmp_path / "one.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    config = config_of_module_file(Path("one.py"))
+    assert (config.folder, config.start, config.folder_from_start()) == (tmp_path, tmp_path, ".")
+    assert build_workload(config, CPU).model is not None
