@@ -13,7 +13,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Case, Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
-from ampdbg.probes.coverage import coverage
+from ampdbg.probes.module_calls import coverage
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES

@@ -10,10 +10,10 @@ half without further casts. All casts of weights are in one cache, as on CUDA; t
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,11 @@ _ALLOW_OVERRIDE = (
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (lists.lower_precision, _lower_precision),
-        (frozenset(RECURRENT_LAYERS.split()), _lower_precision),
-        (lists.fp32, _fp32),
-        (lists.fp32_set_opt_dtype, _fp32_set_opt_dtype),
-        (lists.promote, _promote),
+        (lists["LOWER_PRECISION_FP"], partial(_cast_to, _lower_precision)),
+        (frozenset(RECURRENT_LAYERS.split()), partial(_cast_to, _lower_precision)),
+        (lists["FP32"], partial(_cast_to, _fp32)),
+        (lists["FP32_SET_OPT_DTYPE"], _fp32_set_opt_dtype),
+        (lists["PROMOTE"], partial(_cast_to, _widest)),
         (frozenset(FP32_APPEND_DTYPE), _fp32_append_dtype),
         (frozenset(BANNED), _banned),
     ]
@@ -86,21 +86,28 @@ def _without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU)
 
 
-def _lower_precision(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _cast_to(choose: Callable[[torch._ops.OpOverload, Any], torch.dtype], op: torch._ops.OpOverload) -> Any:
+    """A kernel that casts the op's inputs to the dtype that ``choose`` finds for the op and all its arguments."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype("cpu")
+        dtype = choose(op, (args, tuple(kwargs.values())))
         with _without_autocast():
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
     return kernel
 
 
-def _fp32(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
-            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+def _lower_precision(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
 
-    return kernel
+
+def _fp32(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
+    eligible = (operand.dtype for operand in _leaves(given) if _is_eligible(operand))
+    return reduce(partial(_wider, op), eligible, torch.get_autocast_dtype("cpu"))
 
 
 def _fp32_set_opt_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -129,18 +136,6 @@ def _fp32_append_dtype(op: torch._ops.OpOverload) -> Callable[..., Any]:
         dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
         with _without_autocast():
             return with_dtype(*args, *defaults[len(args) :], dtype=dtype)
-
-    return kernel
-
-
-def _promote(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        widest = torch.get_autocast_dtype("cpu")
-        for operand in _leaves((args, tuple(kwargs.values()))):
-            if _is_eligible(operand):
-                widest = _wider(op, widest, operand.dtype)
-        with _without_autocast():
-            return op(*_cast(args, widest), **_cast(kwargs, widest))
 
     return kernel
 
@@ -216,7 +211,7 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return cast
 
 
-@functools.cache
+@cache
 def casts_keep_gradients() -> bool:
     """Whether torch's own weight cache makes its copies with a gradient even under ``no_grad``.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 LOWER_PRECISION = """
@@ -60,41 +59,21 @@ RECURRENT_LAYERS = "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_t
 """Whole recurrent layers. On CUDA they run as ``_cudnn_rnn``, which ``autocast/RNN.cpp`` casts to half."""
 
 
-@dataclass(frozen=True)
-class OpLists:
-    """CUDA autocast's lists: names of ATen ops without the namespace, with the overload where it is not the default.
+OpLists = Mapping[str, frozenset[str]]
+"""By the names of the macros: ATen ops without the namespace, with the overload where it is not the default."""
 
-    ``from_header`` says whether they were read from the installed torch.
-    """
-
-    lower_precision: frozenset[str]
-    fp32: frozenset[str]
-    fp32_set_opt_dtype: frozenset[str]
-    promote: frozenset[str]
-    from_header: bool = False
-
-
-BUILT_IN = OpLists(
-    lower_precision=frozenset(LOWER_PRECISION.split()),
-    fp32=frozenset(FP32.split()),
-    fp32_set_opt_dtype=frozenset(FP32_SET_OPT_DTYPE.split()),
-    promote=frozenset(PROMOTE.split()),
-)
-
-_MACROS = {
-    "lower_precision": "AT_FORALL_LOWER_PRECISION_FP",
-    "fp32": "AT_FORALL_FP32",
-    "fp32_set_opt_dtype": "AT_FORALL_FP32_SET_OPT_DTYPE",
-    "promote": "AT_FORALL_PROMOTE",
+BUILT_IN: OpLists = {
+    "LOWER_PRECISION_FP": frozenset(LOWER_PRECISION.split()),
+    "FP32": frozenset(FP32.split()),
+    "FP32_SET_OPT_DTYPE": frozenset(FP32_SET_OPT_DTYPE.split()),
+    "PROMOTE": frozenset(PROMOTE.split()),
 }
 
 
 def lists_of_header(text: str) -> OpLists | None:
     """The op lists that ``autocast_mode.h`` defines as macros, or None when its form is not the known one."""
-    found = {field: _entries_of_macro(text, macro) for field, macro in _MACROS.items()}
-    if not all(found.values()):
-        return None
-    return OpLists(**found, from_header=True)
+    found = {name: _entries_of_macro(text, f"AT_FORALL_{name}") for name in BUILT_IN}
+    return found if all(found.values()) else None
 
 
 def installed_lists(torch_folder: Path) -> OpLists:

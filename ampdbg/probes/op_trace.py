@@ -17,8 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.ops import ALLOCATES, OVERWRITES
-from ampdbg.probes.coverage import run_eagerly
-from ampdbg.probes.module_paths import OUTSIDE, ModulePaths, module_paths
+from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.source_lines import innermost_line, is_recomputing
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
 from ampdbg.source.ownership import Line

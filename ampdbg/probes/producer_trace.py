@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, base_name
-from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits
 from ampdbg.probes.tensors import Magnitude, float_values
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.precision.attributes import replaced
-from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import Magnitude, exponents_of, magnitude_of, magnitude_of_number, together

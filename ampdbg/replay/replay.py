@@ -15,7 +15,7 @@ import torch
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import LIFTS, Alteration, lifted, rounding_to, widening
-from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay

@@ -12,7 +12,7 @@ import torch
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import UserCodeError, text_of
-from ampdbg.probes.coverage import compiled_notes, coverage
+from ampdbg.probes.module_calls import compiled_notes, coverage
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.record.run import Unseen

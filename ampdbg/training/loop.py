@@ -15,7 +15,7 @@ from ampdbg.config import Config
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.probes.coverage import compiled_notes, coverage
+from ampdbg.probes.module_calls import compiled_notes, coverage
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampdbg.probes.coverage import compiled_modules
+from ampdbg.probes.module_calls import compiled_modules
 from ampdbg.probes.op_trace import OpSeen, trace_ops
 
 

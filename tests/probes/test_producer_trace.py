@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.probes.module_paths import ModulePaths
+from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace
 

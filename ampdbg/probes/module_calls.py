@@ -1,0 +1,158 @@
+"""The modules of a model while it runs: which one is running, which of its calls this is, which were never called.
+
+Also what else an analysis of a step does not touch: parameters without a gradient, scripted modules, compiled code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdbg.record.run import Unseen
+
+Where = tuple[str, int]
+"""A qualified module name and the number of its call in this step, from 0; ``("", 0)`` is outside or the root."""
+
+OUTSIDE: Where = ("", 0)
+
+
+class ModulePaths:
+    """The stack of modules that are running now. A shared module has the name it was registered under first.
+
+    A module that runs during a backward pass is computed again, by a checkpoint: that is no new call but an
+    earlier one, and they come back last first.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[_Running] = []
+        self._recomputed: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        """How often each module was called, in the order of the first calls."""
+
+    @property
+    def current(self) -> Where:
+        """The innermost running module."""
+        return self._stack[-1].where if self._stack else OUTSIDE
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether the innermost running module was entered during a backward pass."""
+        return bool(self._stack) and self._stack[-1].recomputed
+
+    def enter(self, name: str) -> None:
+        """A call of a module begins."""
+        recomputed = torch._C._current_autograd_node() is not None and self.calls[name] > 0
+        if recomputed:
+            self._recomputed[name] += 1
+            call = max(0, self.calls[name] - self._recomputed[name])
+        else:
+            call = self.calls[name]
+            self.calls[name] += 1
+        self._stack.append(_Running((name, call), recomputed))
+
+    def leave(self, name: str) -> None:
+        """A call of a module has ended; one that raised inside it, and was caught by it, is left behind."""
+        while self._stack and self._stack.pop().where[0] != name:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    where: Where
+    recomputed: bool
+
+
+@contextlib.contextmanager
+def module_paths(model: torch.nn.Module) -> Iterator[ModulePaths]:
+    """Follows the calls of the model's modules; its hooks are gone afterwards. Scripted modules refuse them."""
+    paths = ModulePaths()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not _is_scripted(module):
+                before = module.register_forward_pre_hook(lambda *_, name=name: paths.enter(name))
+                after = module.register_forward_hook(lambda *_, name=name: paths.leave(name), always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield paths
+
+
+class Coverage:
+    """The modules of a model that were called while :func:`coverage` was entered."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        self._model = model
+        self._paths = paths
+        self._scripted = [name for name, module in model.named_modules() if _is_scripted(module)]
+
+    @property
+    def callable(self) -> tuple[str, ...]:
+        """The names of all modules that a step can call: those that were, in the order of their first calls, then
+        those that another step may."""
+        others = [name for name, module in self._model.named_modules() if not _is_container(module)]
+        return tuple(dict.fromkeys([*self._paths.calls, *(name for name in others if name not in self._scripted)]))
+
+    def unseen(self) -> Unseen:
+        """What was not touched; to be asked after the backward pass, while the gradients are there."""
+        return Unseen(
+            modules_never_called=tuple(
+                name
+                for name, module in self._model.named_modules()
+                if name not in self._paths.calls and name not in self._scripted and not _is_container(module)
+            ),
+            parameters_without_gradient=tuple(
+                name
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ),
+            notes=tuple(f"module {name!r} is scripted and cannot be watched inside" for name in self._outer_scripted()),
+        )
+
+    def _outer_scripted(self) -> Iterator[str]:
+        for name in self._scripted:
+            if not any(name.startswith(f"{other}.") for other in self._scripted if other) or "" not in self._scripted:
+                yield name
+
+
+@contextlib.contextmanager
+def coverage(model: torch.nn.Module) -> Iterator[Coverage]:
+    """Notes which modules are called inside; its hooks are gone afterwards."""
+    with module_paths(model) as paths:
+        yield Coverage(model, paths)
+
+
+def _is_scripted(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    """Containers are indexed, never called."""
+    return type(module).forward is torch.nn.Module.forward or isinstance(
+        module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+    )
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """While this is entered, compiled functions and modules run their eager code."""
+    # Without dynamo nothing has been compiled yet, and asking for a stance would import it: that takes seconds.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def compiled_modules(model: torch.nn.Module) -> tuple[str, ...]:
+    """The qualified names of the modules that ``torch.compile`` or ``module.compile()`` was called on."""
+    return tuple(name for name, module in model.named_modules() if _is_compiled(module))
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
+
+
+def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """What there is to say of an analysis of the model: one note for each compiled module."""
+    return tuple(f"module {name!r} is compiled; its eager code was analysed" for name in compiled_modules(model))
