@@ -45,9 +45,7 @@ class Calls:
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
-        self._last_error = 0
         self._explained = 0
-        self._reported = 0
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
@@ -58,25 +56,20 @@ class Calls:
         """``outputs`` is what ``scaler.scale`` returned."""
         mark_scaled(outputs, self._number(scaler))
 
-    def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
-        """The scaler has divided this optimizer's gradients by the scale."""
-        self._noted_by_optimizer("unscale", optimizer)
-
-    def stepped(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
-        """``scaler.step`` has run; ``skipped`` says that it withheld the step."""
-        self._noted_by_optimizer("step", optimizer, skipped=skipped)
-
     def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
         """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
-        self._noted_by_optimizer("bare step", optimizer, rewritten=self._rewritten(), skipped=wrote_nonfinite)
+        self.by_optimizer("bare step", optimizer, rewritten=self._rewritten(), skipped=wrote_nonfinite)
 
-    def updated(self, scaler: Any) -> None:
-        """``scaler.update`` has run."""
-        self._note("update", actor=self._number(scaler))
+    def by_scaler(self, kind: CallKind, scaler: Any) -> None:
+        """A call of the scaler's that is about no optimizer."""
+        self._note(kind, actor=self._number(scaler))
 
-    def asked_for_scale(self) -> None:
-        """``scaler.get_scale`` has run."""
-        self._note("get_scale")
+    def by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
+        """A call about one optimizer, whose gradients are now as the call has left them."""
+        place = self._places.get(id(optimizer))
+        if place is not None:
+            self._note(kind, (place,), **facts)
+            self._marks[place].note()
 
     def scheduled(self, scheduler: Any) -> None:
         """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
@@ -86,21 +79,16 @@ class Calls:
 
     def refused(self, kind: CallKind, optimizer: Any, actor: Any, error: Exception) -> None:
         """The scaler has raised."""
-        self._last_error = id(error)
         place = self._places.get(id(optimizer))
-        before = self._reported
-        self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=text_of(error))
-        if self._reported > before:
+        if self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=text_of(error)):
             self._explained = id(error)
 
     def failed(self, error: BaseException) -> None:
         """The loop has raised; some errors say of themselves which misuse they are."""
-        if id(error) != self._last_error:
-            self._last_error = id(error)
-            code, line = misuse_of_error(error), line_of_error(error)
-            if code:
-                self._explained = id(error)
-                self._report(Hit(code, Call("backward", self._step(), line=line, raised=text_of(error))), line)
+        code, line = misuse_of_error(error), line_of_error(error)
+        if code and id(error) != self._explained:
+            self._explained = id(error)
+            self._report(Hit(code, Call("backward", self._step(), line=line, raised=text_of(error))), line)
 
     def explains(self, error: BaseException | None) -> bool:
         """Whether a misuse is what raised this error."""
@@ -135,7 +123,8 @@ class Calls:
             in_autocast=_in_autocast(roots),
             lowered_to=halves,
         )
-        self._note_marks(range(len(self._marks)))
+        for marks in self._marks:
+            marks.note()
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
@@ -152,7 +141,8 @@ class Calls:
         if not meant:
             self._note("clip", places, rewritten=self._rewritten())
         result = run()
-        self._note_marks(places)
+        for place in places:
+            self._marks[place].note()
         return result
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -166,13 +156,7 @@ class Calls:
                     break
         return tuple(sorted(found))
 
-    def _noted_by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
-        place = self._places.get(id(optimizer))
-        if place is not None:
-            self._note(kind, (place,), **facts)
-            self._note_marks((place,))
-
-    def _note(self, kind: CallKind, optimizers: tuple[int, ...] = (), **facts: Any) -> None:
+    def _note(self, kind: CallKind, optimizers: tuple[int, ...] = (), **facts: Any) -> tuple[Hit, ...]:
         times = self._times[kind] = self._times.get(kind, 0) + 1
         if times <= FEW:
             self._lines[kind, optimizers] = innermost_line()
@@ -180,9 +164,9 @@ class Calls:
         hits = misuse_of_refusal(self._order, call) if call.raised else self._order.hits(call)
         for hit in hits:
             self._report(hit, innermost_line() if hit.call is call else hit.call.line)
+        return hits
 
     def _report(self, hit: Hit, line: Line | None) -> None:
-        self._reported += 1
         key = (hit.code, line)
         known = self._found.get(key)
         if known is not None:
@@ -193,10 +177,6 @@ class Calls:
 
     def _rewritten(self) -> tuple[int, ...]:
         return tuple(place for place, marks in enumerate(self._marks) if marks.are_rewritten())
-
-    def _note_marks(self, places: Sequence[int]) -> None:
-        for place in places:
-            self._marks[place].note()
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""

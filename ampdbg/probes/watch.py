@@ -89,15 +89,13 @@ class Watch:
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's that the loop has called, and notes the call."""
-        if seam in _LOOP:
-            return original(*args, **kwargs) if self._paused else _LOOP[seam](self, original, *args, **kwargs)
-        call = seam, id(args[0])
-        # A subclass of the scaler may call the method that it overrides: only the outer call counts.
+        call = seam, id(args[0]) if args else 0
+        # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
         if self._paused or call in self._inside:
             return original(*args, **kwargs)
         self._inside.append(call)
         try:
-            return _SCALER[seam](self, original, *args, **kwargs)
+            return _AROUND[seam](self, original, *args, **kwargs)
         finally:
             self._inside.pop()
 
@@ -191,7 +189,7 @@ class Watch:
             result = original(scaler, optimizer)
         self._measure(self._step_of(scaler), optimizer, 1.0)
         if scaler.is_enabled() and not self._is_inside("step"):
-            self._calls.unscaled(optimizer)
+            self._calls.by_optimizer("unscale", optimizer)
         return result
 
     def _step(
@@ -220,7 +218,7 @@ class Watch:
             self._note_groups(step, optimizer)
         step.skipped |= withheld
         if enabled:
-            self._calls.stepped(optimizer, withheld)
+            self._calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +228,7 @@ class Watch:
         with self._refusals("update", scaler):
             result = original(scaler, *args, **kwargs)
         if scaler.is_enabled():
-            self._calls.updated(scaler)
+            self._calls.by_scaler("update", scaler)
         if step.stepped:
             self._close(id(scaler))
         else:
@@ -239,7 +237,7 @@ class Watch:
 
     def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
         if not self._is_inside("step"):
-            self._calls.asked_for_scale()
+            self._calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
     @contextlib.contextmanager
@@ -402,15 +400,12 @@ def watch(
     return Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
 
 
-_SCALER: Mapping[str, Callable[..., Any]] = {
+_AROUND: Mapping[Seam, Callable[..., Any]] = {
     "scale": Watch._scale,
     "unscale_": Watch._unscale,
     "step": Watch._step,
     "update": Watch._update,
     "get_scale": Watch._get_scale,
-}
-
-_LOOP: Mapping[str, Callable[..., Any]] = {
     "engine": Watch._backward,
     "clip": Watch._clip,
     "schedule": Watch._schedule,
