@@ -8,6 +8,7 @@ is the op's own, and in the backward pass the running node tells its number.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -37,21 +38,13 @@ class OpTraits:
     numeric: tuple[tuple[int, str], ...]
 
 
-_known: dict[Any, OpTraits] = {}
-
 _TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "float", "Optional[float]")
 
 
+@functools.cache
 def traits_of(op: Any) -> OpTraits:
     """The traits of an op overload, looked up once."""
-    known = _known.get(op)
-    if known is None:
-        known = _known[op] = _read(op)
-    return known
-
-
-def _read(op: Any) -> OpTraits:
-    arguments = [(position, argument) for position, argument in enumerate(op._schema.arguments)]
+    arguments = list(enumerate(op._schema.arguments))
     base_name = op._schema.name.rpartition("::")[2]
     return OpTraits(
         name=str(op),
@@ -275,26 +268,27 @@ class KnownMagnitudes:
 
     def of(self, tensor: torch.Tensor) -> Magnitude:
         """The magnitude of a tensor as it is now."""
-        key = _storage_key(tensor)
-        if key is None:
+        storage = storage_of(tensor)
+        if not storage:
             return magnitude_of(tensor)
-        views = self._by_storage.setdefault(key[0], {})
-        if key[1] not in views:
-            views[key[1]] = magnitude_of(tensor)
-        return views[key[1]]
+        # Whatever the order of its elements, a view of all of them has the same magnitude.
+        view = tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor)
+        views = self._by_storage.setdefault(storage, {})
+        if view not in views:
+            views[view] = magnitude_of(tensor)
+        return views[view]
 
     def forget(self, tensor: torch.Tensor) -> None:
         """To be called when a tensor was made or written."""
-        key = _storage_key(tensor)
-        if key is not None:
-            self._by_storage.pop(key[0], None)
+        self._by_storage.pop(storage_of(tensor), None)
 
 
-def _storage_key(tensor: torch.Tensor) -> tuple[int, tuple[Any, ...]] | None:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return None
-    # Whatever the order of its elements, a view of all of them has the same magnitude.
-    return tensor.untyped_storage().data_ptr(), (tensor.storage_offset(), tensor.numel(), tensor.dtype, _extent(tensor))
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory; 0 where it has none of its own, as a masked or a sparse one."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    except RuntimeError:
+        return 0
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, base_name
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits
+from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import Magnitude, float_values
 
 BEYOND_COMPUTING = 1e30
@@ -153,17 +153,17 @@ class Origins:
     """
 
     def __init__(self, model: torch.nn.Module, batches: Sequence[Any] = ()) -> None:
-        self._of_weights = {key for key in map(_storage, model.parameters()) if key}
+        self._of_weights = {key for key in map(storage_of, model.parameters()) if key}
         self._of_batch = dict(_leaves(batches))
         self._constants: set[float] = set()
 
     def leaf(self, tensor: torch.Tensor) -> str | None:
         """The path of the batch's leaf whose values the tensor holds, and no others; None where there is none."""
-        return self._of_batch.get(_storage(tensor))
+        return self._of_batch.get(storage_of(tensor))
 
     def is_of_weights(self, tensor: torch.Tensor) -> bool:
         """Whether weights took part in it: what a model computes."""
-        return _storage(tensor) in self._of_weights
+        return storage_of(tensor) in self._of_weights
 
     def is_written(self, value: float) -> bool:
         """Whether the code has written this magnitude somewhere as a constant."""
@@ -186,7 +186,7 @@ class Origins:
         of_weights = not _is_like(name) and any(map(self.is_of_weights, given))
         leaf = self._moved(name, given)
         for tensor in made:
-            key = _storage(tensor)
+            key = storage_of(tensor)
             if not key:
                 continue
             is_whole = _fills_its_storage(tensor)
@@ -214,16 +214,8 @@ def _is_like(name: str) -> bool:
 def _leaves(batches: Iterable[Any]) -> Iterator[tuple[int, str]]:
     for batch in batches:
         for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-            if isinstance(leaf, torch.Tensor) and (key := _storage(leaf)):
+            if isinstance(leaf, torch.Tensor) and (key := storage_of(leaf)):
                 yield key, _pytree.keystr(path)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 where it has none of its own, as a masked one."""
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-    except RuntimeError:
-        return 0
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from torch.utils import _pytree
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.precision.attributes import replaced
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
 from ampdbg.record.run import Site
@@ -50,14 +49,6 @@ class RangeSeen:
     is_noise: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What matters of an op's inputs: whether FP16 would have lost one already, and the largest half one."""
-
-    lost: bool
-    largest: float
-
-
 class ShadowTrace(PlacedOps):
     """The trace of the shadow; to be used with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution."""
 
@@ -65,7 +56,7 @@ class ShadowTrace(PlacedOps):
         super().__init__(model, paths)
         self.ranges: list[RangeSeen] = []
         # Storages of values beyond FP16 that are no overflow of the op that reads them. Such a buffer is a constant.
-        self._lost = {_address(buffer) for buffer in model.buffers() if _is_beyond(magnitude_of(buffer))}
+        self._lost = {storage_of(buffer) for buffer in model.buffers() if _is_beyond(magnitude_of(buffer))} - {0}
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
@@ -78,30 +69,32 @@ class ShadowTrace(PlacedOps):
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
             return _converted(op(*args, **kwargs), torch.float32, torch.bfloat16)
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> _Inputs:
-        """Only half inputs are measured: of wider ones it is known whether they stem from something lost."""
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> tuple[bool, float]:
+        """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in LOW]
         lost = (
             not given  # a constant that the user's code writes out, as are these tensors and numbers
             or traits.name.startswith("aten.lift")
             or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, numbers)))
-            or (bool(self._lost) and any(_address(tensor) in self._lost for tensor in given))
+            or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
         )
-        return _Inputs(lost, max((magnitude.largest for magnitude in low), default=0.0))
+        return lost, max((magnitude.largest for magnitude in low), default=0.0)
 
     def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: _Inputs, made: Sequence[torch.Tensor]
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: tuple[bool, float], made: Sequence[torch.Tensor]
     ) -> None:
         """Measures what FP16 would hold of the op's output."""
+        lost, largest_input = before
         for tensor in made:
-            still_lost = before.lost and _is_beyond(self.known.of(tensor))
-            (self._lost.add if still_lost else self._lost.discard)(_address(tensor))
+            storage = storage_of(tensor)
+            still_lost = storage and lost and _is_beyond(self.known.of(tensor))
+            (self._lost.add if still_lost else self._lost.discard)(storage)
         low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in LOW and tensor.numel()]
         if low:
             output = together(magnitude for _, magnitude in low)
             exponents = sum((exponents_of(*one) for one in low), Exponents())
-            overflow = _overflow(output, before.lost)
-            is_noise = _is_noise(traits, place, before, output)
+            overflow = _overflow(output, lost)
+            is_noise = _is_noise(traits, place, largest_input, output)
             self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise))
 
 
@@ -111,19 +104,15 @@ def _overflow(output: Magnitude, lost: bool) -> Overflow:
     return "carried" if lost else "starts"
 
 
-def _is_noise(traits: OpTraits, place: OpPlace, inputs: _Inputs, output: Magnitude) -> bool:
+def _is_noise(traits: OpTraits, place: OpPlace, largest_input: float, output: Magnitude) -> bool:
     """A sum that is smaller than one rounding of its largest term: the terms have cancelled."""
     if place.phase != "backward" or not traits.name.startswith("aten.sum."):
         return False
-    return output.largest < inputs.largest * 2.0**-BFLOAT16.precision
+    return output.largest < largest_input * 2.0**-BFLOAT16.precision
 
 
 def _is_beyond(magnitude: Magnitude) -> bool:
     return magnitude.largest >= _ROUNDS_BEYOND or not magnitude.is_finite
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _in_bfloat16(given: Any, targets: Sequence[torch.Tensor]) -> Any:
@@ -146,12 +135,11 @@ def _converted(given: Any, old: torch.dtype, new: torch.dtype) -> Any:
 def bfloat16_for_float16() -> Iterator[None]:
     """While this is entered, autocast regions that ask for float16 get bfloat16, and bfloat16's ``torch.finfo``
     is float16's: masks and epsilons are then what they are in the real run."""
-    with ExitStack() as stack:
-        for owner, name, replacement in (
-            (autocast_mode.autocast, "__init__", _autocast_in_bfloat16(autocast_mode.autocast.__init__)),
-            (torch, "finfo", _finfo_of_float16(torch.finfo)),
-        ):
-            stack.enter_context(replaced(owner, name, replacement))
+    autocast = autocast_mode.autocast
+    with (
+        replaced(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
+        replaced(torch, "finfo", _finfo_of_float16(torch.finfo)),
+    ):
         yield
 
 
@@ -203,7 +191,8 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
         inf=output.inf,
         nan=output.nan,
         abs_max=output.largest,
-        headroom_bits=_rounded(output),
+        # Two decimals tell all there is to a value that was rounded to eight bits.
+        headroom_bits=round(headroom_bits(output.largest), 2),
         overflow=_overflow_of_site(ranges),
         lowest_exponent=exponents.lowest,
         exponents=exponents.counts,
@@ -211,11 +200,6 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
         scale_floor=scale_floor(exponents) if is_gradient else None,
         is_noise=all(seen.is_noise for seen in ranges),
     )
-
-
-def _rounded(output: Magnitude) -> float:
-    # Two decimals tell all there is to a value that was rounded to eight bits.
-    return round(headroom_bits(output.largest), 2)
 
 
 def _overflow_of_site(ranges: Sequence[RangeSeen]) -> Overflow:
