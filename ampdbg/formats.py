@@ -13,7 +13,7 @@ class FloatFormat:
     ``name`` is torch's and ``short`` that of messages. ``precision`` counts significand bits with the implicit
     one; ``min_exponent`` and ``max_exponent`` are the unbiased exponents of the smallest and largest normal
     number. Without infinities (``has_inf``) the largest significand of the largest exponent is NaN, as in
-    float8_e4m3fn. A format that ``saturates`` makes ``largest`` of what is beyond it, and no inf or NaN.
+    float8_e4m3fn.
     """
 
     name: str
@@ -22,7 +22,6 @@ class FloatFormat:
     min_exponent: int
     max_exponent: int
     has_inf: bool = True
-    saturates: bool = False
 
     @property
     def largest(self) -> float:

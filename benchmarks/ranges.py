@@ -80,7 +80,7 @@ def ratio(task: Task, kind: str, rounds: int) -> str:
 
 def sizes(task: Task) -> str:
     """How many ops a step is, and how large its record."""
-    with trace_ops(task.model) as trace:
+    with placed(task.model, OpTrace) as trace:
         step(task, torch.float16, lambda model: nullcontext())
     with bfloat16_for_float16(), placed(task.model, ShadowTrace) as ranges:
         step(task, torch.bfloat16, lambda model: nullcontext())

@@ -102,8 +102,8 @@ Replacement = Callable[[Any], Any]
 
 def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     """Every (owner, attribute, replacement of its value)."""
-    yield autocast_mode.autocast, "__init__", _autocast_on_cpu
-    yield grad_scaler.GradScaler, "__init__", _scaler_on_cpu
+    yield autocast_mode.autocast, "__init__", _device_named("device_type")
+    yield grad_scaler.GradScaler, "__init__", _device_named("device")
     yield autocast_mode, "_cast", _device_named("device_type")
     yield torch, "load", _device_named("map_location")
     yield torch, "clear_autocast_cache", _also_clearing_ours
@@ -164,33 +164,17 @@ def _device_on_cpu(device: Any) -> Any:
     return "cpu" if type(device) is int else _on_cpu(device)
 
 
-def _autocast_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
-    @functools.wraps(original)
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, _on_cpu(device_type), *args, **kwargs)
-
-    return init
-
-
-def _scaler_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        original(self, _on_cpu(device), *args, **kwargs)
-
-    return init
-
-
 def _device_named(parameter: str) -> Replacement:
+    # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-        position = list(inspect.signature(original).parameters).index(parameter)
+        signature = inspect.signature(original)
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(_on_cpu(value) if i == position else value for i, value in enumerate(args))
-            return original(
-                *args, **{key: _on_cpu(value) if key == parameter else value for key, value in kwargs.items()}
-            )
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            given.arguments[parameter] = _on_cpu(given.arguments[parameter])
+            return original(*given.args, **given.kwargs)
 
         return call
 

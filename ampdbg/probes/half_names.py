@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,19 +37,18 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
     Values are looked at just before a line runs, in this thread. A debugger's or a coverage tool's own trace
     function is put back afterwards. Code that cannot be parsed is passed over.
     """
-    functions = {file: _Functions.of(file, {line for other, line in lines if other == file}) for file, _ in lines}
+    expressions = {file: _expressions_of(file, {line for other, line in lines if other == file}) for file, _ in lines}
     seen: dict[tuple[str, int], LineNames] = {}
 
     def on_line(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             file = frame.f_code.co_filename
-            for text, node in functions[file].expressions.get(frame.f_lineno, ()):
+            for text, node in expressions[file].get(frame.f_lineno, ()):
                 _note(seen.setdefault((file, frame.f_lineno), LineNames()), text, node, frame)
         return on_line
 
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        watched = functions.get(frame.f_code.co_filename)
-        return on_line if watched and watched.holds(frame.f_code) else None
+        return on_line if expressions.get(frame.f_code.co_filename) else None
 
     before = sys.gettrace()
     sys.settrace(on_call)
@@ -59,34 +58,18 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
         sys.settrace(before)
 
 
-@dataclass(frozen=True)
-class _Functions:
-    """The functions of one file that are looked at: their first and last lines, and the expressions of each line."""
-
-    spans: tuple[tuple[int, int], ...]
-    expressions: Mapping[int, list[tuple[str, ast.expr]]]
-
-    @staticmethod
-    def of(file: str, lines: set[int]) -> _Functions:
-        try:
-            tree = ast.parse(Path(file).read_bytes())
-        except (OSError, SyntaxError, ValueError):
-            return _Functions((), {})
-        functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        held = [node for node in functions if any(_span(node)[0] <= line <= _span(node)[1] for line in lines)]
-        expressions: dict[int, list[tuple[str, ast.expr]]] = {}
-        for statement in (node for function in held for node in ast.walk(function) if isinstance(node, ast.stmt)):
-            expressions.setdefault(statement.lineno, []).extend(dict(_expressions(statement)).items())
-        return _Functions(tuple(_span(node) for node in held), expressions)
-
-    def holds(self, code: CodeType) -> bool:
-        """Whether the code is one of the functions, or a comprehension or lambda inside."""
-        return any(first <= code.co_firstlineno <= last for first, last in self.spans)
-
-
-def _span(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[int, int]:
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return first, node.end_lineno or node.lineno
+def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, ast.expr]]]:
+    """The expressions of each line in the functions of a file that hold one of ``lines``."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    watched = [node for node in functions if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]
+    expressions: dict[int, list[tuple[str, ast.expr]]] = {}
+    for statement in (node for function in watched for node in ast.walk(function) if isinstance(node, ast.stmt)):
+        expressions.setdefault(statement.lineno, []).extend(dict(_expressions(statement)).items())
+    return expressions
 
 
 def _expressions(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -78,15 +77,9 @@ def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested lists and tuples."""
-    return list(_tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        return [value]
+    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _argument(position: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -175,7 +168,7 @@ class PlacedOps(TorchDispatchMode):
 
 
 class OpTrace(PlacedOps):
-    """Notes every op with the magnitudes of its inputs and outputs; made by :func:`trace_ops`."""
+    """Notes every op with the magnitudes of its inputs and outputs; made by :func:`placed`."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
@@ -192,11 +185,10 @@ class OpTrace(PlacedOps):
         output = together(map(self.known.of, made))
         if output.size:
             self.ops.append(OpSeen(traits.name, place, before, output, parameter))
+            self.noted(self.ops[-1], made)
 
-
-def trace_ops(model: torch.nn.Module) -> AbstractContextManager[OpTrace]:
-    """Notes every op that runs inside, in order; no tensor is kept and nothing is changed."""
-    return placed(model, OpTrace)
+    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        """Looks at what the op that was noted last has made."""
 
 
 @contextlib.contextmanager

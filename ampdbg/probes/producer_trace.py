@@ -57,12 +57,14 @@ class ProducerTrace(OpTrace):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op."""
-        count = len(self.ops)
         super().after(traits, place, parameter, before, made)
-        if len(self.ops) > count and self.ops[-1].produces:
-            self.circumstances[count] = self._circumstances(self.ops[-1], made)
         self._origins.after(base_name(traits.name), self._given, made)
         self._given = ()
+
+    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        """Notes the circumstances of a producer."""
+        if seen.produces:
+            self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)
@@ -110,14 +112,9 @@ class SampleTrace(OpTrace):
         super().__init__(model, paths)
         self.samples: list[torch.Tensor] = []
 
-    def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
-    ) -> None:
-        """Notes the op."""
-        count = len(self.ops)
-        super().after(traits, place, parameter, before, made)
-        if len(self.ops) > count:
-            self.samples.append(_sample(made))
+    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        """Notes the sample."""
+        self.samples.append(_sample(made))
 
 
 def _sample(made: Sequence[torch.Tensor]) -> torch.Tensor:

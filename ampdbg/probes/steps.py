@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -179,7 +180,7 @@ class StepLog:
         values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
         for step in unread:
             made = step.to_step(len(self._steps), values)
-            if made.skipped or not _is_finite_number(made.loss):
+            if made.skipped or not math.isfinite(made.loss):
                 made = self._with_bad_tensors(made)
             made = self._with_few_groups(made)
             self._steps.append(made)
@@ -201,7 +202,3 @@ class StepLog:
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
         return replace(step, nonfinite=(*step.nonfinite, *found))
-
-
-def _is_finite_number(value: float) -> bool:
-    return value - value == 0.0

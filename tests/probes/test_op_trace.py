@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampdbg.probes.module_calls import compiled_modules
-from ampdbg.probes.op_trace import OpSeen, trace_ops
+from ampdbg.probes.op_trace import OpSeen, OpTrace, placed
 
 
 def line_of(code: Any, text: str) -> int:
@@ -24,7 +24,7 @@ def line_of(code: Any, text: str) -> int:
 
 def traced(model: nn.Module, x: torch.Tensor) -> list[OpSeen]:
     """The ops of one forward and backward pass."""
-    with trace_ops(model) as trace:
+    with placed(model, OpTrace) as trace:
         model(x).sum().backward()
     return trace.ops
 
@@ -110,7 +110,7 @@ def test_an_in_place_write_into_a_view_has_its_own_line_in_both_passes() -> None
 def test_what_an_in_place_op_read_is_measured_before_it_writes() -> None:
     (one,) = [one for one in traced(InPlace(), torch.ones(2, 4)) if one.op == "aten.mul_.Tensor"]
     assert (one.inputs.largest, one.output.largest) == (3.0, 3.0)
-    with trace_ops(nn.Identity()) as trace:
+    with placed(nn.Identity(), OpTrace) as trace:
         torch.full((2,), 2.0).mul_(1000.0).fill_(1.0)
     assert [(op.inputs.largest, op.output.largest) for op in trace.ops] == [(2.0, 2.0), (1000.0, 2000.0), (1.0, 1.0)]
 
@@ -173,7 +173,7 @@ def test_a_custom_function_has_the_lines_of_its_own_two_passes() -> None:
 
 def test_ops_outside_any_module_have_their_line() -> None:
     w = torch.randn(3, requires_grad=True)
-    with trace_ops(nn.Identity()) as trace:
+    with placed(nn.Identity(), OpTrace) as trace:
         torch.cosh(w).sum().backward()
     here = line_of(test_ops_outside_any_module_have_their_line, ".sum().back" + "ward()")
     assert seen(trace.ops, "cosh.default") == [("", 0, here)]
@@ -182,7 +182,7 @@ def test_ops_outside_any_module_have_their_line() -> None:
 
 def test_a_double_backward_belongs_to_the_forward_line() -> None:
     model, x = Block(), torch.randn(2, 4, requires_grad=True)
-    with trace_ops(model) as trace:
+    with placed(model, OpTrace) as trace:
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         first = len(trace.ops)
         gradient.square().sum().backward()
@@ -205,7 +205,7 @@ def test_a_loop_runs_its_line_again_and_again() -> None:
 
 
 def test_the_producer_is_the_op_with_finite_inputs_and_an_infinite_output() -> None:
-    with trace_ops(nn.Identity()) as trace:
+    with placed(nn.Identity(), OpTrace) as trace:
         x = torch.full((3,), 60000.0).half()
         y = x + x
         y - y
@@ -216,7 +216,7 @@ def test_the_producer_is_the_op_with_finite_inputs_and_an_infinite_output() -> N
 
 
 def test_a_number_counts_among_the_inputs_and_a_size_does_not() -> None:
-    with trace_ops(nn.Identity()) as trace:
+    with placed(nn.Identity(), OpTrace) as trace:
         torch.zeros(2).masked_fill(torch.tensor([True, False]), -1e9)
         torch.ones(2) * 100_000
         torch.ones(70_000).sum(0)
@@ -224,7 +224,7 @@ def test_a_number_counts_among_the_inputs_and_a_size_does_not() -> None:
 
 
 def test_memory_that_is_only_allocated_is_not_looked_at() -> None:
-    with trace_ops(nn.Identity()) as trace:
+    with placed(nn.Identity(), OpTrace) as trace:
         torch.empty(1000).copy_(torch.ones(1000))
         torch.empty_like(torch.ones(3))
     assert [one.op for one in trace.ops] == ["aten.ones.default", "aten.copy_.default", "aten.ones.default"]
@@ -270,10 +270,10 @@ def hooks_of(model: nn.Module) -> int:
 
 def test_nothing_is_left_after_an_exception() -> None:
     model = Twice()
-    with pytest.raises(ValueError, match="planted"), trace_ops(model):
+    with pytest.raises(ValueError, match="planted"), placed(model, OpTrace):
         raise ValueError("planted")
     assert hooks_of(model) == 0
-    with trace_ops(model) as trace, pytest.raises(RuntimeError):
+    with placed(model, OpTrace) as trace, pytest.raises(RuntimeError):
         model(torch.randn(2, 5))
     assert hooks_of(model) == 0
     count = len(trace.ops)
