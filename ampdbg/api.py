@@ -25,13 +25,13 @@ from ampdbg.errors import AmpdbgError, PatchError
 from ampdbg.given import Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.folder import latest_record
-from ampdbg.record.pins import Strategy
+from ampdbg.record.pins import Form, Strategy
 from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ampdbg.proof.suggestion import Form, Suggestion
+    from ampdbg.proof.suggestion import Suggestion
 
 
 def scan(

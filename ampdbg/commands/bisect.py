@@ -13,9 +13,7 @@ from ampdbg.given import read_given
 from ampdbg.record.run import Record
 
 from . import options, progress, scan
-from .options import FailOn, Searching
-from .results import show
-from .terminal import results_only
+from .output import results_only, show
 
 
 def command(
@@ -23,7 +21,7 @@ def command(
     module: Annotated[
         Path | None, typer.Option("--module", metavar="FILE", help="A Python file with build_model and build_data.")
     ] = None,
-    strategy: options.SearchingChoice = Searching.guided,
+    strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
     steps: options.Steps = None,
     device: options.Device = None,
@@ -43,14 +41,14 @@ def command(
     with results_only() as stdout:
         given = read_given(config, module, **options.changes(steps, device, policy, seed, settings))
         with progress.shown(quiet, max_trials) as observer:
-            searched = api.bisect(given, strategy=strategy.value, max_trials=max_trials, observer=observer)
+            searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, asked_for=record, as_json=json)
     return exit_code(searched)
 
 
 def exit_code(record: Record) -> int:
     """130 when interrupted, 0 when nothing is wrong, else 1: there is a set to pin, or a fault that no pin cures."""
-    code = scan.exit_code(record, FailOn.warning)
+    code = scan.exit_code(record, "warning")
     if record.interrupted or record.search is None or record.search.outcome == "nothing-to-pin":
         return code
     return EXIT_FOUND

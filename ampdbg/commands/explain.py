@@ -14,7 +14,7 @@ from ampdbg.record.explanation import explanation, explanations
 from ampdbg.report.view import Look
 
 from . import options
-from .terminal import look_of, write_result
+from .output import look_of, write_result
 
 TEXT_WIDTH = 80
 """Prose in longer lines is hard to read, however wide the terminal is."""

@@ -20,8 +20,7 @@ from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, Use
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
-from .results import save
-from .terminal import say
+from .output import save, say
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
@@ -64,9 +63,9 @@ def _keep(error: AmpdbgError, path: Path | None) -> None:
     if not isinstance(error.record, Record):
         return
     saved = save(error.record, path)
-    if saved.path is None:
+    if saved.failure is not None:
         say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
-    else:
+    if saved.path is not None:
         steps = len(error.record.steps)
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
         say(f"{before}: ampdbg report {shlex.quote(str(saved.path))}")

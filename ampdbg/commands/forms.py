@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ampdbg.escapes import printable
 from ampdbg.given import Given
 from ampdbg.record.file import to_json
+from ampdbg.record.pins import Form
 from ampdbg.record.run import Record
 from ampdbg.report.view import NextCommand
 
 if TYPE_CHECKING:
     from ampdbg.patch.file_edits import FileEdit
-    from ampdbg.proof.suggestion import Form, Suggestion
+    from ampdbg.proof.suggestion import Suggestion
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
@@ -42,7 +43,7 @@ class Handover:
     @property
     def suffix(self) -> str:
         """The end of the name of a file with it; the record beside it ends in ``.json``."""
-        return FORMS[self.form].suffix
+        return FORMS[self.form][0]
 
     def applying(self, file: str = "") -> str:
         """The command that applies it from here: the patch of that name, else what is piped into it.
@@ -65,12 +66,10 @@ def hand_over(found: Suggestion, form: Form, folder: Path) -> Handover:
     base, is_git = base_folder(edits, folder)
     proof = found.record.verification
     failed = proof is not None and not proof.passed
-    content = None if failed or found.record.interrupted else _content(found, FORMS[form], base)
-    return Handover(form, content, base, is_git)
-
-
-def _content(found: Suggestion, form: FormOfPatch, base: Path) -> bytes | None:
-    return form.text(found, base) if form.is_there(found) else None
+    # JSON holds a patch or names.
+    has_form = (form in ("diff", "json") and found.patch is not None) or (form != "diff" and found.is_by_name)
+    is_there = has_form and not failed and not found.record.interrupted
+    return Handover(form, FORMS[form][1](found, base) if is_there else None, base, is_git)
 
 
 def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, bool]:
@@ -101,16 +100,28 @@ def next_step(
         return NextCommand("search again, blind to what overflows", f"ampdbg bisect {given.typed} --strategy ddmin")
     again = f"ampdbg suggest-fp32 {given.typed}" + (f" --strategy {strategy}" if strategy != "guided" else "")
     if handed.content is None:
-        return _other_form(handed, again) if found.names or found.patch is not None else None
+        if not found.names and found.patch is None:
+            return None
+        if handed.form == "diff":
+            return NextCommand("write the pins into a file of their own", f"{again} --format module")
+        return NextCommand("make a patch: lines outside of any module have no name", again)
     if applied:
         return NextCommand("run it again, with the patch", f"ampdbg scan {given.typed}")
-    return FORMS[handed.form].next_step(handed, str(file), given, again) if file is not None else None
+    return _use_of(handed, str(file), given, again) if file is not None else None
 
 
-def _other_form(handed: Handover, again: str) -> NextCommand:
+def _use_of(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
+    """What to do with the file that has it."""
     if handed.form == "diff":
-        return NextCommand("write the pins into a file of their own", f"{again} --format module")
-    return NextCommand("make a patch: lines outside of any module have no name", again)
+        return NextCommand("apply the patch", handed.applying(file))
+    if handed.form == "module":
+        what = "put it beside your code as ampdbg_pins.py, and call it where the model is made"
+        return NextCommand(what, "from ampdbg_pins import pin_fp32; pin_fp32(model)")
+    if handed.form == "json":
+        return NextCommand("make a patch of it", again)
+    if given.record is not None:  # a record does not know the name of its config's file
+        return NextCommand("put these lines into the config of that run", "")
+    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {given.typed}")
 
 
 def _repository(folder: Path) -> Path | None:
@@ -239,44 +250,10 @@ def _proof(record: Record) -> Iterator[str]:
         yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
 
 
-# The table of forms
-
-
-@dataclass(frozen=True)
-class FormOfPatch:
-    """What one form needs to be there, how it is written, the end of its file's name, and what to do with that file."""
-
-    is_there: Callable[[Suggestion], bool]
-    text: Callable[[Suggestion, Path], bytes]
-    suffix: str
-    next_step: Callable[[Handover, str, Given, str], NextCommand]
-
-
-def _to_apply(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
-    return NextCommand("apply the patch", handed.applying(file))
-
-
-def _to_import(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
-    return NextCommand(
-        "put it beside your code as ampdbg_pins.py, and call it where the model is made",
-        "from ampdbg_pins import pin_fp32; pin_fp32(model)",
-    )
-
-
-def _into_the_config(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
-    """A record does not know the name of its config's file."""
-    if given.record is not None:
-        return NextCommand("put these lines into the config of that run", "")
-    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {given.typed}")
-
-
-def _as_a_patch(handed: Handover, file: str, given: Given, again: str) -> NextCommand:
-    return NextCommand("make a patch of it", again)
-
-
-FORMS: Mapping[Form, FormOfPatch] = {
-    "diff": FormOfPatch(lambda found: found.patch is not None, diff, ".patch", _to_apply),
-    "module": FormOfPatch(lambda found: found.is_by_name, module, ".py", _to_import),
-    "yaml": FormOfPatch(lambda found: found.is_by_name, config_lines, ".yaml", _into_the_config),
-    "json": FormOfPatch(lambda found: found.patch is not None or found.is_by_name, as_json, ".patch.json", _as_a_patch),
+FORMS: Mapping[Form, tuple[str, Callable[[Suggestion, Path], bytes]]] = {
+    "diff": (".patch", diff),
+    "module": (".py", module),
+    "yaml": (".yaml", config_lines),
+    "json": (".patch.json", as_json),
 }
+"""The end of the name of a file in each form, and its text."""

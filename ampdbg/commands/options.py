@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ampdbg.given import Changes
+from ampdbg.record.pins import Strategy
+from ampdbg.record.run import RECORD_FORMAT
 
-from .results import holds_something_else
-
-
-class Policy(str, Enum):
-    """Whose autocast op lists apply."""
-
-    cuda = "cuda"
-    native = "native"
-
-
-class Searching(str, Enum):
-    """How a set of modules is searched for."""
-
-    guided = "guided"
-    ddmin = "ddmin"
-
-
-class FailOn(str, Enum):
-    """The least severity that makes the exit code 1."""
-
-    error = "error"
-    warning = "warning"
-    never = "never"
+Policy = Literal["cuda", "native"]
+FailOn = Literal["error", "warning", "never"]
 
 
 def _checked_record(value: Path | None) -> Path | None:
-    if value is not None and holds_something_else(value):
+    if value is not None and _holds_something_else(value):
         raise typer.BadParameter(f"{value} holds no record, and would be overwritten; name another file")
     return value
+
+
+def _holds_something_else(path: Path) -> bool:
+    """Whether a record written there would take the place of what is no record: a config, say."""
+    try:
+        if not path.is_file() or not path.stat().st_size:
+            return False
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return path.is_file()
+    return not isinstance(data, dict) or data.get("format") != RECORD_FORMAT
 
 
 CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."
@@ -51,7 +43,7 @@ PolicyChoice = Annotated[
     Policy | None,
     typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
 ]
-SearchingChoice = Annotated[Searching, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
+SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")]
 Replays = Annotated[
@@ -90,6 +82,6 @@ def changes(
         "overrides": settings or (),
         "steps": steps,
         "device": device,
-        "policy": policy.value if policy else None,
+        "policy": policy,
         "seed": seed,
     }

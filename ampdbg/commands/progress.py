@@ -16,7 +16,7 @@ from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
 from ampdbg.report.bisection import pins_text, result_text
 
-from .terminal import is_rich_terminal, say
+from .output import is_rich_terminal, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Annotated
 
 import typer
 
 from ampdbg import api
 from ampdbg.given import read_given
+from ampdbg.report.view import Order
 
 from . import options, progress
-from .options import FailOn
-from .results import show
+from .output import results_only, show
 from .scan import exit_code
-from .terminal import results_only
-
-
-class Order(str, Enum):
-    """How the sites are listed."""
-
-    tightest = "tightest"
-    execution = "execution"
 
 
 def command(
@@ -29,7 +20,7 @@ def command(
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Measure the N-th step, trained up to it.")
     ] = 1,
-    order: Annotated[Order, typer.Option("--order", help="How the sites are listed.")] = Order.tightest,
+    order: Annotated[Order, typer.Option("--order", help="How the sites are listed.")] = "tightest",
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")] = 10,
     device: options.Device = None,
     policy: options.PolicyChoice = None,
@@ -50,5 +41,5 @@ def command(
         given = read_given(config, **changes)
         with progress.shown(quiet) as observer:
             measured = api.ranges(given, observer=observer)
-        show(measured, given, stdout, asked_for=record, as_json=json, order=order.value, top=top)
-    return exit_code(measured, FailOn.warning)
+        show(measured, given, stdout, asked_for=record, as_json=json, order=order, top=top)
+    return exit_code(measured, "warning")

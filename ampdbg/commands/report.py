@@ -14,7 +14,7 @@ from ampdbg.record.folder import latest_record
 from ampdbg.report.formats import FORMATS
 
 from . import options
-from .terminal import PLAIN, look_of, typed_as, write_result
+from .output import PLAIN, look_of, typed_as, write_result
 
 
 def _known(name: str) -> str:

@@ -9,10 +9,9 @@ from ampdbg.record.run import Record
 
 from . import options, progress
 from .options import FailOn
-from .results import show
-from .terminal import results_only
+from .output import results_only, show
 
-SEVERITIES = {FailOn.error: {"error"}, FailOn.warning: {"error", "warning"}, FailOn.never: set[str]()}
+SEVERITIES: dict[FailOn, set[str]] = {"error": {"error"}, "warning": {"error", "warning"}, "never": set()}
 
 
 def command(
@@ -25,7 +24,7 @@ def command(
     replays: options.Replays = 2,
     record: options.RecordFile = None,
     json: options.Json = False,
-    fail_on: options.FailOnChoice = FailOn.warning,
+    fail_on: options.FailOnChoice = "warning",
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> int:

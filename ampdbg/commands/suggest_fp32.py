@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,39 +15,29 @@ from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import to_json
 from ampdbg.record.folder import latest_record
+from ampdbg.record.pins import Form
 
 from . import bisect, forms, options, progress
 from .forms import Handover
-from .options import Searching
-from .results import Saved, save
-from .terminal import look_of, results_only, say, typed_as, write_result
+from .output import Saved, look_of, results_only, save, say, typed_as, write_result
 
 if TYPE_CHECKING:
     from ampdbg.proof.suggestion import Suggestion
     from ampdbg.report.view import NextCommand
 
 
-class PatchFormat(str, Enum):
-    """The form that the suggestion is handed over in."""
-
-    diff = "diff"
-    module = "module"
-    yaml = "yaml"
-    json = "json"
-
-
 def command(
     config: options.OptionalConfig = None,
     format_: Annotated[
-        PatchFormat, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
-    ] = PatchFormat.diff,
+        Form, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
+    ] = "diff",
     apply: Annotated[bool, typer.Option("--apply", help="Write the files instead of printing the patch.")] = False,
     force: Annotated[bool, typer.Option("--force", help="With --apply: also files with uncommitted changes.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write the text here.")
     ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
-    strategy: options.SearchingChoice = Searching.guided,
+    strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
     steps: options.Steps = None,
     device: options.Device = None,
@@ -75,13 +64,13 @@ def command(
         with progress.shown(quiet, max_trials) as observer:
             found = api.suggestion(
                 given,
-                form=format_.value,
+                form=format_,
                 verify=not no_verify,
-                strategy=strategy.value,
+                strategy=strategy,
                 max_trials=max_trials,
                 observer=observer,
             )
-        handed = forms.hand_over(found, format_.value, given.config.folder)
+        handed = forms.hand_over(found, format_, given.config.folder)
         saved = save(found.record, record)
         failure = _failure_of_applying(found, force) if apply else None
         file, failure = _written(handed, output, saved, failure)
@@ -90,19 +79,20 @@ def command(
             say(warning)  # also with --quiet: git itself would say nothing
         if handed.content is None or not quiet:
             applied = apply and failure is None
-            step = forms.next_step(found, handed, given, strategy.value, file, applied=applied)
+            step = forms.next_step(found, handed, given, strategy, file, applied=applied)
             say(_page(found, handed, step, given, saved).rstrip())
         write_result(to_json(found.record) if json else handed.content or b"" if is_printed else b"", stdout)
     if failure is not None:
         raise _with_places(failure, file, saved.path)
-    saved.report_failure()
+    if saved.failure is not None:
+        raise saved.failure
     return EXIT_HEALTHY if handed.content is not None else bisect.exit_code(found.record)
 
 
-def _check(format_: PatchFormat, output: Path | None, module: Path | None, *, apply: bool) -> None:
+def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bool) -> None:
     """Refuses what cannot be done before anything is run."""
-    if apply and format_ is not PatchFormat.diff:
-        raise ConfigError(f"got --apply with --format {format_.value}; --apply writes the files that a diff is of")
+    if apply and format_ != "diff":
+        raise ConfigError(f"got --apply with --format {format_}; --apply writes the files that a diff is of")
     if module is not None:
         raise ConfigError(
             f"got --module {module}; bisect takes --module; suggest-fp32 takes the record that it writes: "
@@ -120,7 +110,7 @@ def _warn_of_uncommitted(given: Given) -> None:
     from ampdbg.patch.file_edits import uncommitted
 
     config = given.config
-    specs = (spec for spec in (config.model, config.data, config.loss, config.step) if spec is not None)
+    specs = filter(None, (config.model, config.data, config.loss, config.step))
     files = dict.fromkeys(target.path(config.folder) for spec in specs if (target := parse_target(spec.target)).file)
     for file in files:
         if uncommitted(file):

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.divergence import divergence, first_divergence
-from ampdbg.diagnosis.half_weights import spoilt_weights
-from ampdbg.diagnosis.producers import culprit, finding_at, named, precision_cause, undecided, undecided_step
-from ampdbg.diagnosis.tensors import blamed_in_batch, weights_nonfinite
+from ampdbg.diagnosis.producers import UNKNOWN, culprit, finding_at, named, precision_cause, undecided
+from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.quantities import number
+from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Record, Step
@@ -46,7 +46,8 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         return
     unskipped = sum(1 for step in bad if not step.skipped)
     silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
-    yield undecided_step(
+    yield finding_of(
+        UNKNOWN,
         bad[0].step,
         "forward",
         f"the loss is {_spelt(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "

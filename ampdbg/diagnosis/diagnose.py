@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import nonfinite_loss
-from ampdbg.diagnosis.half_weights import lost_updates, spoilt_weights
 from ampdbg.diagnosis.hidden import hidden_faults
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
-from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, weights_nonfinite
+from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, lost_updates, spoilt_weights, weights_nonfinite
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import remedy_of
@@ -12,7 +11,7 @@ from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, POLES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
-from ampdbg.record.findings import Finding, Phase, Severity
+from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.replays import Investigation, Producer, Replay
 
 NEAR = 0.9
@@ -21,7 +20,7 @@ NEAR = 0.9
 OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
 """The code of an overflow, by the pass in which it starts."""
 
-FAR_FROM_FP32 = "precision-loss"
+FAR_FROM_FP32, UNKNOWN = "precision-loss", "unknown"
 
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
 
@@ -117,17 +116,6 @@ def survived_scale(made: Investigation) -> float | None:
     return next((replay.scale for replay in made.replays[2:] if replay.dtype == low.dtype and is_finite(replay)), None)
 
 
-DECISIONS: tuple[tuple[str, Callable[[Suspect], bool]], ...] = (
-    ("data-range", lambda suspect: suspect.leaf is not None),
-    ("mask-constant", lambda suspect: suspect.is_constant),
-    ("eps-underflow", lambda suspect: suspect.divides_by_flushed or suspect.is_pole),
-    (FAR_FROM_FP32, lambda suspect: suspect.departs),
-    (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward"),
-    (OVERFLOWS["backward"], lambda suspect: suspect.overflows),
-)
-"""The first that holds is the code; where none holds, the cause is not known."""
-
-
 def _flushed(suspect: Suspect) -> str:
     if suspect.divides_by_flushed or not suspect.departs:
         rounded = f"a value that {suspect.format.short} rounds to zero and FP32 does not"
@@ -135,15 +123,23 @@ def _flushed(suspect: Suspect) -> str:
     return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
 
 
-MESSAGES: dict[str, Callable[[Suspect], str]] = {
-    "data-range": lambda suspect: f"{_sample(suspect)}, above {limit_of(suspect.format)}",
-    "mask-constant": lambda suspect: (
+def _beyond_range(suspect: Suspect) -> str:
+    leaf = suspect.leaf or ""
+    index = suspect.made.batch_index.get(leaf, ())
+    where = f" in sample {index[0]}" if index else ""
+    held = f"the batch holds {number(suspect.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
+    return f"{held}, above {limit_of(suspect.format)}"
+
+
+def _writes_a_constant(suspect: Suspect) -> str:
+    return (
         f"{named(suspect.producer)} writes a constant of magnitude {number(suspect.producer.input_largest)} into a "
         f"{suspect.format.short} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
-    ),
-    "eps-underflow": _flushed,
-    FAR_FROM_FP32: lambda suspect: f"{_departed(suspect)}: its operands cancel, or have lost their digits before it",
-}
+    )
+
+
+def _cancels(suspect: Suspect) -> str:
+    return f"{_departed(suspect)}: its operands cancel, or have lost their digits before it"
 
 
 def precision_cause(suspect: Suspect) -> Finding:
@@ -157,15 +153,14 @@ def precision_cause(suspect: Suspect) -> Finding:
         "loss_scale": suspect.low.scale,
         "survives_scale": survived,
     }
-    code = next((code for code, holds in DECISIONS if holds(suspect)), "")
+    code, message_of = next(((code, text) for code, holds, text in DECISIONS if holds(suspect)), ("", overflow))
     if not code:
         known = f" and reaches only {_magnitude(suspect)} in FP32" if suspect.value is not None else ""
         message = f"{named(suspect.producer)} is not finite in {suspect.format.short}{known}: no overflow explains it"
         return undecided(suspect.made, message + finite, suspect.producer, evidence)
     if suspect.leaf is not None:
         evidence |= _place_in_batch(suspect)
-    message = MESSAGES.get(code, overflow)(suspect)
-    return finding_at(code, suspect.made, suspect.producer, message + finite, evidence)
+    return finding_at(code, suspect.made, suspect.producer, message_of(suspect) + finite, evidence)
 
 
 def overflow(suspect: Suspect) -> str:
@@ -177,16 +172,22 @@ def overflow(suspect: Suspect) -> str:
     return f"{named(suspect.producer)} {verb} {_magnitude(suspect)}{where}{limit}"
 
 
+DECISIONS: tuple[tuple[str, Callable[[Suspect], bool], Callable[[Suspect], str]], ...] = (
+    ("data-range", lambda suspect: suspect.leaf is not None, _beyond_range),
+    ("mask-constant", lambda suspect: suspect.is_constant, _writes_a_constant),
+    ("eps-underflow", lambda suspect: suspect.divides_by_flushed or suspect.is_pole, _flushed),
+    (FAR_FROM_FP32, lambda suspect: suspect.departs, _cancels),
+    (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward", overflow),
+    (OVERFLOWS["backward"], lambda suspect: suspect.overflows, overflow),
+)
+"""The first that holds is the code, with its message; where none holds, the cause is not known."""
+
+
 def undecided(
     made: Investigation, message: str, at: Producer | None = None, evidence: Mapping[str, object] = NO_EVIDENCE
 ) -> Finding:
     """The finding of a step whose cause the replays do not show."""
-    return finding_at("unknown", made, at, message, evidence)
-
-
-def undecided_step(step: int, phase: Phase, message: str, **fields: Any) -> Finding:
-    """The same of a step that was not replayed."""
-    return finding_of("unknown", step, phase, message, **fields)
+    return finding_at(UNKNOWN, made, at, message, evidence)
 
 
 def finding_at(
@@ -245,13 +246,6 @@ def _departed(suspect: Suspect) -> str:
 
 def _takes(suspect: Suspect) -> str:
     return "takes the logarithm of" if suspect.producer.op.startswith("aten.log") else "divides by"
-
-
-def _sample(suspect: Suspect) -> str:
-    leaf = suspect.leaf or ""
-    index = suspect.made.batch_index.get(leaf, ())
-    where = f" in sample {index[0]}" if index else ""
-    return f"the batch holds {number(suspect.made.batch_largest[leaf])}{where} of {leaf or 'its tensor'}"
 
 
 def _place_in_batch(suspect: Suspect) -> dict[str, object]:

@@ -54,12 +54,9 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
     Gradients that are nothing but rounding error may be lost without harm and raise no floor.
     """
     gradients = list(_gradients(sites))
-    lowest = min(gradients, key=_ceiling, default=None)
-    highest = max((site for site in gradients if not site.is_noise), key=_floor, default=None)
-    if lowest is not None and math.isinf(_ceiling(lowest)):
-        lowest = None
-    if highest is not None and _floor(highest) == 0.0:
-        highest = None
+    lowest = min((site for site in gradients if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
+    losing = (site for site in gradients if _floor(site) > 0.0 and not site.is_noise)
+    highest = max(losing, key=_floor, default=None)
     return Window(
         module=module,
         floor=_floor(highest) if highest else 0.0,

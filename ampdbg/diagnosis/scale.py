@@ -1,4 +1,8 @@
-"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit."""
+"""Findings about the loss scale: skips that are calibration, a scale that keeps falling, one without limit.
+
+Skips are normal at the start and right after the scale has grown. A skip at any other time is a new low
+(DIAGNOSES: fact 6).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,8 @@ from itertools import pairwise, takewhile
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.diagnosis.producers import OVERFLOWS, op_name, undecided_step
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, op_name
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
-from ampdbg.diagnosis.skips import SKIPS_IN_A_ROW, Skips, skips_at_the_end, sort_skips
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
@@ -26,6 +29,12 @@ LIMITLESS = 2.0**32
 SELDOM = 4
 """A loss scale that follows growing gradients skips at most one step in so many."""
 
+SETTLING_STEPS = 20
+"""Skips within so many steps of the start (or a tenth of the run, if longer) settle the scale."""
+
+SKIPS_IN_A_ROW = 5
+"""So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
+
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
@@ -36,25 +45,32 @@ def skips(record: Record) -> Iterator[Finding]:
     A skipped step that a lower scale would have come through is calibration, unless the scale goes on
     falling; one that no scale cures is a fault, however seldom.
     """
-    sorted_skips = sort_skips(record.steps)
-    every = sorted_skips.all
-    if not every:
+    skipped = [step for step in record.steps if step.skipped]
+    if not skipped:
         return
+    lows = new_lows(record.steps)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
-    if _follows_gradients(sorted_skips, investigated, record):
-        yield _growth(sorted_skips, record)
-    elif _keeps_overflowing(sorted_skips, record.steps) and not _is_first_descent(investigated, record):
+    if _follows_gradients(lows, investigated, record):
+        yield _growth(lows, record)
+    elif _keeps_overflowing(record.steps) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record.steps):
             made = next(iter(faults or investigated), None)
-            yield _cause(made, record) if made else _overflowing_gradients(sorted_skips, record)
-        if record.steps[-1].scale < every[0].scale and not _works_below_one(record.steps):
-            yield _collapse(sorted_skips, record)
+            yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
+        if record.steps[-1].scale < skipped[0].scale and not _works_below_one(record.steps):
+            yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
         yield _cause(faults[0], record)
     else:
-        yield _calibration(every, record)
+        yield _calibration(skipped, record)
+
+
+def new_lows(steps: Sequence[Step]) -> list[Step]:
+    """The skipped steps that neither the start of the run nor a scale that has just grown explains."""
+    settled_at = max(SETTLING_STEPS, len(steps) // 10)
+    grown = {now.step for before, now in pairwise(steps) if now.scale > before.scale}
+    return [step for step in steps if step.skipped and step.step >= settled_at and step.step not in grown]
 
 
 def runaway(record: Record) -> Iterator[Finding]:
@@ -146,12 +162,11 @@ def _is_first_descent(investigated: list[Investigation], record: Record) -> bool
     return not has_worked and bool(investigated) and all(_is_calibration(made, record) for made in investigated)
 
 
-def _follows_gradients(found: Skips, investigated: list[Investigation], record: Record) -> bool:
+def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], record: Record) -> bool:
     """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
     steps = record.steps
-    lows = len(found.new_lows)
-    in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in found.new_lows)
-    if lows < LOWS_OF_A_COLLAPSE or in_a_row or lows > len(steps) // SELDOM or steps[-1].scale < 1.0:
+    in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in lows)
+    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or len(lows) > len(steps) // SELDOM or steps[-1].scale < 1.0:
         return False
     return bool(investigated) and all(_works_at_half(made, record) for made in investigated)
 
@@ -165,10 +180,10 @@ def _is_static(record: Record) -> bool:
     return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
 
 
-def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
+def _keeps_overflowing(steps: Sequence[Step]) -> bool:
     return (
-        len(found.new_lows) >= LOWS_OF_A_COLLAPSE
-        or found.last_in_a_row >= SKIPS_IN_A_ROW
+        len(new_lows(steps)) >= LOWS_OF_A_COLLAPSE
+        or _skips_at_the_end(steps) >= SKIPS_IN_A_ROW
         or steps[-1].scale < 1.0
         or _relapses(steps) > max(SKIPS_IN_A_ROW, len(steps) // 2)
     )
@@ -177,8 +192,12 @@ def _keeps_overflowing(found: Skips, steps: Sequence[Step]) -> bool:
 def _overflows_behind_a_finite_loss(steps: Sequence[Step]) -> bool:
     """Whether the scale would keep falling without the steps whose loss is not finite, and not merely settle."""
     finite = [step for step in steps if math.isfinite(step.loss)]
-    found = sort_skips(finite)
-    return bool(found.all) and _keeps_overflowing(found, finite)
+    return any(step.skipped for step in finite) and _keeps_overflowing(finite)
+
+
+def _skips_at_the_end(steps: Sequence[Step]) -> int:
+    """How many skipped steps in a row end the run."""
+    return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(steps)))
 
 
 def _relapses(steps: Sequence[Step]) -> int:
@@ -187,59 +206,60 @@ def _relapses(steps: Sequence[Step]) -> int:
     return sum(step.skipped for step in steps[first:])
 
 
-def _overflowing_gradients(found: Skips, record: Record) -> Finding:
+def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
     """The groups of the step that hit the fewest: where few groups are hit, they name the place."""
-    telling = found.new_lows if len(found.new_lows) >= LOWS_OF_A_COLLAPSE else found.all
-    telling = tuple(step for step in telling if math.isfinite(step.loss)) or found.all
+    lows = new_lows(record.steps)
+    telling = lows if len(lows) >= LOWS_OF_A_COLLAPSE else skipped
+    telling = [step for step in telling if math.isfinite(step.loss)] or skipped
     # A long run does not list the groups of every step.
-    listed = [step for step in telling if step.groups] or [step for step in found.all if step.groups] or telling
+    listed = [step for step in telling if step.groups] or [step for step in skipped if step.groups] or telling
     narrowest = min(listed, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
     paths = [name.split(".")[:-1] for name in names]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return undecided_step(
+    return finding_of(
+        UNKNOWN,
         telling[0].step,
         "backward",
-        f"gradients are not finite in {len(found.all)} of {len(record.steps)} steps, although the loss is; "
+        f"gradients are not finite in {len(skipped)} of {len(record.steps)} steps, although the loss is; "
         f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
         module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",
-        evidence={"skipped": len(found.all), "narrowest_step": narrowest.step, "groups": names[:20]},
+        evidence={"skipped": len(skipped), "narrowest_step": narrowest.step, "groups": names[:20]},
     )
 
 
-def _collapse(found: Skips, record: Record) -> Finding:
+def _collapse(start: int, lows: int, record: Record) -> Finding:
     first, last = record.steps[0].scale, record.steps[-1].scale
-    start = (found.new_lows or found.all)[0].step
     return finding_of(
         "scale-collapse",
         start,
         "backward",
         f"the loss scale keeps falling, from {number(first)} to {number(last)}",
-        evidence={"first_scale": first, "last_scale": last, "new_lows": len(found.new_lows)},
+        evidence={"first_scale": first, "last_scale": last, "new_lows": lows},
         root=0,
     )
 
 
-def _growth(found: Skips, record: Record) -> Finding:
-    first, last = found.new_lows[0], record.steps[-1].scale
+def _growth(lows: Sequence[Step], record: Record) -> Finding:
+    first, last = lows[0], record.steps[-1].scale
     return finding_of(
         "gradient-growth",
         first.step,
         "backward",
         f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
-        f"{len(found.new_lows)} single skips; replays are finite at half the scale and lose no gradient there",
-        evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(found.new_lows)},
+        f"{len(lows)} single skips; replays are finite at half the scale and lose no gradient there",
+        evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(lows)},
     )
 
 
-def _calibration(every: tuple[Step, ...], record: Record) -> Finding:
-    count, last = len(every), record.steps[-1].scale
-    is_settled = skips_at_the_end(record.steps) <= 1
+def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
+    count, last = len(skipped), record.steps[-1].scale
+    is_settled = _skips_at_the_end(record.steps) <= 1
     settled = "this is normal" if is_settled else "it has not settled yet, and a longer run will show where it does"
     return finding_of(
         CALIBRATION,
-        every[0].step,
+        skipped[0].step,
         "backward",
         f"the scaler skipped {counted(count, 'step')} while the loss scale settles (now {number(last)}): {settled}",
         severity="info",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ampdbg.config import Config
 from ampdbg.diagnosis.remedies import other_remedies
@@ -24,7 +23,7 @@ from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.codes import CODES
-from ampdbg.record.pins import EVERYTHING, Proof, Strategy
+from ampdbg.record.pins import EVERYTHING, Form, Proof, Strategy
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
@@ -33,10 +32,6 @@ PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""
 
 BEYOND = 20
-
-Form = Literal["diff", "module", "yaml", "json"]
-"""What a suggestion is handed over as: a patch of the user's code (also in JSON), a file of pins by name, or pins of
-the config."""
 
 
 Prover = Callable[[Patched, Mapping[str, Patched]], Proof]

@@ -17,6 +17,10 @@ EVERYTHING = "*"
 Strategy = Literal["guided", "ddmin"]
 """How a set is searched for: by what overflows in a wider format, or blind."""
 
+Form = Literal["diff", "module", "yaml", "json"]
+"""What a suggestion is handed over as: a patch of the user's code (also in JSON), a file of pins by name, or pins of
+the config."""
+
 Outcome = Literal[
     "found",
     "nothing-to-pin",

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
 from ampdbg.diagnosis.divergence import may_have_risen
-from ampdbg.diagnosis.skips import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.probes import tensors

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampdbg.diagnosis.skips import is_everywhere
 from ampdbg.quantities import counted, listed, share
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step
 
 from .view import Column, Line, Table, Words, line, more
 
 MAX_GROUPS = 12
+
+FEW_GROUPS = 4
 
 COLUMNS = (
     Column("group"),
@@ -63,15 +64,23 @@ def overflows(record: Record) -> Overflows:
     total = max(len(record.groups), max(map(_hit, hit), default=0))
     untrained = set(record.unseen.parameters_without_gradient)
     reachable = total - sum(name in untrained for name in record.groups)
-    local = tuple(step for step in hit if not is_everywhere(_hit(step), reachable, total))
+    local = tuple(step for step in hit if not _is_everywhere(_hit(step), reachable, total))
     listing = [step for step in local if step.groups]
     return Overflows(
         total=total,
-        everywhere=tuple(step for step in hit if is_everywhere(_hit(step), reachable, total)),
+        everywhere=tuple(step for step in hit if _is_everywhere(_hit(step), reachable, total)),
         local=local,
         hits=group_hits(local),
         narrowest=min(listing, key=lambda step: (len(step.groups), step.step), default=None),
     )
+
+
+def _is_everywhere(hit: int, reachable: int, total: int) -> bool:
+    """Whether a step with ``hit`` of the ``reachable`` groups, which have a gradient, hits (almost) all of them.
+
+    The groups of a model that has few are always named one by one.
+    """
+    return total > FEW_GROUPS and hit >= reachable - total // 10
 
 
 def _hit(step: Step) -> int:

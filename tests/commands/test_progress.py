@@ -16,7 +16,7 @@ from ampdbg.commands import progress
 from ampdbg.commands.progress import has_a_line
 from ampdbg.observer import Observer
 from ampdbg.record.pins import Trial
-from tests.commands.test_terminal import Terminal
+from tests.commands.test_output import Terminal
 from tests.report.records import healthy_step, overflow, skipped_step
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ampdbg import api
-from ampdbg.commands.results import save
+from ampdbg.commands.output import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
 from ampdbg.given import Given
 from ampdbg.record import folder as record_folder

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.diagnosis.skips import sort_skips
+from ampdbg.diagnosis.scale import new_lows
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
@@ -78,7 +78,8 @@ def test_a_scale_that_is_still_falling_is_not_called_settled() -> None:
 def test_one_skip_after_every_growth_is_healthy() -> None:
     pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
     steps = steps_of(pattern, interval=10)
-    assert len(sort_skips(steps).after_growth) == 12
+    assert sum(step.skipped for step in steps) == 14
+    assert new_lows(steps) == []
     assert diagnose(record_of(steps)).verdict == "healthy"
 
 
@@ -222,7 +223,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     record = record_of(steps_of(pattern, interval))
     found = diagnose(record)
     assert diagnose(found) == found
-    assert sorted(sort_skips(record.steps).all, key=lambda s: s.step) == [s for s in record.steps if s.skipped]
+    assert all(step.skipped for step in new_lows(record.steps))
     assert (found.verdict == "healthy") == all(finding.severity == "info" for finding in found.findings)
     assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None

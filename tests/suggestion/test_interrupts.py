@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ampdbg.proof import suggestion
-from ampdbg.proof.suggestion import Form, suggest
+from ampdbg.proof.suggestion import suggest
+from ampdbg.record.pins import Form
 from tests.pinning.spiked import CULPRITS, names, spiked
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ampdbg.commands.terminal import is_rich_terminal, look_of, results_only, say, write_result
+from ampdbg.commands.output import is_rich_terminal, look_of, results_only, say, write_result
 from tests.commands.program import stdout_given_back
 
 

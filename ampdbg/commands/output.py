@@ -1,4 +1,4 @@
-"""Where a command writes: results to stdout, everything else to stderr, and what each of them can show."""
+"""Where a command writes: its record to a file, results to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from ampdbg.errors import AmpdbgError
-from ampdbg.report.view import Look, Typed
+from ampdbg.errors import AmpdbgError, RecordError
+from ampdbg.given import Given
+from ampdbg.record.file import write_record
+from ampdbg.record.folder import LATEST, add_record
+from ampdbg.record.run import Record
+from ampdbg.report.formats import FORMATS
+from ampdbg.report.view import Look, Order, Typed
 
 PLAIN_WIDTH = 80
 MAX_WIDTH = 140
@@ -122,3 +128,55 @@ def _carries(stream: TextIO, text: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The file that a record was written to; ``failure`` is why the one that was asked for could not be written."""
+
+    path: Path | None
+    failure: RecordError | None = None
+
+
+def save(record: Record, asked_for: Path | None) -> Saved:
+    """Writes the record where it was asked for, else into ``.ampdbg`` and as the latest.
+
+    What cannot be written must not cost the page of a run that took hours.
+    """
+    try:
+        if asked_for is not None:
+            write_record(record, asked_for)
+            return Saved(asked_for)
+        path = add_record(record)
+    except RecordError as error:
+        if asked_for is None:
+            say(f"warning: no record was written: {error}; choose another place with --record FILE")
+        return Saved(None, error if asked_for is not None else None)
+    try:
+        write_record(record, LATEST)
+    except RecordError as error:
+        say(f"warning: {error}; the record of this run is {path}")
+    return Saved(path)
+
+
+def show(
+    record: Record,
+    given: Given,
+    stdout: TextIO,
+    *,
+    asked_for: Path | None,
+    as_json: bool,
+    order: Order = "tightest",
+    top: int = 10,
+) -> None:
+    """Saves the record, and prints it or its page; ``order`` and ``top`` are those of a range profile.
+
+    Raises:
+        RecordError: it could not be written where it was asked for.
+        AmpdbgError: stdout cannot be written.
+    """
+    saved = save(record, asked_for)
+    typed = replace(typed_as(given.typed, saved.path), order=order, top=top)
+    write_result(FORMATS["json" if as_json else "text"](record, typed, look_of(stdout)), stdout)
+    if saved.failure is not None:
+        raise saved.failure
