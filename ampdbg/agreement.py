@@ -32,7 +32,9 @@ def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
 
     ``floor`` is FP32 on weights and inputs rounded to half; None where it was not needed or did not run.
     """
-    return losses_agree(low, fp32, floor) and _gradients_agree(low, floor)
+    noise = (floor.gradient_distance or 0.0) if floor else 0.0
+    gradients_agree = (low.gradient_distance or 0.0) <= max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise)
+    return gradients_agree and losses_agree(low, fp32, floor)
 
 
 def losses_agree(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
@@ -54,8 +56,3 @@ def is_same_run(made: Investigation) -> bool:
 def noise_floor(made: Investigation) -> Replay | None:
     """The replay that shows the noise floor, where it was made and ran."""
     return next((replay for replay in made.replays if replay.rounded and is_finite(replay)), None)
-
-
-def _gradients_agree(low: Replay, floor: Replay | None) -> bool:
-    noise = (floor.gradient_distance or 0.0) if floor else 0.0
-    return (low.gradient_distance or 0.0) <= max(GRADIENT_AGREEMENT, NOISE_FLOORS * noise)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from ampdbg.errors import AmpdbgError, PatchError
 from ampdbg.given import Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.record.folder import latest_record
+from ampdbg.record.file import latest_record
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.record.run import Record
 

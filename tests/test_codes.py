@@ -43,7 +43,6 @@ def test_each_code_has_a_file_and_each_file_a_code() -> None:
 CATALOGUE = "record/codes.py"
 
 IN_TWO_MODULES = {
-    "unknown": "also a value of the environment variable TERM",
     "mask-constant": "found by an op's numbers, and by the error of torch",
 }
 

@@ -52,12 +52,12 @@ class Handover:
         """
         if not self.is_git:
             return f"patch -p1{self._at('-d')}" + (f" < {shlex.quote(file)}" if file else "")
-        return f"git{self._at('-C')} apply" + (f" {shlex.quote(_from(self.base, file))}" if file else "")
+        return f"git{self._at('-C')} apply" + (f" {shlex.quote(os.path.relpath(file, self.base))}" if file else "")
 
     def _at(self, option: str) -> str:
         """The option for the folder that the paths count from; "" where it is this one."""
         here = Path.cwd().resolve()
-        return "" if here == self.base else f" {option} {shlex.quote(_from(here, str(self.base)))}"
+        return "" if here == self.base else f" {option} {shlex.quote(os.path.relpath(self.base, here))}"
 
 
 def hand_over(found: Suggestion, form: Form, folder: Path) -> Handover:
@@ -132,14 +132,6 @@ def _repository(folder: Path) -> Path | None:
         return None
     root = os.fsdecode(done.stdout).removesuffix("\n").removesuffix("\r")
     return Path(root).resolve() if done.returncode == 0 and root else None
-
-
-def _from(folder: Path, file: str) -> str:
-    """The path of a file that is named from here, as it is named in ``folder``."""
-    try:
-        return os.path.relpath(file, folder)
-    except ValueError:  # another drive
-        return os.path.abspath(file)
 
 
 # A diff

@@ -14,8 +14,7 @@ from typing import TextIO
 
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.given import Given
-from ampdbg.record.file import write_record
-from ampdbg.record.folder import LATEST, add_record
+from ampdbg.record.file import LATEST, add_record, write_record
 from ampdbg.record.run import Record
 from ampdbg.report.formats import FORMATS
 from ampdbg.report.view import Look, Order, Typed
@@ -43,13 +42,12 @@ def look_of(stream: TextIO) -> Look:
 
 def is_rich_terminal(stream: TextIO) -> bool:
     """Whether colours and animation are wanted there: NO_COLOR, TERM=dumb, pipes and old Windows consoles say no."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown") or not stream.isatty():
+    if os.environ.get("NO_COLOR") or not stream.isatty():
         return False
-    if os.name != "nt":
-        return True
-    from rich.console import detect_legacy_windows
+    from rich.console import Console
 
-    return not detect_legacy_windows()
+    console = Console(file=stream)
+    return not (console.is_dumb_terminal or console.legacy_windows)
 
 
 def say(message: str) -> None:
@@ -77,8 +75,8 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
     if sys.__stdout__ is None and text:
         raise AmpdbgError("stdout: cannot be written: it is closed")
     try:
-        if isinstance(text, bytes):
-            _write_bytes(text, stream)
+        if isinstance(text, bytes):  # past the encoding and the line ends of the stream
+            stream.buffer.write(text)
         else:
             stream.write(text)
         stream.flush()
@@ -86,15 +84,6 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         pass
     except OSError as error:
         raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
-
-
-def _write_bytes(content: bytes, stream: TextIO) -> None:
-    """Past the encoding and the line ends of the stream; a notebook's has no bytes beneath."""
-    beneath = getattr(stream, "buffer", None)
-    if beneath is None:
-        stream.write(content.decode("utf-8", "replace"))
-    else:
-        beneath.write(content)
 
 
 @contextlib.contextmanager

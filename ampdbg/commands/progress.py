@@ -34,29 +34,18 @@ def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
 
     Wherever the user's code goes in the block, the working folder is afterwards what it was.
     """
-    with _working_folder_kept(), _display(quiet, max_trials) as observer:
-        yield observer
-
-
-@contextlib.contextmanager
-def _working_folder_kept() -> Iterator[None]:
     folder = os.getcwd()
     try:
-        yield
+        if quiet:
+            yield UNOBSERVED
+        elif is_rich_terminal(sys.stderr):
+            with _bar() as bar:
+                yield LiveBar(bar, max_trials)
+        else:
+            yield Lines()
     finally:
         with contextlib.suppress(OSError):  # it may be gone
             os.chdir(folder)
-
-
-@contextlib.contextmanager
-def _display(quiet: bool, max_trials: int | None) -> Iterator[Observer]:
-    if quiet:
-        yield UNOBSERVED
-    elif is_rich_terminal(sys.stderr):
-        with _bar() as bar:
-            yield LiveBar(bar, max_trials)
-    else:
-        yield Lines()
 
 
 class Lines(Observer):

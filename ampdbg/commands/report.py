@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.file import read_record, write_atomically
-from ampdbg.record.folder import latest_record
+from ampdbg.record.file import latest_record, read_record, write_atomically
 from ampdbg.report.formats import FORMATS
 
 from . import options

@@ -13,8 +13,7 @@ from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
 from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
-from ampdbg.record.file import to_json
-from ampdbg.record.folder import latest_record
+from ampdbg.record.file import latest_record, to_json
 from ampdbg.record.pins import Form
 
 from . import bisect, forms, options, progress

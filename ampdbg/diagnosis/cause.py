@@ -50,7 +50,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         UNKNOWN,
         bad[0].step,
         "forward",
-        f"the loss is {_spelt(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
+        f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
         f"{len(record.steps)} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
     )
@@ -111,7 +111,3 @@ def _starts_in(made: Investigation) -> Producer | None:
 def _is_explained(step: Step, record: Record) -> bool:
     spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
     return step.step >= spoilt or blamed_in_batch(step, record) is not None
-
-
-def _spelt(loss: float) -> str:
-    return "NaN" if math.isnan(loss) else "inf" if loss > 0 else "-inf"

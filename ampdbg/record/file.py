@@ -5,10 +5,12 @@ Infinities and NaN are written as the strings "inf", "-inf" and "nan", so that t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,10 @@ LARGEST_FILE = 2**30
 """Bytes. The record of a model of ten thousand modules has 50 million."""
 
 _MOST_SHOWN = 40
+
+FOLDER = Path(".ampdbg")
+LATEST = FOLDER / "latest.json"
+"""Each run has a file in the folder, and the latest is there once more."""
 
 
 def to_json(record: Record) -> str:
@@ -101,6 +107,71 @@ def write_atomically(path: Path, text: str) -> None:
         replace_file(path, text.encode("utf-8"))
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+# The folder of records
+
+
+def add_record(record: Record) -> Path:
+    """Writes the record to ``.ampdbg/<UTC time>-<command>.json``.
+
+    Raises:
+        RecordError: it cannot be written.
+    """
+    path = _reserved(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
+    try:
+        write_record(record, path)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    _keep_out_of_git()
+    return path
+
+
+def latest_record() -> Path:
+    """The path of the latest record of this folder.
+
+    Raises:
+        RecordError: there is none.
+    """
+    if not LATEST.exists():
+        raise RecordError(f"no record given, and none here ({LATEST}); make one with: ampdbg scan CONFIG")
+    return LATEST
+
+
+def _utc_time(created: str) -> str:
+    """ISO 8601 without what file systems dislike: ``20250102T030405Z``."""
+    moment = datetime.fromisoformat(created.replace("Z", "+00:00"))  # Python 3.10 does not read the Z
+    return moment.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+
+
+def _reserved(path: Path) -> Path:
+    """``path``, or with a number behind it where another run began in the same second; an empty file holds the name.
+
+    Raises:
+        RecordError: the folder cannot be written.
+    """
+    candidate, number = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError), candidate.open("x"):
+                return candidate
+            number += 1
+            candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    except OSError as error:
+        raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
+
+
+def _keep_out_of_git() -> None:
+    """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
+    marker = FOLDER / ".gitignore"
+    if not marker.exists():
+        with contextlib.suppress(RecordError):
+            write_atomically(marker, "# Made by ampdbg.\n*\n")
+
+
+# JSON
 
 
 @functools.cache

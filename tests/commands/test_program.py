@@ -144,7 +144,7 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.
     record = read_record(folder / ".ampdbg" / "latest.json")
     assert record.interrupted
     assert 1 <= len(record.steps) < 1000
-    assert stdout.startswith(f"! Interrupted after {len(record.steps)} of 1000 steps.")
+    assert stdout.startswith(f"! Interrupted after {len(record.steps)} of 1,000 steps.")
 
 
 @posix

@@ -17,7 +17,7 @@ from ampdbg import api
 from ampdbg.commands.output import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
 from ampdbg.given import Given
-from ampdbg.record import folder as record_folder
+from ampdbg.record import file as record_file
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
@@ -163,9 +163,9 @@ def test_a_name_is_given_back_where_the_record_cannot_be_written(here: Here) -> 
     def full(record: Record, path: Path) -> None:
         raise RecordError(f"{path}: cannot be written: No space left on device")
 
-    here.monkeypatch.setattr(record_folder, "write_record", full)
+    here.monkeypatch.setattr(record_file, "write_record", full)
     with pytest.raises(RecordError, match="No space left"):
-        record_folder.add_record(healthy())
+        record_file.add_record(healthy())
     assert list(Path(".ampdbg").iterdir()) == []
 
 
