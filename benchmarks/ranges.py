@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from ampdbg.probes.op_trace import placed, trace_ops
+from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import ShadowTrace, bfloat16_for_float16, sites_of
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Environment, Record

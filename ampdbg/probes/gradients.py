@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -16,8 +15,8 @@ SMALL = 4096
 """Gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
-NormOfEach = tuple[tuple[int, ...], torch.Tensor]
-"""The parameters by ``id``, and the norms of their gradients: a vector on the device."""
+NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
+"""The parameters by ``id`` with the version of each gradient, and the norms: a vector on the device."""
 
 
 @torch.no_grad()
@@ -54,7 +53,7 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     if len(devices) != 1 or not is_dense or devices.pop().type in ("cpu", "meta"):
         return None
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-    return tuple(map(id, parameters)), norms
+    return tuple((id(p), p.grad._version) for p in parameters), norms
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -93,40 +92,44 @@ def nonfinite_groups(
         optimizer: its groups are looked at in order; a group's ``"name"`` key, where there is one, names it.
         names: qualified parameter names by ``id``.
         first_index: the index of the optimizer's first group, when several optimizers are watched.
-        before: the :func:`gradient_norms` from before anything touched the gradients. Only those that were not finite
-            then count, and where no NaN was among them clipping has made NaN of inf: what is NaN now was inf. Where
-            a NaN was, clipping has spread it, and only the names are as before.
+        before: the :func:`gradient_norms` from before anything touched the gradients. Those that were not finite
+            then count, whatever clipping has made of them; of a rewritten one it is known that so many elements at
+            least were not finite.
     """
-    norms = None if before is None else dict(zip(before[0], before[1].tolist(), strict=True))
-    was_nan = norms is not None and any(math.isnan(norm) for norm in norms.values())
+    pairs = () if before is None else zip(before[0], before[1].tolist(), strict=True)
+    known: dict[int, tuple[int | None, float]] = {name: (version, norm) for (name, version), norm in pairs}
+    may_spread = any(math.isnan(norm) for _, norm in known.values())
     found = []
     for index, group in enumerate(optimizer.param_groups, start=first_index):
-        counts = _overflowed(group["params"], names, norms)
-        parameters = tuple(counts if norms is None or was_nan else map(_all_infinite, counts))
+        parameters = []
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                version, norm = known.get(id(parameter), (None, math.nan))
+                inf, nan = _nonfinite_counts(parameter.grad, version, norm, may_spread)
+                if inf or nan:
+                    name = names.get(id(parameter), f"parameter {position}")
+                    parameters.append(ParameterCounts(name, inf, nan, parameter.numel()))
         if parameters:
-            found.append(GroupOverflow(index, group_name(group, index), parameters))
+            found.append(GroupOverflow(index, group_name(group, index), tuple(parameters)))
     return tuple(found)
+
+
+def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, may_spread: bool) -> tuple[int, int]:
+    """How many elements are infinite and NaN; of a gradient that was rewritten since, how many at least were."""
+    if math.isfinite(norm):
+        return 0, 0
+    now = magnitude_of(gradient)
+    if version is None or version == gradient._version:
+        return now.inf, now.nan
+    if math.isnan(norm):
+        return 0, 1
+    # Clipping by the norm makes NaN of inf and 0 of all else, unless a NaN was there: that spreads to all elements.
+    return 1 if may_spread else max(1, now.inf + now.nan), 0
 
 
 def group_name(group: Mapping[str, object], index: int) -> str:
     """What a parameter group is called: its ``"name"`` key, else its position."""
     return str(group.get("name", f"group {index}"))
-
-
-def _all_infinite(counts: ParameterCounts) -> ParameterCounts:
-    return replace(counts, inf=counts.inf + counts.nan, nan=0)
-
-
-def _overflowed(
-    parameters: Iterable[torch.Tensor], names: Mapping[int, str], norms: Mapping[int, float] | None
-) -> Iterator[ParameterCounts]:
-    for position, parameter in enumerate(parameters):
-        if parameter.grad is None or (norms is not None and math.isfinite(norms.get(id(parameter), math.nan))):
-            continue
-        magnitude = magnitude_of(parameter.grad)
-        if not magnitude.is_finite:
-            name = names.get(id(parameter), f"parameter {position}")
-            yield ParameterCounts(name, magnitude.inf, magnitude.nan, parameter.numel())
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

@@ -24,7 +24,10 @@ Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count."""
+    """How many elements of one parameter's gradient are infinite and NaN; ``size`` is the element count.
+
+    Where the loop has rewritten the gradient on a GPU before it was counted, there were at least so many.
+    """
 
     name: str
     inf: Count

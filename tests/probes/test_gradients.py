@@ -74,7 +74,7 @@ def test_where_counts_come_after_clipping_the_norms_from_before_say_what_they_we
     """As on a GPU, where nothing is read before it is known that the step is skipped."""
     optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0]), torch.tensor([2.0]))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple(map(id, parameters)), torch.tensor([3.0**0.5, math.inf, 2.0])
+    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.inf, 2.0])
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     [group] = nonfinite_groups(optimizer, {}, before=before)
     assert group.index == 1
@@ -84,8 +84,31 @@ def test_where_counts_come_after_clipping_the_norms_from_before_say_what_they_we
 def test_a_nan_from_before_clipping_names_its_parameter_alone() -> None:
     optimizer = optimizer_with(torch.ones(3), torch.tensor([math.nan, 1.0]))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    before = tuple(map(id, parameters)), torch.tensor([3.0**0.5, math.nan])
+    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.nan])
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     [group] = nonfinite_groups(optimizer, {}, before=before)
     assert group.index == 1
-    assert [one.name for one in group.parameters] == ["parameter 0"]
+    assert [(one.name, one.inf, one.nan) for one in group.parameters] == [("parameter 0", 0, 1)]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_values_that_were_clipped_are_not_forgotten(bad: float) -> None:
+    """Clipping by value makes a finite gradient of an infinite one, beside one that is NaN."""
+    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, 1.0, math.inf]), torch.tensor([bad, 1.0]))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.inf, bad])
+    torch.nn.utils.clip_grad_value_(parameters, 1.0)
+    groups = nonfinite_groups(optimizer, {}, before=before)
+    assert [group.index for group in groups] == [1, 2]
+    assert [(p.inf, p.nan) for group in groups for p in group.parameters] == [
+        (1, 0),
+        (int(bad == math.inf), int(bad != bad)),
+    ]
+
+
+def test_counts_are_exact_where_nothing_was_rewritten() -> None:
+    optimizer = optimizer_with(torch.ones(3), torch.tensor([math.inf, math.nan, math.nan]))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.nan])
+    [group] = nonfinite_groups(optimizer, {}, before=before)
+    assert [(one.inf, one.nan) for one in group.parameters] == [(1, 2)]
