@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import libcst as cst
+from libcst import matchers as m
 
 from ampdbg.patch.casts import PinnedStatement, cast, cast_statements
 from ampdbg.patch.pieces import LineMark, Piece, may_run_in_either, pieces_of_line
@@ -98,26 +99,19 @@ class Suite:
         """``with torch.autocast(device_type=…, enabled=False):`` around statements."""
         autocast, needs_import = autocast_in(self.bindings)
         self.needs_import |= needs_import
-        continued = _Continued(self.indent)
-        return with_autocast_off(autocast, device_type, [_deeper(line, continued) for line in body], self.indent)
+        return with_autocast_off(autocast, device_type, [_indented(line, self.indent) for line in body], self.indent)
 
 
-def _deeper(line: cst.BaseStatement, continued: _Continued) -> cst.BaseStatement:
-    deeper = line.visit(continued)
-    return deeper if isinstance(deeper, cst.BaseStatement) else line
-
-
-class _Continued(cst.CSTTransformer):
+def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
     """Lines behind a backslash are indented with the statement; LibCST does it within parentheses only."""
 
-    def __init__(self, indent: str) -> None:
-        super().__init__()
-        self._indent = indent
+    def deeper(node: cst.CSTNode, _: object) -> cst.CSTNode:
+        assert isinstance(node, cst.SimpleWhitespace)
+        return node.with_changes(value=node.value.replace("\n", "\n" + indent))
 
-    def leave_SimpleWhitespace(  # noqa: N802 - LibCST's name
-        self, original_node: cst.SimpleWhitespace, updated_node: cst.SimpleWhitespace
-    ) -> cst.SimpleWhitespace:
-        return updated_node.with_changes(value=updated_node.value.replace("\n", "\n" + self._indent))
+    moved = m.replace(line, m.SimpleWhitespace(), deeper)
+    assert isinstance(moved, cst.BaseStatement)
+    return moved
 
 
 def with_autocast_off(

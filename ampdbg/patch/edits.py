@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from ampdbg.patch.blocks import Suite
-from ampdbg.patch.casts import PinnedStatement, cast_statements
 from ampdbg.patch.marks import Marks, marks_of
 from ampdbg.patch.pieces import LineMark
 from ampdbg.patch.regions import TensorNames
@@ -109,16 +108,6 @@ class _Rewriter(cst.CSTTransformer):
     ) -> cst.IndentedBlock:
         body = self._rewritten(original_node.body, updated_node.body, original_node.indent)
         return updated_node.with_changes(body=body)
-
-    def leave_SimpleStatementLine(  # noqa: N802 - LibCST's name
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        """A line under which autocast is off already lacks its casts at most."""
-        off = self.marks.off.get(id(original_node))
-        if off is None:
-            return updated_node
-        pinned = [PinnedStatement(small, off.mark.names, off.mark.callees) for small in original_node.body]
-        return updated_node.with_changes(body=cast_statements(pinned, off.made).statements)
 
     def _rewritten(
         self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement], indent: str | None

@@ -11,30 +11,21 @@ from ampdbg.patch.pieces import LineMark
 from ampdbg.patch.regions import TensorNames
 from ampdbg.patch.source_pins import CallPin, NamesSeen, Refused, StatementPin
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import assigned_codes, canonical, find
+from ampdbg.source.expressions import canonical
 from ampdbg.source.imports import dotted
-from ampdbg.source.source_file import EditError, Located, SourceFile, Surroundings
+from ampdbg.source.source_file import EditError, Located, SourceFile
 
 LinePin = StatementPin | CallPin
 
 
-@dataclass(frozen=True)
-class Off:
-    """A pinned line under which autocast is off already, and what holds FP32 there by then."""
-
-    mark: LineMark
-    made: frozenset[str]
-
-
 @dataclass
 class Marks:
-    """Pinned lines by the ``id`` of their nodes: those to put in a block, and those ``off`` that stand in one.
+    """The pinned ``lines``, to put in a block, by the ``id`` of their nodes.
 
     ``pins`` are those of a function, by the ``id`` of its node (of None: the module's own code).
     """
 
     lines: dict[int, LineMark] = field(default_factory=dict)
-    off: dict[int, Off] = field(default_factory=dict)
     pins: dict[int, Sequence[LinePin]] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
 
@@ -64,12 +55,11 @@ def marks_of(pins: Iterable[LinePin], source: SourceFile, left_out: Sequence[cst
 
 def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
-    now, then = source.lines[number - 1].strip(), pin.texts.get(number, "").strip()
-    if then and now != then:
-        raise EditError(f"the file has changed since the run: the line was `{then}` and is `{now}`; run it again")
     if not located.place.is_in(pin.function):
         where = ".".join(located.place.qualname) or "no function"
         raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
+    if located.place.is_off:
+        raise EditError("autocast is off there already; cast its half inputs with .float()")
     if (function := located.place.function) is not None and any(_is_scripted(item) for item in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
@@ -96,9 +86,7 @@ def _mark(
         frozenset({canonical(pin.callee)}) if isinstance(pin, CallPin) else frozenset(),
         operations=isinstance(pin, StatementPin),
     )
-    if place.off is not None:
-        marks.off[key] = Off(new, _made_before(located, place, source))
-    elif (old := marks.lines.get(key)) is not None:
+    if (old := marks.lines.get(key)) is not None:
         marks.lines[key] = replace(
             old,
             callees=old.callees | new.callees,
@@ -106,14 +94,6 @@ def _mark(
         )
     else:
         marks.lines[key] = new
-
-
-def _made_before(located: Located, place: Surroundings, source: SourceFile) -> frozenset[str]:
-    """What the region assigns in front of the line: FP32, as it is computed there."""
-    if place.off is None:
-        return frozenset()
-    before = (line for line in find(place.off.body, cst.SimpleStatementLine) if source.span(line)[-1] < located.span[0])
-    return frozenset().union(*(assigned_codes(line) for line in before))
 
 
 def _names(pins: Sequence[LinePin], span: range, bindings: Bindings) -> TensorNames:

@@ -10,21 +10,8 @@ import libcst as cst
 from ampdbg.patch.regions import Action, Region, Regions, TensorNames, action_of, writes_in_place
 from ampdbg.patch.steps import Apart, Part, take_apart, value_of
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import find, names_read, walk
+from ampdbg.source.expressions import code_of, find, names_read, walk
 from ampdbg.source.source_file import EditError
-
-AUGMENTED: dict[type[cst.BaseAugOp], type[cst.BaseBinaryOp]] = {
-    cst.AddAssign: cst.Add,
-    cst.SubtractAssign: cst.Subtract,
-    cst.MultiplyAssign: cst.Multiply,
-    cst.DivideAssign: cst.Divide,
-    cst.MatrixMultiplyAssign: cst.MatrixMultiply,
-    cst.PowerAssign: cst.Power,
-    cst.FloorDivideAssign: cst.FloorDivide,
-    cst.ModuloAssign: cst.Modulo,
-}
-_TIGHT = (cst.Multiply, cst.Divide, cst.MatrixMultiply, cst.Power, cst.FloorDivide, cst.Modulo)
-"""Operators that bind tighter than + and -."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +140,13 @@ def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) ->
         raise EditError(f"it also changes {' and '.join(sorted(others))} in place; write it as an assignment first")
     if next(find(target, cst.Call), None) is not None:
         raise EditError("a call computes what it assigns to; write it as an assignment first")
-    operator = AUGMENTED.get(type(statement.operator))
-    if operator is None:
-        raise EditError("its operator does not compute with floating-point numbers")
-    value = statement.value
-    if not _binds_tighter(value, operator):
-        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    return cst.Assign([cst.AssignTarget(target)], cst.BinaryOperation(target, operator(), value))
-
-
-def _binds_tighter(value: cst.BaseExpression, operator: type[cst.BaseBinaryOp]) -> bool:
-    if isinstance(value, cst.BinaryOperation) and not value.lpar:
-        return operator in (cst.Add, cst.Subtract) and isinstance(value.operator, _TIGHT)
-    loose = (cst.IfExp, cst.BooleanOperation, cst.Comparison, cst.Lambda, cst.UnaryOperation, cst.NamedExpr)
-    return bool(value.lpar) or not isinstance(value, (*loose, cst.Tuple))
+    # `AddAssign` is `Add` in place.
+    operator = getattr(cst, type(statement.operator).__name__.removesuffix("Assign"))()
+    plain = cst.BinaryOperation(target, operator, statement.value)
+    apart = statement.value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    in_parentheses = plain.with_changes(right=apart)
+    is_same = not isinstance(statement.value, cst.Tuple) and code_of(plain) == code_of(in_parentheses)
+    return cst.Assign([cst.AssignTarget(target)], plain if is_same else in_parentheses)
 
 
 def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozenset[str]) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import linecache
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.ops import PRODUCTS, base_name
 from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
 from ampdbg.patch.edits import Edited, edit_source
 from ampdbg.patch.functions import (
@@ -31,8 +29,6 @@ from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, S
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.record.pins import Pin
 from ampdbg.source.ownership import is_users_file
-
-_IN_HALF = PRODUCTS | {"convolution", "_convolution"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +84,7 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The lines that go wrong, and those about to, in the module's own code or outside of any module.
 
-    Where a line cannot be wrapped, it is the function that holds it, if no child module runs in there, or its half
-    parameters are cast as it starts.
+    Where a line cannot be wrapped, it is the function that holds it, if no child module runs in there.
     """
     if pin.module and not pin.own:
         return
@@ -98,14 +93,14 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
         return
     for (file, function), lines in materials.lines.of(pin).items():
         half, full = _names_in(file, materials.names)
-        statement = StatementPin(function, tuple(lines), half, full, _texts(file, lines))
+        statement = StatementPin(function, tuple(lines), half, full)
         place = _decided(lines_title(file, lines), file, statement, (pin.name,), function_at(file, lines[0]))
         wider = _around(place, pin, materials) if place.refused else ()
         yield next((other for other in wider if not other.refused), place)
 
 
 def _around(place: Placement, pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The whole function that holds the lines of a refused edit, or casts at its start."""
+    """The whole function that holds the lines of a refused edit."""
     function = place.function
     if function is None:
         return
@@ -113,16 +108,6 @@ def _around(place: Placement, pin: Pin, materials: Materials) -> Iterator[Placem
     module = None if pin.source else materials.model.get_submodule(pin.module)
     if half and not may_run_modules(function, module, frozenset({*half, *full})):
         yield _whole(function, half, (pin.name,), place.why_not)
-    if half and not _is_in_half_again(place, pin):
-        title = f"the start of {function.qualname} in {Path(function.file).name}"
-        source = FunctionPin(function.qualname, half, casts_alone=True)
-        yield _decided(title, function.file, source, (pin.name,), function, place.why_not)
-
-
-def _is_in_half_again(place: Placement, pin: Pin) -> bool:
-    """Whether the lines would get half tensors in spite of FP32 parameters: from a product of theirs, or a child's."""
-    texts = place.source.texts.values() if isinstance(place.source, StatementPin) else ()
-    return any(base_name(site.op) in _IN_HALF for site in pin.sites) or any("self" in text for text in texts)
 
 
 def _parameters_seen(function: SourceFunction, materials: Materials) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -138,7 +123,7 @@ def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The user's own call of an installed library's function in which a line goes wrong."""
     for call in materials.lines.calls_of(pin):
         half, full = _names_in(call.file, materials.names)
-        source = CallPin(call.function, call.callee, (call.line,), half, full, _texts(call.file, (call.line,)))
+        source = CallPin(call.function, call.callee, (call.line,), half, full)
         title = f"{call.callee}() on line {call.line} of {Path(call.file).name}"
         yield _decided(title, call.file, source, (pin.name,), function_at(call.file, call.line))
 
@@ -176,7 +161,7 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
         return
     file, where = call.function.file, call.function.qualname
     half, full = _names_in(file, materials.names)
-    source = CallPin(where, call.callee, call.lines, half, full, _texts(file, call.lines))
+    source = CallPin(where, call.callee, call.lines, half, full)
     title = f"{call.callee}() in {where} of {Path(file).name}"
     yield _decided(title, file, source, (pin.name,), call.function)
 
@@ -218,10 +203,6 @@ def _decided(
 
 def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
     return tuple(replace(one, file=file) for one in refused)
-
-
-def _texts(file: str, lines: Sequence[int]) -> Mapping[int, str]:
-    return {line: linecache.getline(file, line).strip() for line in lines}
 
 
 def _names_in(file: str, names: NamesByLine) -> tuple[dict[int, tuple[str, ...]], tuple[str, ...]]:

@@ -176,8 +176,7 @@ def _merged(placements: Sequence[Placement]) -> Iterator[Placement]:
         if isinstance(first.source, StatementPin):
             statements = [place.source for place in same if isinstance(place.source, StatementPin)]
             lines = sorted({line for source in statements for line in source.lines})
-            texts = {line: text for source in statements for line, text in source.texts.items()}
-            source = replace(first.source, lines=tuple(lines), texts=texts)
+            source = replace(first.source, lines=tuple(lines))
             first = replace(first, title=lines_title(first.file, lines), source=source)
         yield replace(first, pins=pins, notes=notes)
 

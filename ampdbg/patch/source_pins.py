@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 NamesSeen = Mapping[int, tuple[str, ...]] | tuple[str, ...]
 """Expressions as they stand in the source: of all lines together, or by the first line of each statement."""
@@ -21,14 +21,12 @@ class StatementPin:
             half tensors there, as a trace saw them.
         full_names: those that held other tensors. Without any of either, nothing is known, and every operand is cast.
             Unpinned lines may be among the two: what is known of them may keep two blocks together.
-        texts: the lines as they were when they were traced, stripped; a line that differs is refused.
     """
 
     function: str
     lines: tuple[int, ...]
     half_names: NamesSeen = ()
     full_names: NamesSeen = ()
-    texts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class CallPin:
     lines: tuple[int, ...]
     half_names: NamesSeen = ()
     full_names: NamesSeen = ()
-    texts: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,10 @@ class FunctionPin:
     """A function that must run in FP32 as a whole.
 
     ``function`` is its qualified name: ``Block.forward``. ``half_names`` are the parameters that held half tensors.
-    With ``casts_alone`` autocast stays as it is: what autocast does not run in half takes FP32 from there on.
     """
 
     function: str
     half_names: tuple[str, ...]
-    casts_alone: bool = False
 
 
 SourcePin = StatementPin | CallPin | FunctionPin

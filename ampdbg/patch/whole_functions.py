@@ -45,10 +45,6 @@ def with_body_in_fp32(
         return updated, False
     names = half_parameters(pin, bindings)
     _refuse_writes(function, names, bindings)
-    if pin.casts_alone:
-        return updated.with_changes(
-            body=body.with_changes(body=[*body.body[:first], *_casts(names, bindings), *statements])
-        ), False
     autocast, needs_import = autocast_in(bindings)
     device_type = f"{names[0]}.device.type"
     indent = body.indent or bindings.module.default_indent

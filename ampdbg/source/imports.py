@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
-_OFF = ("False", "0")
-
 # `from __future__`, the standard library, installed packages, the package's own.
 _FUTURE, _STANDARD, _INSTALLED, _OWN = range(4)
 
@@ -61,24 +59,14 @@ def origin_of(name: str, imports: Mapping[str, str]) -> str:
 
 def disables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
     """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too."""
-    return _is_autocast(item, imports) and _is_off(item)
-
-
-def enables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
-    """Whether this is ``autocast(…)`` that is not off: within a region that is, it is on again."""
-    return _is_autocast(item, imports) and not _is_off(item)
-
-
-def _is_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
-    name = dotted(item.func) if isinstance(item, cst.Call) else ""
+    if not isinstance(item, cst.Call):
+        return False
+    name = dotted(item.func)
     origin = origin_of(name, imports) or name
-    return origin.startswith("torch.") and origin.endswith("autocast")
-
-
-def _is_off(item: cst.BaseExpression) -> bool:
-    return isinstance(item, cst.Call) and any(
-        arg.keyword is not None and arg.keyword.value == "enabled" and dotted(arg.value) in _OFF for arg in item.args
+    is_off = any(
+        arg.keyword is not None and arg.keyword.value == "enabled" and dotted(arg.value) == "False" for arg in item.args
     )
+    return is_off and origin.startswith("torch.") and origin.endswith("autocast")
 
 
 def with_imported(module: cst.Module, name: str) -> cst.Module:

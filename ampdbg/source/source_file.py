@@ -12,19 +12,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 
-from ampdbg.source.imports import disables_autocast, enables_autocast, imports_of
-
-HEADERS: dict[type[cst.CSTNode], str] = {
-    cst.If: "the condition of an if; compute it on a line of its own first",
-    cst.For: "the head of a for loop; compute what it runs over on a line of its own first",
-    cst.While: "the condition of a while loop, computed again in every turn; move it into the loop",
-    cst.With: "the head of a with statement",
-    cst.FunctionDef: "the head of a function",
-    cst.ClassDef: "the head of a class",
-    cst.Match: "the head of a match statement",
-    cst.Try: "the head of a try statement",
-}
-"""Compound statements whose first line is left alone, in words."""
+from ampdbg.source.imports import disables_autocast, imports_of
 
 
 class EditError(Exception):
@@ -39,12 +27,12 @@ class EditError(Exception):
 class Surroundings:
     """Where a statement stands: ``functions`` and ``classes`` around it, the outermost first.
 
-    ``off`` is what disables autocast around it within its function: a ``with``, or the function by its decorator.
+    ``is_off`` where autocast is off around it within its function, by a ``with`` or the function's decorator.
     """
 
     qualname: tuple[str, ...] = ()
     functions: tuple[cst.FunctionDef, ...] = ()
-    off: cst.With | cst.FunctionDef | None = None
+    is_off: bool = False
 
     @property
     def function(self) -> cst.FunctionDef | None:
@@ -145,22 +133,18 @@ class SourceFile:
                     return found
             elif number in self.span(suite):
                 raise EditError("it stands behind a colon; put it on a line of its own first")
-        if isinstance(statement, cst.If) and number not in self.span(statement.test):
-            raise EditError("it is the condition of an elif, which is computed only after the one before it")
-        raise EditError(f"it is {HEADERS.get(type(statement), 'the head of a compound statement')}")
+        raise EditError("it is the head of a compound statement; compute what it needs on a line of its own first")
 
     def _inside(self, statement: cst.CSTNode, place: Surroundings) -> Surroundings:
         """The place of what stands in the body of a compound statement."""
         if isinstance(statement, cst.FunctionDef):
             is_off = any(disables_autocast(item.decorator, self.imports) for item in statement.decorators)
             functions = (*place.functions, statement)
-            return Surroundings((*place.qualname, statement.name.value), functions, statement if is_off else None)
+            return Surroundings((*place.qualname, statement.name.value), functions, is_off)
         if isinstance(statement, cst.ClassDef):
             return replace(place, qualname=(*place.qualname, statement.name.value))
         if isinstance(statement, cst.With) and any(disables_autocast(i.item, self.imports) for i in statement.items):
-            return replace(place, off=statement)
-        if isinstance(statement, cst.With) and any(enables_autocast(i.item, self.imports) for i in statement.items):
-            return replace(place, off=None)
+            return replace(place, is_off=True)
         return place
 
 

@@ -36,11 +36,11 @@ def _pin(number: int, line: str, match: re.Match[str], lines: list[str]) -> Sour
     half, full = names.get("half", ()), names.get("full", ())
     if match[1] == "forward":
         return FunctionPin(re.split(r"[\s(:]", line)[1] + ".forward", half)
-    function, texts = _function(number, lines), {number: lines[number - 1]}
+    function = _function(number, lines)
     half_on_line = {number: half} if half else ()
     if match[1] == "call":
-        return CallPin(function, match["callee"], (number,), half_on_line, full, texts=texts)
-    return StatementPin(function, (number,), half_on_line, full, texts=texts)
+        return CallPin(function, match["callee"], (number,), half_on_line, full)
+    return StatementPin(function, (number,), half_on_line, full)
 
 
 def _names(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -367,33 +367,6 @@ def test_lines_are_told_as_they_stand(lines: tuple[int, ...], title: str) -> Non
     assert lines_title("/x/a.py", lines) == title
 
 
-COUNTED = """\
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.settled(self.proj(x))
-
-    def settled(self, h):
-        while (h * h).sum() > 1e9:
-            h = h - self.proj(h)
-        return h
-
-
-def build():
-    return Net()
-"""
-
-
-def test_parameters_are_cast_as_a_function_starts_where_its_line_cannot_be_wrapped(write: Write) -> None:
-    net = write(COUNTED)
-    patch = net.planned(net.pin(":own", "while (h * h)", "settled"))
-    assert titles(patch) == ["the start of Net.settled in net.py"]
-    assert net.changed(patch) == "h = h.float()"
-
-
 WRAPPER = """\
 class Layer(nn.Module):
     def __init__(self):
