@@ -58,7 +58,7 @@ def step(task: Task, dtype: torch.dtype, watching: Watching) -> float:
 
 KINDS: dict[str, tuple[torch.dtype, Watching]] = {
     "shadow": (torch.bfloat16, shadow),
-    "op trace": (torch.float16, trace_ops),
+    "op trace": (torch.float16, lambda model: placed(model, OpTrace)),
 }
 
 

@@ -16,7 +16,7 @@ SMALL = 4096
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The parameters by ``id`` with the version of each gradient, and the norms: a vector on the device."""
+"""The parameters by ``id`` with the version of each gradient, and the norms (their largest magnitudes): a vector on the device."""
 
 
 @torch.no_grad()
@@ -41,18 +41,20 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tenso
 
 @torch.no_grad()
 def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
-    """The 2-norm of each gradient of the optimizer, not synced.
+    """The largest magnitude of each gradient of the optimizer, NaN where it holds one; not synced.
 
     None on a CPU, where the gradients can be looked at themselves at once, and where they are not all dense on one
     device.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = [
+        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.numel()
+    ]
     gradients = [parameter.grad for parameter in parameters]
     devices = {gradient.device for gradient in gradients}
     is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
     if len(devices) != 1 or not is_dense or devices.pop().type in ("cpu", "meta"):
         return None
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
     return tuple((id(p), p.grad._version) for p in parameters), norms
 
 
