@@ -106,11 +106,12 @@ def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
     A warning does not: its step agrees with FP32. Neither does what the loss scale went through in a run whose last
     steps were taken: gradients that grow take a few skips, and one of 1e-15 is lost at any scale.
     """
-    if finding.severity != "error" or not CODES[finding.code].counts_against_a_patch:
+    code = CODES[finding.code]
+    if finding.severity != "error" or not code.counts_against_a_patch:
         return False
     end = last_quarter(steps)
-    has_settled = all(math.isfinite(step.loss) and not step.skipped for step in end)
-    return not (finding.phase == "backward" and end and has_settled)
+    goes_on = bool(end) and all(math.isfinite(step.loss) and not step.skipped for step in end)
+    return not (code.passes and goes_on)
 
 
 def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothing_trained: str = "") -> ProofStep:

@@ -33,6 +33,7 @@ class Code:
         information: the same where the finding is no more than information.
         pin_helps: running modules in FP32 may cure its step.
         counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
+        passes: nor does it where the run goes on: its last steps are finite and taken.
         fails_in_fp32: its step fails in FP32 as well.
         keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
         erases_itself: the step's loss and gradients are finite.
@@ -52,6 +53,7 @@ class Code:
     information: str = ""
     pin_helps: bool = False
     counts_against_a_patch: bool = True
+    passes: bool = False
     fails_in_fp32: bool = False
     keeps_scale: bool = False
     erases_itself: bool = False
@@ -141,6 +143,7 @@ _ALL = (
         keeps_scale=True,
         in_range_table=True,
         remedy_at=(("_to_copy", "run the op that made this tensor in FP32 too: its gradient becomes half here"),),
+        passes=True,
     ),
     Code(
         "gradient-underflow",
@@ -158,6 +161,7 @@ _ALL = (
         "No loss scale suits every part of the model: {skips}{falling}.",
         pin_helps=True,
         keeps_scale=True,
+        passes=True,
     ),
     Code(
         "scale-calibration",
@@ -167,6 +171,7 @@ _ALL = (
         "The static loss scale {last} is too large: {skips}.",
         information="Healthy: {skips} while the loss scale {settles}.",
         why_no_pin="Nothing to pin: the static loss scale is too large for the gradients of {step}.",
+        passes=True,
     ),
     Code(
         "gradient-growth",
@@ -184,6 +189,7 @@ _ALL = (
         "other",
         "cure the root: a smaller initial scale only delays it",
         "The loss scale keeps falling: {first} at first, {last} at the end, {skips}.",
+        passes=True,
     ),
     Code(
         "scale-runaway",
@@ -191,6 +197,7 @@ _ALL = (
         "other",
         "check the loss's magnitude: a mean instead of a sum; check gradients after unscaling",
         "The loss scale goes from {first} to {last}, beyond what training needs.",
+        passes=True,
     ),
     Code(
         "optimizer-underflow",

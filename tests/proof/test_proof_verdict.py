@@ -23,6 +23,7 @@ from ampdbg.proof.verdict import (
     with_the_patch,
     without_a_unit,
 )
+from ampdbg.record.codes import CODES, FAMILIES, GRADIENTS
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.run import Step
 from ampdbg.replay.investigation import ScaleRange
@@ -282,7 +283,17 @@ NAN_AT_THE_END = (*SETTLED, Step(8, math.nan, 32768.0, True, skipped=False))
         (found("gradient-overflow"), NAN_AT_THE_END, True),
         (found("gradient-overflow"), (), True),
         (found("true-nan"), FALLING, False),
+        (found("precision-loss"), SETTLED, True),
+        (found("unknown"), SETTLED, True),
+        (found("hardware"), SETTLED, True),
     ],
 )
 def test_only_what_fails_disproves_a_patch(finding: Finding, steps: tuple[Step, ...], expected: bool) -> None:
     assert disproves(finding, steps) == expected
+
+
+def test_only_the_loss_scale_recovers() -> None:
+    passing = {code.name for code in CODES.values() if code.passes}
+    assert passing and passing <= set(FAMILIES[GRADIENTS])
+    for name in CODES.keys() - passing:
+        assert disproves(found(name), SETTLED) == CODES[name].counts_against_a_patch

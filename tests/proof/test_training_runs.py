@@ -55,7 +55,8 @@ class Case:
 
 GROWS = "1.5 * 2.0 ** min(max(0, step - 20) // 2, {most})"
 CAVEATS = {
-    "gradients that grow take a few skips": (Case(gain=GROWS.format(most=4), scale=32768.0), "scale-collapse"),
+    "gradients that grow take a few skips": (Case(gain=GROWS.format(most=4), scale=32768.0), ()),
+    "a large loss needs a scale below 1": (Case("return self.a(x).float() * 1e6", scale=4.0), ("scale-runaway",)),
 }
 FAULTS = {
     "gradients that grow to the end": (Case(gain=GROWS.format(most=60), scale=32768.0), "gradient-overflow: "),
@@ -73,10 +74,10 @@ def trained(case: Case, folder: Path) -> Trained:
 
 @pytest.mark.parametrize("name", CAVEATS)
 def test_a_caveat_is_told_and_does_not_disprove_the_patch(name: str, tmp_path: Path) -> None:
-    case, code = CAVEATS[name]
+    case, beside = CAVEATS[name]
     run = trained(case, tmp_path)
     assert (run.failure, run.faults) == ("", ())
-    assert code in run.beside
+    assert set(run.beside) >= set(beside)
 
 
 @pytest.mark.parametrize("name", FAULTS)
