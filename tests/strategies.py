@@ -161,7 +161,6 @@ proofs = st.builds(
     Proof,
     passed=st.booleans(),
     steps=tuples(st.builds(ProofStep, name=texts, passed=st.booleans(), detail=texts)),
-    figures=st.dictionaries(texts, floats, max_size=2),
 )
 
 

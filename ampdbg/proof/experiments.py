@@ -14,7 +14,7 @@ from ampdbg.errors import AmpdbgError, WorkloadError
 from ampdbg.observer import Observer
 from ampdbg.pinning.costs import as_it_was, seconds_of
 from ampdbg.pinning.health import health_of
-from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, Uncarried, first_line
+from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line
 from ampdbg.proof.overlay import overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
 from ampdbg.replay.investigation import PinnedReplays, ScaleRange
@@ -36,13 +36,12 @@ def perform(job: Job, load: Load, observer: Observer) -> Seen:
     Whatever the user's code or its patched form raises is the ``failure`` of what was seen.
 
     Raises:
-        Uncarried: the failing steps cannot be loaded in this process.
         BrokenPipeError: the observer has gone.
     """
     with overlaid(job.patched.files) as taken:
         try:
             seen = KINDS[job.kind](job, load, observer)
-        except (Uncarried, BrokenPipeError):
+        except BrokenPipeError:
             raise
         except AmpdbgError as error:
             return Seen(failure=first_line(error))

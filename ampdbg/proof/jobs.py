@@ -55,8 +55,7 @@ class Job:
     """What one process runs.
 
     ``patched``: the failing steps, further batches and a training run, with the patch. ``dropped``: the failing
-    steps with a part of the patch. ``reference``: the failing steps and training runs without it, in the run's own
-    precision and in FP32.
+    steps with a part of the patch. ``reference``: the failing steps without it, and training runs in FP32.
 
     ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
     ``train_steps`` steps (with the patch more, where the loss scale needs them to settle), and those in FP32 withhold
@@ -109,14 +108,12 @@ class Trained(_Seen):
 class Seen(_Seen):
     """What a process saw of its job.
 
-    ``failure`` is why it could not be run at all, ``uncarried`` why the failing steps did not arrive there. ``unused``
-    names patched files that were never imported, ``eval_failure`` is what the first failing step raised in eval
-    mode. ``runs`` and ``uses`` are by what ran: "patched", "unpatched",
-    "float32", and "rounded" for FP32 from weights rounded to half.
+    ``failure`` is why it could not be run at all. ``unused`` names patched files that were never imported,
+    ``eval_failure`` is what the first failing step raised in eval mode. ``runs`` and ``uses`` are by what ran:
+    "patched", "unpatched", "float32", and "rounded" for FP32 from weights rounded to half.
     """
 
     failure: str = ""
-    uncarried: str = ""
     unused: tuple[str, ...] = ()
     tried: tuple[Tried, ...] = ()
     further: tuple[Tried, ...] = ()
@@ -129,10 +126,6 @@ class Seen(_Seen):
     def healthy(self) -> bool:
         """Whether every failing step is."""
         return bool(self.tried) and all(one.healthy for one in self.tried)
-
-
-class Uncarried(Exception):  # noqa: N818 - not an error: the proof is then made in the process that has the steps
-    """The steps cannot be carried to another process; the message says why, in one line."""
 
 
 def first_line(error: BaseException) -> str:

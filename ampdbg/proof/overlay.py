@@ -7,8 +7,7 @@ import importlib.util
 import io
 import linecache
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
@@ -48,8 +47,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
 
     It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
-    written for it. Modules that were imported from the files before are set aside, with all of their package, and put
-    back afterwards.
+    written for it. A module that was imported before stays as it is: this is for a process that has imported none.
 
     Args:
         files: the bytes of each file, encoded as the file says, by path.
@@ -59,7 +57,6 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """
     overlay = _Overlay(files)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_set_aside(overlay))
         stack.enter_context(replaced(SourceFileLoader, "get_code", overlay.get_code(SourceFileLoader.get_code)))
         stack.enter_context(replaced(SourceFileLoader, "get_data", overlay.get_data(SourceFileLoader.get_data)))
         stack.callback(overlay.forget_lines)
@@ -108,24 +105,6 @@ class _Overlay:
     def forget_lines(self) -> None:
         for path in self._shown:
             linecache.cache.pop(path, None)
-
-
-@contextlib.contextmanager
-def _set_aside(overlay: _Overlay) -> Iterator[None]:
-    """No module of an overlaid file, nor of its package, is loaded; afterwards those that were are again."""
-    before = _taken_out(overlay)
-    try:
-        yield
-    finally:
-        _taken_out(overlay, {name.partition(".")[0] for name in before})
-        sys.modules.update(before)
-
-
-def _taken_out(overlay: _Overlay, packages: Iterable[str] = ()) -> dict[str, ModuleType]:
-    """Removes the overlaid files' modules from ``sys.modules``, with all of their packages and of ``packages``."""
-    loaded = {name: getattr(module, "__dict__", {}).get("__file__") for name, module in sys.modules.items()}
-    tops = {*packages, *(name.partition(".")[0] for name, file in loaded.items() if overlay.find(file) is not None)}
-    return {name: sys.modules.pop(name) for name in loaded if name.partition(".")[0] in tops}
 
 
 def _key(path: str | os.PathLike[str]) -> str:

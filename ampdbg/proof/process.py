@@ -19,10 +19,10 @@ from typing import IO
 
 import torch
 
-from ampdbg.errors import UserCodeError
+from ampdbg.errors import AmpdbgError, UserCodeError
 from ampdbg.observer import Observer
 from ampdbg.proof.experiments import perform
-from ampdbg.proof.jobs import Job, Seen, Uncarried, first_line
+from ampdbg.proof.jobs import Job, Seen, first_line
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.workload import Workload
 
@@ -47,23 +47,19 @@ def in_fresh_process(job: Job, steps: Path, observer: Observer, stalled: float =
         steps: the file with the failing steps.
         observer: sees what the process is about to run.
         stalled: seconds without a sign of life after which it is ended.
-
-    Raises:
-        Uncarried: the failing steps did not arrive in it.
     """
     with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         task, result, output = folder / "task", folder / "result.json", folder / "output"
         given = (job, steps, torch.get_num_threads(), sys.argv)
-        with _started(given, job.config.start, task, result, output) as child:
-            failure = _followed(child, observer, stalled) or _ended(child)
+        try:
+            with _started(given, job.config.start, task, result, output) as child:
+                failure = _followed(child, observer, stalled) or _ended(child)
+        except OSError as error:
+            return Seen(failure=f"no process can be started: {error}")
         if result.exists():
-            seen = Seen.model_validate_json(result.read_bytes())
-        else:
-            seen = Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
-    if seen.uncarried:
-        raise Uncarried(seen.uncarried)
-    return seen
+            return Seen.model_validate_json(result.read_bytes())
+        return Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
 
 
 def main() -> None:
@@ -73,7 +69,7 @@ def main() -> None:
     # The user's code is to find the command line that it has found before.
     job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
-    seen = _performed(job, steps, _StagesTo(stages))
+    seen = perform(job, lambda run: load_steps(steps, run.workload), _StagesTo(stages))
     whole = result.with_suffix(".part")
     whole.write_text(seen.model_dump_json(), encoding="utf-8")
     os.replace(whole, result)
@@ -89,13 +85,6 @@ class _StagesTo(Observer):
         print(doing, file=self._stages, flush=True)
 
 
-def _performed(job: Job, steps: Path, observer: Observer) -> Seen:
-    try:
-        return perform(job, lambda run: load_steps(steps, run.workload), observer)
-    except Uncarried as error:
-        return Seen(uncarried=str(error))
-
-
 def _standard_output_for_stages() -> IO[str]:
     """The pipe to the other side. What the user's code prints goes to stderr from now on."""
     stages = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -109,20 +98,17 @@ def _started(
 ) -> Iterator[subprocess.Popen[str]]:
     """The process, in one group with workers that it starts; whatever happens on this side, they end with it."""
     command = [sys.executable, "-c", _START, str(task), str(result), os.pathsep.join(sys.path)]
-    try:
-        task.write_bytes(pickle.dumps(given))
-        with output.open("wb") as stderr:
-            child = subprocess.Popen(
-                command,
-                cwd=working_folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                encoding="utf-8",
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise Uncarried(f"no process can be started: {error}") from error
+    task.write_bytes(pickle.dumps(given))
+    with output.open("wb") as stderr:
+        child = subprocess.Popen(
+            command,
+            cwd=working_folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            encoding="utf-8",
+            start_new_session=True,
+        )
     with child:
         try:
             yield child
@@ -191,13 +177,13 @@ def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
     """Writes the steps with their batches, random states, buffers, attributes and weights.
 
     Raises:
-        Uncarried: a batch holds what cannot be pickled, or the disk is full.
+        AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
     """
     try:
         torch.save([_compact(step) for step in steps], path)
     except Exception as error:
         # Pickling runs the code of whatever a batch holds, which may raise anything.
-        raise Uncarried(first_line(error)) from error
+        raise AmpdbgError(first_line(error)) from error
 
 
 def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
@@ -209,13 +195,13 @@ def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
         workload: it is built, so that the modules that define those classes can be found.
 
     Raises:
-        Uncarried: a class of a batch is not to be found in this process.
+        AmpdbgError: a class of a batch is not to be found in this process.
     """
     try:
         with workload.user.running("reading the failing steps"):
             return tuple(torch.load(path, weights_only=False))
     except UserCodeError as error:
-        raise Uncarried(first_line(error.__cause__ or error)) from error
+        raise AmpdbgError(first_line(error.__cause__ or error)) from error
 
 
 def _compact(step: FailingStep) -> FailingStep:

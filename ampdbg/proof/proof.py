@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
-from ampdbg.proof.experiments import perform
-from ampdbg.proof.jobs import Job, Patched, Seen, Uncarried
+from ampdbg.proof.jobs import Job, Patched, Seen
 from ampdbg.proof.process import in_fresh_process, save_steps
 from ampdbg.proof.training_runs import why_nothing_was_trained
 from ampdbg.proof.verdict import (
-    figures,
     further_batches,
     in_eval_mode,
     losses_as_in_fp32,
@@ -26,7 +25,6 @@ from ampdbg.proof.verdict import (
 )
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.replay.snapshot import FailingStep
-from ampdbg.workload.targets import forget_user_modules
 
 Perform = Callable[[Job], Seen]
 
@@ -35,7 +33,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
     """Runs the failing steps, further batches and a training run with the patch, and holds them against FP32.
 
     Nothing is written to the files that are patched. Each experiment has a process of its own, in which the
-    user's code is imported with the patched bytes; where a batch cannot be carried there, all are made in this one.
+    user's code is imported with the patched bytes.
 
     Args:
         job: the patch, and what is to be shown of it; its training runs are longer where the loss scale would take
@@ -50,19 +48,15 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
     Raises:
         KeyboardInterrupt: the process that was under way has been ended.
     """
-    prover = functools.partial(_proof, job, without, recorded=_fp32_losses(failing), observer=observer)
-    try:
-        with tempfile.TemporaryDirectory(prefix="ampdbg-steps-", ignore_cleanup_errors=True) as folder:
-            steps = Path(folder, "steps.pt")
+    with tempfile.TemporaryDirectory(prefix="ampdbg-steps-", ignore_cleanup_errors=True) as folder:
+        steps = Path(folder, "steps.pt")
+        try:
             save_steps(failing, steps)
-            return prover(lambda one: in_fresh_process(one, steps, observer))
-    except Uncarried as why:
-        # A process that died of the batch would say less than one that has it.
-        told = ProofStep(
-            "a fresh process", True, f"the failing step cannot be carried to one ({why}): proven in this one"
-        )
-        proof = prover(lambda one: _in_this_process(one, failing, observer))
-        return replace(proof, steps=(told, *proof.steps))
+        except AmpdbgError as why:
+            told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
+            return Proof(False, (ProofStep("a fresh process", False, told),))
+        perform = functools.partial(in_fresh_process, steps=steps, observer=observer)
+        return _proof(job, without, perform, recorded=_fp32_losses(failing), observer=observer)
 
 
 def _proof(
@@ -84,29 +78,18 @@ def _proof(
     steps += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     steps += [further_batches(patched), in_eval_mode(patched, reference)]
     nothing_trained = why_nothing_was_trained(job.config.precision, trained, patched.tried)
-    steps.append(training_run(trained, reference.runs.get("unpatched"), asked, nothing_trained))
+    steps.append(training_run(trained, asked, nothing_trained))
     if "float32" in reference.runs:
         steps.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
-    numbers = figures(patched, reference, job.train_steps)
-    use = use_of_a_step(numbers)
-    return Proof(all(step.passed for step in steps), (*steps, *([use] if use else ())), numbers)
-
-
-def _in_this_process(job: Job, failing: Sequence[FailingStep], observer: Observer) -> Seen:
-    try:
-        return perform(job, lambda run: failing, observer)
-    finally:
-        # Nothing that is imported from now on is to meet what was patched.
-        forget_user_modules()
+    steps += use_of_a_step({**patched.uses, **reference.uses})
+    return Proof(all(step.passed for step in steps), tuple(steps))
 
 
 def _fp32_losses(failing: Sequence[FailingStep]) -> dict[int, float]:
     """What FP32 made of the steps when they were investigated."""
-    return dict(_fp32_loss_of(failing))
-
-
-def _fp32_loss_of(failing: Sequence[FailingStep]) -> Iterator[tuple[int, float]]:
-    for step in failing:
-        for replay in step.made.replays:
-            if replay.dtype == "float32" and not replay.rounded and not replay.error:
-                yield step.snapshot.step, replay.loss
+    return {
+        step.snapshot.step: replay.loss
+        for step in failing
+        for replay in step.made.replays
+        if replay.dtype == "float32" and not replay.rounded and not replay.error
+    }

@@ -1,4 +1,4 @@
-"""The training runs of a proof, with the patch, without it and in FP32, and how far apart their losses are."""
+"""The training runs of a proof, with the patch and in FP32, and how far apart their losses are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPLAYED_STEPS = 2
 
 
 LONGEST_EXTRA_RUN = 120.0
-"""Seconds that a training run may take which only adds a figure."""
+"""Seconds that the training run may take which shows how far apart two runs in FP32 are."""
 
 
 SPARE = 2
@@ -77,26 +77,19 @@ def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer)
     """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
     for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
         observer.stage(f"{steps} steps with the patch")
-        trained = _trained(replace(job, train_steps=steps), REPLAYED_STEPS, observer)
+        trained = _trained(replace(job, train_steps=steps), observer)
         if not trained.failure:
             break
     return trained
 
 
 def reference_runs(job: Job, uses: dict[str, StepUse], observer: Observer) -> dict[str, Trained]:
-    """The runs without the patch: in FP32, in FP32 from rounded weights, and in the precision of the run."""
-
-    def is_short(way: str) -> bool:
-        return way in uses and uses[way].seconds * job.train_steps < LONGEST_EXTRA_RUN
-
+    """The runs without the patch: in FP32, and in FP32 from rounded weights unless that takes long."""
     observer.stage(f"{job.train_steps} steps in FP32")
     runs = {"float32": _trained_in_fp32(job, observer, is_rounded=False)}
-    if is_short("float32"):
+    if "float32" in uses and uses["float32"].seconds * job.train_steps < LONGEST_EXTRA_RUN:
         observer.stage(f"{job.train_steps} steps in FP32 from rounded weights")
         runs["rounded"] = _trained_in_fp32(job, observer, is_rounded=True)
-    if is_short("unpatched"):
-        observer.stage(f"{job.train_steps} steps without the patch")
-        runs["unpatched"] = _trained(job, 0, observer)
     return runs
 
 
@@ -121,7 +114,7 @@ class _SignsOfLife(Observer):
         self._observer.stage("")
 
 
-def _trained(job: Job, replays: int, observer: Observer) -> Trained:
+def _trained(job: Job, observer: Observer) -> Trained:
     """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
     failure = ""
     try:
@@ -129,7 +122,7 @@ def _trained(job: Job, replays: int, observer: Observer) -> Trained:
             _longer(job),
             prepare=functools.partial(prepared_with, job.patched),
             observer=_SignsOfLife(observer),
-            replays=replays,
+            replays=REPLAYED_STEPS,
         )
     except AmpdbgError as error:
         if not isinstance(error.record, Record):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
-from ampdbg.proof.jobs import Patched, Seen, Trained, Tried
+from ampdbg.proof.jobs import Patched, Seen, StepUse, Trained, Tried
 from ampdbg.quantities import byte_size, counted, duration, scale
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
@@ -114,12 +114,11 @@ def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
     return not (code.passes and goes_on)
 
 
-def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothing_trained: str = "") -> ProofStep:
+def training_run(trained: Trained, asked: int, nothing_trained: str = "") -> ProofStep:
     """Whether a run with the patch shows no finding of precision.
 
     Args:
         trained: the run.
-        unpatched: the same without the patch, where it was made.
         asked: how many steps it was to have, were it not for a loss scale that has to settle.
         nothing_trained: why no step of it was taken; "" where one was.
     """
@@ -129,9 +128,8 @@ def training_run(trained: Trained, unpatched: Trained | None, asked: int, nothin
         return ProofStep(name, False, wrong)
     longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
-    other = f", {len(unpatched.skipped)} without the patch" if unpatched and not unpatched.failure else ""
     skipped = counted(len(trained.skipped), "skipped step")
-    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{other}{longer}")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{longer}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
@@ -183,50 +181,25 @@ def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfASte
     return [one for number, one in enumerate(steps) if number not in skipped]
 
 
-def figures(patched: Seen, reference: Seen, steps: int) -> dict[str, float]:
-    """The numbers of the proof: NAME_patched, NAME_unpatched and NAME_float32, as far as they were measured.
-
-    ``step_seconds``, ``saved_bytes`` and ``peak_bytes`` of one forward and backward pass; ``loss`` (the last),
-    ``loss_scale`` (the last) and ``skipped`` of the runs of ``steps`` steps; and how far the losses of the steps that
-    were taken are apart.
-    """
-    runs, uses = {**patched.runs, **reference.runs}, {**patched.uses, **reference.uses}
-    found: dict[str, float | None] = {"steps": steps}
-    for name, use in uses.items():
-        found[f"step_seconds_{name}"] = use.seconds
-        found[f"saved_bytes_{name}"] = use.saved_bytes
-        found[f"peak_bytes_{name}"] = use.peak_bytes
-    for name in ("patched", "unpatched"):
-        if name in runs and not runs[name].failure:
-            found[f"loss_scale_{name}"] = runs[name].scale
-            found[f"skipped_{name}"] = len(runs[name].skipped)
-    for name in ("patched", "unpatched", "float32"):
-        found[f"loss_{name}"] = runs[name].losses[-1] if name in runs and runs[name].losses else None
-    skipped = runs["patched"].skipped if "patched" in runs else ()
-    if "float32" in runs and _finite(runs["float32"]) and len(skipped) < steps:
-        for name, key in (("patched", "loss_difference"), ("rounded", "noise_floor")):
-            if name in runs and len(runs[name].losses) == steps:
-                found[key] = distance(runs[name].losses, runs["float32"].losses, skipped)
-    return {key: float(value) for key, value in found.items() if value is not None}
-
-
-def use_of_a_step(numbers: Mapping[str, float]) -> ProofStep | None:
-    """Time and memory of a step, in a line; nothing is judged by it."""
+def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
+    """Time and memory of a step with the patch beside the others, in a line; nothing is judged by it."""
+    if "patched" not in uses:
+        return
     told = []
-    for key, show, word in _USES:
-        values = {way: show(numbers[f"{key}_{way}"]) for way in _WAYS if f"{key}_{way}" in numbers}
-        others = ", ".join(f"{_WAYS[way]} {value}" for way, value in values.items() if way != "patched")
-        if "patched" in values:
+    for shown, word in _USES:
+        values = {name: shown(use) for name, use in uses.items()}
+        others = ", ".join(f"{_WAYS[name]} {value}" for name, value in values.items() if name in _WAYS and value)
+        if values["patched"]:
             told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
-    return ProofStep("time and memory of a step", True, "; ".join(told)) if told else None
+    yield ProofStep("time and memory of a step", True, "; ".join(told))
 
 
-_WAYS = {"patched": "patched", "unpatched": "unpatched", "float32": "FP32"}
+_WAYS = {"unpatched": "unpatched", "float32": "FP32"}
 
-_USES: tuple[tuple[str, Callable[[float], str], str], ...] = (
-    ("step_seconds", duration, ""),
-    ("saved_bytes", lambda value: byte_size(int(value)), " kept for the backward pass"),
-    ("peak_bytes", lambda value: byte_size(int(value)), " at the peak"),
+_USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
+    (lambda use: duration(use.seconds), ""),
+    (lambda use: byte_size(use.saved_bytes), " kept for the backward pass"),
+    (lambda use: "" if use.peak_bytes is None else byte_size(use.peak_bytes), " at the peak"),
 )
 
 

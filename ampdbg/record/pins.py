@@ -153,11 +153,10 @@ class ProofStep:
 
 @dataclass(frozen=True)
 class Proof:
-    """The proof of a patch: every step of it, and the figures of the patched run against the others."""
+    """The proof of a patch, and every step of it."""
 
     passed: bool
     steps: tuple[ProofStep, ...] = ()
-    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def failure(self) -> str:

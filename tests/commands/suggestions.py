@@ -20,7 +20,6 @@ PROOF = Proof(
         ProofStep("the failing step (3)", True, "healthy; loss 2.3101, 2.3102 in FP32"),
         ProofStep("without line 2 of model.py", True, "step 3 fails: loss NaN"),
     ),
-    {"step_seconds_patched": 0.03},
 )
 FAILED = Proof(False, (PROOF.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
 

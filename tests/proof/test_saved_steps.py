@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.proof.jobs import Uncarried
+from ampdbg.errors import AmpdbgError
 from ampdbg.proof.process import load_steps, save_steps
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
@@ -76,7 +76,7 @@ def test_a_slice_does_not_carry_the_data_set_it_is_of(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_pickled_is_said(held: object, tmp_path: Path) -> None:
     (step,) = failing_steps(written(tmp_path))
-    with pytest.raises(Uncarried, match=r"^[^\n]+$"):
+    with pytest.raises(AmpdbgError, match=r"^[^\n]+$"):
         save_steps([with_batch(step, {"x": held})], tmp_path / "steps")
 
 
@@ -92,7 +92,7 @@ def test_a_class_that_the_other_process_does_not_have_is_said(tmp_path: Path) ->
         sys.path.remove(str(tmp_path))
         del sys.modules["elsewhere"]
     (tmp_path / "elsewhere.py").unlink()
-    with prepared(config) as run, pytest.raises(Uncarried, match="elsewhere"):
+    with prepared(config) as run, pytest.raises(AmpdbgError, match="elsewhere"):
         load_steps(tmp_path / "steps", run.workload)
 
 

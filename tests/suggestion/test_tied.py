@@ -9,8 +9,8 @@ import pytest
 from ampdbg.commands.forms import diff
 from ampdbg.config import load_config
 from ampdbg.proof import proof
-from ampdbg.proof.jobs import Uncarried
 from ampdbg.proof.suggestion import suggest
+from tests.proof.overflowing import performed_here
 
 NET = """\
 import torch
@@ -57,11 +57,7 @@ ADDED = """\
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for the proof: it takes seconds to start one."""
-
-    def refuse(steps: object, path: Path) -> None:
-        raise Uncarried("the test does not want it")
-
-    monkeypatch.setattr(proof, "save_steps", refuse)
+    monkeypatch.setattr(proof, "in_fresh_process", performed_here)
 
 
 def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
