@@ -132,7 +132,6 @@ pins = st.builds(
     ),
     **dict.fromkeys(("without", "class_name"), texts),
     cost=st.none() | costs,
-    is_library=st.booleans(),
 )
 trials = st.builds(
     Trial,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ampdbg.config.schema import Config, ConfigFile, TargetSpec
-from ampdbg.config.targets import did_you_mean, which_instead
+from ampdbg.config.targets import did_you_mean, why_no_file
 from ampdbg.config.yaml_lines import KeyPath, YamlDocument, YamlError, read_yaml
 from ampdbg.errors import ConfigError
 from ampdbg.files import read_file
@@ -109,20 +109,13 @@ def _checked(
 
 def _read(path: Path) -> YamlDocument:
     """The file as YAML: a mapping, or nothing at all."""
+    problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.y*ml")
+    if problem:
+        raise ConfigError(f"{path}: {problem}")
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise ConfigError(f"{path}: neither a file nor a folder; give a config file")
         raw = read_file(path, LARGEST_FILE)
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path}: a folder; give a config file.{which_instead(path.name, _yaml_files(path))}"
-        ) from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file.{_configs_near(path)}") from None
     except OSError as error:
-        # Windows says "permission denied" for a folder.
-        what = "a folder; give a config file" if path.is_dir() else f"cannot be read: {error.strerror or error}"
-        raise ConfigError(f"{path}: {what}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     try:
         document = read_yaml(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -134,16 +127,6 @@ def _read(path: Path) -> YamlDocument:
         keys = ", ".join(ConfigFile.model_fields)
         raise ConfigError(f"{path}:{document.lines[()]}: got {shown(document.data)}; allowed: a mapping of {keys}")
     return document
-
-
-def _configs_near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" There is no folder {path.parent}."
-    return which_instead(path.name, _yaml_files(path.parent))
-
-
-def _yaml_files(folder: Path) -> list[str]:
-    return sorted(item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml") and item.is_file())
 
 
 def _override(data: dict[Any, Any], override: str, place: Place, places: dict[KeyPath, Place]) -> list[str]:

@@ -7,7 +7,7 @@ import importlib.machinery
 import importlib.util
 import os
 import symtable
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -92,15 +92,18 @@ def why_no_file(path: Path, written: str, pattern: str) -> str | None:
     if path.is_file():
         return None
     if path.is_dir():
-        return f"got {quoted(written)}, which is a folder; allowed: a file"
+        return f"got {quoted(written)}, which is a folder; allowed: a file.{_files_in(path, path.name, pattern)}"
+    if path.exists():
+        return f"got {quoted(written)}, which is neither a file nor a folder; allowed: a file"
     if not path.parent.is_dir():
         return f"got {quoted(written)}, but there is no folder {path.parent}"
-    beside = sorted(item.name for item in path.parent.glob(pattern) if item.is_file())
-    return f"got {quoted(written)}, but there is no such file in {path.parent}.{which_instead(path.name, beside)}"
+    near = _files_in(path.parent, path.name, pattern)
+    return f"got {quoted(written)}, but there is no such file in {path.parent}.{near}"
 
 
-def which_instead(missing: str, beside: Sequence[str]) -> str:
+def _files_in(folder: Path, missing: str, pattern: str) -> str:
     """The file that was probably meant, by its stem (all end alike), or all that there are."""
+    beside = sorted(item.name for item in folder.glob(pattern) if item.is_file())
     by_stem = {Path(name).stem: name for name in beside}
     close = get_close_matches(Path(missing).stem, by_stem, n=1)
     if close:

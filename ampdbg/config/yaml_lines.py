@@ -94,13 +94,14 @@ def read_yaml(text: str) -> YamlDocument:
         if node is None:
             return YamlDocument(None, {(): 1}, ())
         _check_size(node, [], {})
-        duplicates = tuple(_duplicates(node, (), set()))
+        keys = list(_keys(node))  # before construction, which puts merged keys beside those that replace them
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise _explained(error, text) from None
     except RecursionError:
         raise YamlError(1, "nested too deeply to be read") from None
-    return YamlDocument(data, dict(_lines(node, (), depth=4)), duplicates)
+    duplicates = tuple((path, line, first) for path, line, first in keys if first is not None)
+    return YamlDocument(data, {(): _line(node)} | {path: line for path, line, _ in keys}, duplicates)
 
 
 def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
@@ -122,28 +123,15 @@ def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) 
     return sizes[id(node)]
 
 
-def _duplicates(node: yaml.Node, path: KeyPath, done: set[int]) -> Iterator[tuple[KeyPath, int, int]]:
-    """Each key given twice in one mapping: its path, its line and the line of the first one."""
-    if id(node) in done:
-        return
-    done.add(id(node))
+def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, int | None]]:
+    """Each key and item below a node: its path, its line, and the line in which its mapping gave the key before."""
     first: dict[tuple[str, str], int] = {}
     for key, value, here in _children(node, path):
-        if key is not None and (key.tag, key.value) in first:
-            yield here, _line(key), first[key.tag, key.value]
-        elif key is not None:
-            first[key.tag, key.value] = _line(key)
-        yield from _duplicates(value, here, done)
-
-
-def _lines(node: yaml.Node, path: KeyPath, depth: int) -> Iterator[tuple[KeyPath, int]]:
-    """The line of each key down to ``depth``; call it after construction, which resolves merge keys."""
-    if not path:
-        yield path, _line(node)
-    if depth:
-        for key, value, here in _children(node, path):
-            yield here, _line(key or value)
-            yield from _lines(value, here, depth - 1)
+        line = _line(key or value)
+        yield here, line, first.get((key.tag, key.value)) if key else None
+        if key:
+            first.setdefault((key.tag, key.value), line)
+        yield from _keys(value, here)
 
 
 def _children(node: yaml.Node, path: KeyPath) -> Iterator[tuple[yaml.ScalarNode | None, yaml.Node, KeyPath]]:

@@ -230,7 +230,7 @@ def described(model: torch.nn.Module, name: str, tree: AtomTree) -> Pin:
     """The pin of this name, with its module's class."""
     module = name.removesuffix(OWN)
     kind = type(model.get_submodule(module))
-    return Pin(module, own=name.endswith(OWN), class_name=kind.__name__, is_library=is_library_class(kind))
+    return Pin(module, own=name.endswith(OWN), class_name=kind.__name__)
 
 
 def statements(sites: Iterable[PinSite]) -> tuple[Pin, ...]:

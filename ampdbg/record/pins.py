@@ -68,8 +68,7 @@ class Pin:
     children stay in half. Without a module the pin is the statement at ``source``. ``reason`` is the index of the
     finding that it cures, ``sites`` are the ops that go wrong without it, the first to run first; ``without``
     is what happens when it alone is dropped, with those in ``tied``: pins whose modules hold the same parameter, so
-    that they are pinned together. ``class_name`` is the module's class, ``is_library`` whether the source of that
-    class is installed and not the user's own.
+    that they are pinned together. ``class_name`` is the module's class.
     """
 
     module: str
@@ -81,7 +80,6 @@ class Pin:
     tied: tuple[str, ...] = ()
     cost: PinCost | None = None
     class_name: str = ""
-    is_library: bool = False
 
     @property
     def name(self) -> str:

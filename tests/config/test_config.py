@@ -326,19 +326,19 @@ def test_where_names_the_line_the_option_or_the_section(folder: Path) -> None:
 
 
 def test_a_missing_config_names_those_beside_it(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"confg\.yaml: no such file\. Did you mean 'config\.yaml'\?"):
+    with pytest.raises(ConfigError, match=r"no such file in .*\. Did you mean 'config\.yaml'\?"):
         load_config(folder / "confg.yaml")
-    with pytest.raises(ConfigError, match=r"vit\.yaml: no such file\. There is config\.yaml\."):
+    with pytest.raises(ConfigError, match=r"no such file in .*\. There is config\.yaml\."):
         load_config(folder / "vit.yaml")
 
 
 def test_a_missing_config_in_a_missing_folder(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vit\.yaml: no such file\. There is no folder .*none"):
+    with pytest.raises(ConfigError, match=r"vit\.yaml.*, but there is no folder .*none"):
         load_config(folder / "none" / "vit.yaml")
 
 
 def test_a_folder_is_no_config(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a folder; give a config file\. There is config\.yaml\."):
+    with pytest.raises(ConfigError, match=r"is a folder; allowed: a file\. There is config\.yaml\."):
         load_config(folder)
 
 
@@ -423,5 +423,5 @@ def test_infinite_and_nan_arguments_survive(folder: Path) -> None:
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=f"{path}: neither a file nor a folder; give a config file"):
+        with pytest.raises(ConfigError, match=f"{path}: .*neither a file nor a folder; allowed: a file"):
             load_config(path)

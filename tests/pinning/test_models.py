@@ -39,6 +39,5 @@ def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> N
     assert (search.outcome, search.message, search.minimal) == ("found", "", True)
     # A library's line cannot be patched: its module is taken whole.
     assert [pin.name for pin in record.pins] == [overflow.module, *BESIDES.get(name, ())]
-    assert all(pin.is_library for pin in record.pins)
     assert record.pins[0].sites[0].op == overflow.op
     assert (search.further, search.further_healthy) == (3, 3)
