@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.utils import _pytree
 
 from .half_kernels import find_op
 from .op_lists import BANNED, FP32_APPEND_DTYPE, RECURRENT_LAYERS, OpLists, installed_lists
@@ -106,7 +107,7 @@ def _fp32(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
 
 
 def _widest(op: torch._ops.OpOverload, given: Any) -> torch.dtype:
-    eligible = (operand.dtype for operand in _leaves(given) if _is_eligible(operand))
+    eligible = (operand.dtype for operand in _pytree.tree_leaves(given) if _is_eligible(operand))
     return reduce(partial(_wider, op), eligible, torch.get_autocast_dtype("cpu"))
 
 
@@ -172,14 +173,6 @@ def _is_eligible(value: Any) -> bool:
         and value.is_floating_point()
         and value.dtype is not torch.float64
     )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
@@ -16,7 +17,7 @@ SMALL = 4096
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
-"""The parameters by ``id`` with the version of each gradient, and the norms (their largest magnitudes): a vector on the device."""
+"""The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
 
 
 @torch.no_grad()
@@ -26,7 +27,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tenso
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    gradients = _gradients(optimizer)
+    gradients = [parameter.grad for parameter in _with_gradient(optimizer)]
     norm = _norm_of_plain(gradients)
     if norm is None:
         values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in gradients]
@@ -46,9 +47,7 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     None on a CPU, where the gradients can be looked at themselves at once, and where they are not all dense on one
     device.
     """
-    parameters = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p.grad.numel()
-    ]
+    parameters = [parameter for parameter in _with_gradient(optimizer) if parameter.grad.numel()]
     gradients = [parameter.grad for parameter in parameters]
     devices = {gradient.device for gradient in gradients}
     is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
@@ -58,9 +57,8 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     return tuple((id(p), p.grad._version) for p in parameters), norms
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:

@@ -146,11 +146,11 @@ def run_eagerly() -> AbstractContextManager[Any]:
 
 def compiled_modules(model: torch.nn.Module) -> tuple[str, ...]:
     """The qualified names of the modules that ``torch.compile`` or ``module.compile()`` was called on."""
-    return tuple(name for name, module in model.named_modules() if _is_compiled(module))
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
+    )
 
 
 def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ class ProducerTrace(OpTrace):
         """Whether a mask of FP16's lowest number goes below it; a value that was clamped to that number is no mask."""
         if seen.inputs.largest != FLOAT16.largest or not self._origins.is_written(FLOAT16.largest):
             return False
-        return not any(bool((values == torch.inf).any() | values.isnan().any()) for values in _float_values(made))
+        values = [found for found in map(float_values, made) if found is not None]
+        return not any(bool((found == torch.inf).any() | found.isnan().any()) for found in values)
 
 
 class SampleTrace(OpTrace):
@@ -132,10 +133,6 @@ def _is_one_value_times(given: Sequence[torch.Tensor], number: float) -> bool:
         return False
     beyond = values[(values.double() * number).abs() >= FLOAT16.overflow_threshold]
     return beyond.numel() > 1 and bool((beyond == beyond[0]).all())
-
-
-def _float_values(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [values for values in map(float_values, tensors) if values is not None]
 
 
 SAME = 1e-6

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -23,12 +23,8 @@ Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "cl
 Function = Callable[..., Any]
 
 
-class Watcher(Protocol):
-    """What stands around torch's own functions while it is attached."""
-
-    def around(self, seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``original`` with these arguments, once, and returns what it returns."""
-
+Watcher = Callable[..., Any]
+"""Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
 
 _watchers: list[Watcher] = []
 _replaced: set[tuple[int, str]] = set()
@@ -83,7 +79,7 @@ def _through(original: Function, seam: Seam) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         run = original
         for watcher in _watchers:
-            run = functools.partial(watcher.around, seam, run)
+            run = functools.partial(watcher, seam, run)
         return run(*args, **kwargs)
 
     return call

@@ -51,14 +51,10 @@ def source_of(line: Line) -> Source:
 
 def _innermost_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_users_or_a_librarys(frame):
-        if _ends_the_search(frame):
+        if _is_engine(frame) or _runs_users_code(frame):
             return None
         frame = frame.f_back
     return frame
-
-
-def _ends_the_search(frame: FrameType) -> bool:
-    return _is_engine(frame) or _runs_users_code(frame)
 
 
 @by_code

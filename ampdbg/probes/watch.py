@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -67,8 +68,8 @@ class Watch:
                     optimizer.register_step_post_hook(self._after_bare_step),
                 ):
                     self._restoring.callback(handle.remove)
-            attach(self)
-            self._restoring.callback(detach, self)
+            attach(self.around)
+            self._restoring.callback(detach, self.around)
         return self
 
     def stop(self) -> None:
@@ -361,12 +362,8 @@ class Watch:
         return nonfinite_groups(optimizer, self._names, self._first_group(optimizer), before)
 
     def _first_group(self, optimizer: torch.optim.Optimizer) -> int:
-        index = 0
-        for other in self._optimizers.values():
-            if other is optimizer:
-                break
-            index += len(other.param_groups)
-        return index
+        before = takewhile(lambda other: other is not optimizer, self._optimizers.values())
+        return sum(len(other.param_groups) for other in before)
 
     def _close(self, key: int) -> None:
         """Ends an open step; what others have of losses alone belonged to it too."""
