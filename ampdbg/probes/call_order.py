@@ -122,6 +122,10 @@ class CallOrder:
         new = any(self.progress[index].written_since for index in call.optimizers)
         return "misuse-no-update" if new else "misuse-unscale-twice"
 
+    def code_of_second_step(self, call: Call) -> str:
+        """The update between two steps is missing."""
+        return "misuse-no-update"
+
     def code_of_empty_update(self, call: Call) -> str:
         """An update that no gradient was checked for."""
         if self.bare:

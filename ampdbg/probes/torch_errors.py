@@ -74,7 +74,7 @@ TORCH_ERRORS = (
     TorchError(r"Attempting to unscale FP16 gradients", "misuse-half-parameters", by_autocast=True),
     TorchError(r"unscale_\(\) has already been called", decide=CallOrder.code_of_second_unscale),
     TorchError(r"unscale_\(\) is being called after step\(\)", decide=CallOrder.code_of_late_unscale),
-    TorchError(r"step\(\) has already been called", "misuse-no-update"),
+    TorchError(r"step\(\) has already been called", decide=CallOrder.code_of_second_step),
     TorchError(r"No inf checks were recorded for this optimizer", "misuse-unused-optimizer"),
     TorchError(r"No inf checks were recorded prior to update", decide=CallOrder.code_of_empty_update),
 )
