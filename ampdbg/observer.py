@@ -21,9 +21,6 @@ class Observer:
     def search(self, modules: tuple[str, ...]) -> None:
         """A search for pins begins, or begins again, over modules of these names, in the order of their first calls."""
 
-    def trial_start(self, pins: tuple[str, ...]) -> None:
-        """An experiment with these pins is about to run."""
-
     def trial(self, trial: Trial) -> None:
         """An experiment has ended."""
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.explanation import explanation, explanations
+from ampdbg.report.explanation import explanation, explanation_page, explanations, listing_page
 from ampdbg.report.view import Look
 
 from . import options
@@ -41,7 +41,6 @@ def _as_json(code: str | None) -> str:
 def as_text(code: str | None, look: Look) -> str:
     """The explanation of a code, or the list of all."""
     entries = explanations() if code is None else (explanation(code),)
-    from ampdbg.report.explanation import explanation_page, listing_page
     from ampdbg.report.text import draw
 
     if code is None:

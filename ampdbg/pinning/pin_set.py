@@ -69,7 +69,6 @@ class Setting:
 
     def _try(self, pins: tuple[str, ...]) -> Answer:
         """Once a set is healthy, suspects only describe its pins, and of very many pins nobody reads that."""
-        self.observer.trial_start(pins)
         is_brief = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
         return self.experiment.run(pins, is_brief=is_brief)
 
@@ -209,7 +208,6 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
 
 def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
     """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
-    setting.observer.trial_start(closing.pins)
     trial = trial_of(closing.pins, stage, [experiment.run(closing.pins) for _ in range(setting.repeats)])
     closing.made.append(trial)
     setting.observer.trial(trial)

@@ -416,10 +416,3 @@ def finding_of(name: str, step: int, phase: Phase, message: str, **fields: Any) 
     code = CODES[name]
     given = {"severity": code.severity, "remedy": code.remedy} | fields
     return Finding(code=name, step=step, phase=code.phase or phase, message=message, **given)
-
-
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    family: tuple(code.name for code in _ALL if code.family == family)
-    for family in dict.fromkeys(code.family for code in _ALL)
-}
-"""The codes' names by family."""

@@ -1,13 +1,77 @@
-"""The pages of ``ampdbg explain``: the list of all codes, and all there is to know about one."""
+"""What ``ampdbg explain`` says of the codes: the Markdown files of ``ampdbg/record/explanations/``, and their pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from ampdbg.record.explanation import SECTIONS, Explanation
+from ampdbg.errors import AmpdbgError
+from ampdbg.record.codes import CODES, Code
 
 from .view import Column, Page, Paragraph, Prose, Table, Words, line
+
+SECTIONS: Mapping[str, str] = {
+    "meaning": "What it means",
+    "decision": "How it is decided",
+    "remedy": "What fixes it",
+    "alike": "What looks alike",
+    "case": "A known case",
+}
+"""The sections of an explanation: field of :class:`Explanation`, and heading in its file."""
+
+MOST_SUGGESTED = 4
+"""More codes than this that hold what was typed are a family, and the list says more."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What there is to know about one code; the sections are Markdown: paragraphs, lists with ``-``, fenced code."""
+
+    code: str
+    family: str
+    title: str
+    meaning: str
+    decision: str
+    remedy: str
+    alike: str
+    case: str
+
+
+def explanation(code: str) -> Explanation:
+    """Reads what there is to know about ``code``; raises AmpdbgError, which suggests codes near it."""
+    if code in CODES:
+        return _parsed(CODES[code])
+    raise AmpdbgError(f"{code!r} is not a code; {_suggestion(code)}")
+
+
+def explanations() -> tuple[Explanation, ...]:
+    """All of them, in the order of the catalogue."""
+    return tuple(_parsed(code) for code in CODES.values())
+
+
+def _text(code: str) -> str:
+    from importlib import resources  # 5 ms that `ampdbg --help` need not wait for
+
+    return (resources.files("ampdbg") / "record" / "explanations" / f"{code}.md").read_text(encoding="utf-8")
+
+
+def _parsed(code: Code) -> Explanation:
+    title, *parts = _text(code.name).removeprefix("# ").split("\n## ")
+    bodies = {heading: body.strip() for heading, _, body in (part.partition("\n") for part in parts)}
+    return Explanation(
+        code.name, code.family, title.strip(), **{field: bodies[heading] for field, heading in SECTIONS.items()}
+    )
+
+
+def _suggestion(given: str) -> str:
+    wanted = given.strip().lower().replace("_", "-").replace(" ", "-")
+    holding = [code for code in CODES if len(wanted) > 2 and wanted in code]
+    near = holding or difflib.get_close_matches(wanted, CODES, n=1, cutoff=0.5)
+    if near and len(near) <= MOST_SUGGESTED:
+        return f"did you mean {' or '.join(near)}? All codes: ampdbg explain"
+    return "all codes: ampdbg explain"
 
 
 def listing_page(entries: Sequence[Explanation]) -> Page:

@@ -10,9 +10,9 @@ from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import FACTS, catalogued
-from ampdbg.record.explanation import explanation
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step, TensorCounts
+from ampdbg.report.explanation import explanation
 
 from . import view
 from .groups import group_table

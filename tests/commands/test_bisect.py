@@ -69,7 +69,6 @@ class Faked:
         self.options = options
         options["observer"].search(("", "block"))
         for trial in self.record.trials:
-            options["observer"].trial_start(trial.pins)
             options["observer"].trial(trial)
         return self.record
 

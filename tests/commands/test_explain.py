@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.record.codes import CODES
-from ampdbg.record.explanation import explanation
+from ampdbg.report.explanation import explanation
 from tests.commands.program import Here, imported_by, start
 
 
@@ -47,7 +47,7 @@ def test_a_wrong_code_exits_2_and_suggests(form: tuple[str, ...], here: Here) ->
 def test_the_program_answers_without_torch_in_plain_text(tmp_path: Path) -> None:
     result = start(tmp_path, "explain", "mask-constant", flags=("-X", "importtime"), FORCE_COLOR="1", NO_COLOR="1")
     assert result.code == 0
-    assert "ampdbg.record.explanation" in imported_by(result)
+    assert "ampdbg.report.explanation" in imported_by(result)
     assert "torch" not in imported_by(result)
     assert "\x1b" not in result.stdout
     assert "masked_fill(~keep, torch.finfo(scores.dtype).min)" in result.stdout

@@ -112,7 +112,6 @@ def test_a_terminal_sees_the_bar_over_steps_and_then_over_trials(
         assert "1/3" in without_codes(terminal)
         watcher.search(NAMES)
         assert "0/40" in without_codes(terminal)
-        watcher.trial_start(("block.attn", "head"))
         watcher.trial(HEALTHY)
         assert "trial 1: suspects: block.attn and head" in without_codes(terminal)
         assert "1/40" in without_codes(terminal)
@@ -135,7 +134,6 @@ def test_without_a_terminal_each_trial_is_a_line() -> None:
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream), progress.shown(quiet=False) as watcher:
         watcher.search(NAMES)
-        watcher.trial_start(())
         watcher.trial(FAILED)
         watcher.trial(HEALTHY)
         watcher.stage("planning the patch")

@@ -22,7 +22,7 @@ from ampdbg.proof.verdict import (
     with_the_patch,
     without_a_unit,
 )
-from ampdbg.record.codes import CODES, FAMILIES, GRADIENTS
+from ampdbg.record.codes import CODES, GRADIENTS
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.run import Step
 from ampdbg.replay.investigation import ScaleRange
@@ -264,6 +264,6 @@ def test_only_what_fails_disproves_a_patch(finding: Finding, steps: tuple[Step, 
 
 def test_only_the_loss_scale_recovers() -> None:
     passing = {code.name for code in CODES.values() if code.passes}
-    assert set() < passing <= set(FAMILIES[GRADIENTS])
+    assert set() < passing <= {code.name for code in CODES.values() if code.family == GRADIENTS}
     for name in CODES.keys() - passing:
         assert disproves(found(name), SETTLED) == CODES[name].counts_against_a_patch
