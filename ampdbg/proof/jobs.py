@@ -122,11 +122,6 @@ class Seen(_Seen):
     runs: Mapping[str, Trained] = {}
     uses: Mapping[str, StepUse] = {}
 
-    @property
-    def healthy(self) -> bool:
-        """Whether every failing step is."""
-        return bool(self.tried) and all(one.healthy for one in self.tried)
-
 
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type where it says nothing."""

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import linecache
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
@@ -38,10 +38,6 @@ def _imported(file: Path) -> ModuleType:
     return module
 
 
-GetCode = Callable[[SourceFileLoader, str], CodeType | None]
-GetData = Callable[[SourceFileLoader, str], bytes]
-
-
 @contextlib.contextmanager
 def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
@@ -55,58 +51,32 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
     Yields:
         The paths, as they were given, of the files that have been imported by now.
     """
-    overlay = _Overlay(files)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(SourceFileLoader, "get_code", overlay.get_code(SourceFileLoader.get_code)))
-        stack.enter_context(replaced(SourceFileLoader, "get_data", overlay.get_data(SourceFileLoader.get_data)))
-        stack.callback(overlay.forget_lines)
-        yield overlay.taken
+    given = {_key(path): path for path in files}
+    taken: set[Path] = set()
+    shown: set[str] = set()
+    original = SourceFileLoader.get_code
 
+    def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+        path = loader.get_filename(fullname)
+        file = given.get(_key(path))
+        if file is None:
+            return original(loader, fullname)
+        source = files[file]
+        code: CodeType = loader.source_to_code(source, path)
+        # inspect, tracebacks and traces take a line from linecache. Without a time it is not held against the disk.
+        linecache.cache[path] = (len(source), None, io.StringIO(decode_source(source)).readlines(), path)
+        shown.add(path)
+        taken.add(file)
+        return code
 
-class _Overlay:
-    def __init__(self, files: Mapping[Path, bytes]) -> None:
-        self.taken: set[Path] = set()
-        self._paths = {_key(path): path for path in files}
-        self._files = files
-        self._shown: set[str] = set()
-
-    def find(self, path: object) -> Path | None:
-        """The file that ``path`` leads to, under the name that it was given by; None where it is not overlaid."""
-        return self._paths.get(_key(path)) if isinstance(path, (str, os.PathLike)) else None
-
-    # What stands in for a method of a loader takes the loader first, hence the functions inside.
-
-    def get_code(self, original: GetCode) -> GetCode:
-        def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
-            path = loader.get_filename(fullname)
-            file = self.find(path)
-            if file is None:
-                return original(loader, fullname)
-            code: CodeType = loader.source_to_code(self._files[file], path)
-            self._show_lines(path, self._files[file])
-            self.taken.add(file)
-            return code
-
-        return get_code
-
-    def get_data(self, original: GetData) -> GetData:
-        def get_data(loader: SourceFileLoader, path: str) -> bytes:
-            file = self.find(path)
-            return original(loader, path) if file is None else self._files[file]
-
-        return get_data
-
-    def _show_lines(self, path: str, source: bytes) -> None:
-        """``inspect``, tracebacks and traces take a line from linecache. Without a time it is not held against disk."""
-        lines = io.StringIO(decode_source(source)).readlines()
-        linecache.cache[path] = (len(source), None, lines, path)
-        self._shown.add(path)
-
-    def forget_lines(self) -> None:
-        for path in self._shown:
+    try:
+        with replaced(SourceFileLoader, "get_code", get_code):
+            yield taken
+    finally:
+        for path in shown:
             linecache.cache.pop(path, None)
 
 
-def _key(path: str | os.PathLike[str]) -> str:
+def _key(path: str | Path) -> str:
     """Two spellings of one file have one key."""
     return os.path.normcase(os.path.realpath(path))

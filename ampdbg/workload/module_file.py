@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -34,13 +34,15 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         UserCodeError: importing it raised.
     """
     source = f"--module {path}"
-    problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.py") or _why_no_python(path)
+    problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.py")
+    if path.suffix != ".py":
+        problem = problem or f"got {path.name!r}; allowed: a Python file, FILE.py"
     if problem:
         raise ConfigError(f"{source}: {problem}")
     start = Path.cwd()  # importing the file may change it
     module = import_ahead(Path(os.path.abspath(path)), f"{source}: importing it")
     given = {override.partition("=")[0].strip() for override in overrides}
-    names, missing = dict(_optional(module)), []
+    names, missing = {key: name for key, name in OPTIONAL.items() if hasattr(module, name)}, []
     for key, find in (("model", _model), ("data", _data)):
         if not given & {key, f"{key}.target"}:
             try:
@@ -51,14 +53,6 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise WorkloadError("\n".join(missing))
     targets = {key: {"target": f"{path.as_posix()}:{name}"} for key, name in names.items()}
     return config_of(targets, source, start, overrides).model_copy(update={"start": start})
-
-
-def _why_no_python(path: Path) -> str:
-    return "" if path.suffix == ".py" else f"got {path.name!r}; allowed: a Python file, FILE.py"
-
-
-def _optional(module: ModuleType) -> Iterator[tuple[str, str]]:
-    return ((key, name) for key, name in OPTIONAL.items() if hasattr(module, name))
 
 
 def _model(module: ModuleType) -> str:

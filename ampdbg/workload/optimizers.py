@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,29 +18,20 @@ from ampdbg.workload.user_code import UserCode
 Group = dict[str, Any]
 
 
-def groups_by_parameter(model: nn.Module) -> list[Group]:
-    """One group for each trainable parameter, named after it."""
-    return [{"params": [parameter], "name": name} for name, parameter in trainable(model)]
+GROUPINGS: Mapping[str, Callable[[str], str]] = {
+    "parameter": lambda name: name,
+    "module": lambda name: name.rpartition(".")[0] or "(root)",
+    "single": lambda name: "all",
+}
+"""Groupings: the name of the group that a parameter is in, by the parameter's qualified name."""
 
 
-def groups_by_module(model: nn.Module) -> list[Group]:
-    """One group for each module that has trainable parameters of its own; ``(root)`` for the model's."""
+def groups_of(model: nn.Module, grouping: str) -> list[Group]:
+    """The trainable parameters in named groups: one for each, one for each module, or a single one."""
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trainable(model):
-        groups.setdefault(name.rpartition(".")[0] or "(root)", []).append(parameter)
+        groups.setdefault(GROUPINGS[grouping](name), []).append(parameter)
     return [{"params": parameters, "name": name} for name, parameters in groups.items()]
-
-
-def single_group(model: nn.Module) -> list[Group]:
-    """All trainable parameters in one group, named ``all``."""
-    return [{"params": [parameter for _, parameter in trainable(model)], "name": "all"}]
-
-
-GROUPINGS: Mapping[str, Callable[[nn.Module], list[Group]]] = {
-    "parameter": groups_by_parameter,
-    "module": groups_by_module,
-    "single": single_group,
-}
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -87,7 +78,7 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
         raise found.refuse(f"is {a(found.value)}; needed: an Optimizer class, or a function that returns an optimizer")
     if _first_parameter(found.value) == "model" and not isinstance(found.value, type):
         return found.made(model, names=("model",))
-    return found.made(GROUPINGS[grouping](model), names=("params",))
+    return found.made(groups_of(model, grouping), names=("params",))
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:
@@ -140,10 +131,7 @@ def _name_of(names: Sequence[str]) -> str:
     """``head.weight`` alone; ``blocks.*`` (12) for what has a common module; else the first and how many more."""
     if len(names) < 2:
         return "".join(names)
-    # What the first and the last in order share, all share.
-    parts = sorted(name.split(".") for name in names)
-    pairs = zip(parts[0], parts[-1], strict=False)
-    common = [first for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    common = os.path.commonprefix([name.split(".") for name in names])  # noqa: RUF071 - of lists, not of strings
     if common:
         return f"{'.'.join(common)}.* ({len(names)})"
     return f"{names[0]} and {len(names) - 1} more"
