@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import islice
 from pathlib import PurePosixPath
 
 CONTEXT = 3
@@ -15,11 +15,10 @@ NO_NEWLINE = b"\\ No newline at end of file\n"
 DEV_NULL = b"/dev/null"
 
 _HEADING = re.compile(rb"^[ \t]*(class|async[ \t]+def|def)[ \t].*$")
+_RANGE = re.compile(rb"@@ -(\d+)")
 _ESCAPES = {
     byte: b"\\" + letter for byte, letter in zip(b'"\\\a\b\t\n\v\f\r', map(str.encode, '"\\abtnvfr'), strict=True)
 }
-
-Opcode = tuple[str, int, int, int, int]
 
 
 def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
@@ -65,30 +64,12 @@ def _lines(content: bytes) -> list[bytes]:
 
 
 def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for group in matcher.get_grouped_opcodes(CONTEXT):
-        start, end, new_start, new_end = group[0][1], group[-1][2], group[0][3], group[-1][4]
-        heading = next((line for line in reversed(before[:start]) if _HEADING.match(line)), b"").strip()
-        ranges = b"@@ -%b +%b @@" % (_range(start, end), _range(new_start, new_end))
-        yield b" ".join(part for part in (ranges, heading) if part) + b"\n"
-        yield from chain.from_iterable(_changed(code, before, after) for code in group)
-
-
-def _range(start: int, end: int) -> bytes:
-    """The first line, counted from 1 (the one before where there is none), and how many, unless it is one."""
-    count = end - start
-    first = start + 1 if count else start
-    return b"%d" % first if count == 1 else b"%d,%d" % (first, count)
-
-
-def _changed(code: Opcode, before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
-    kind, start, end, new_start, new_end = code
-    if kind == "equal":
-        yield from (_marked(b" ", line) for line in before[start:end])
-    else:
-        yield from (_marked(b"-", line) for line in before[start:end])
-        yield from (_marked(b"+", line) for line in after[new_start:new_end])
-
-
-def _marked(mark: bytes, line: bytes) -> bytes:
-    return mark + line if line.endswith(b"\n") else mark + line + b"\n" + NO_NEWLINE
+    """The hunks, each headed by the class or function above it."""
+    # The two lines that name the files come first; git's have more to say.
+    for line in islice(difflib.diff_bytes(difflib.unified_diff, before, after, n=CONTEXT), 2, None):
+        if (start := _RANGE.match(line)) is not None:
+            above = reversed(before[: max(int(start[1]) - 1, 0)])
+            heading = next((other for other in above if _HEADING.match(other)), b"").strip()
+            yield b" ".join(part for part in (line.strip(), heading) if part) + b"\n"
+        else:
+            yield line if line.endswith(b"\n") else line + b"\n" + NO_NEWLINE

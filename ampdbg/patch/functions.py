@@ -122,32 +122,10 @@ def parameters_of(function: SourceFunction) -> tuple[str, ...]:
     return tuple(_parameters(node)) if node is not None else ()
 
 
-def may_run_modules(function: SourceFunction, module: torch.nn.Module | None, tensors: frozenset[str]) -> bool:
-    """Whether the function may run a child of ``module``, whose method it is (None: a plain function's caller).
-
-    It may where it hands ``self`` on, calls a method or uses a child of it, or calls a parameter that is not known to
-    hold a tensor; ``tensors`` are those that are.
-    """
-    node = node_of(function)
-    if node is None or not is_users_file(function.file):
-        return True
-    own = _self_of(node) if function.class_name else ""
-    unknown = set(_parameters(node)) - tensors - {own}
-    uses = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and _is_name(part.value, own)]
-    calls = [_root(part.func) for part in ast.walk(node) if isinstance(part, ast.Call)]
-    is_handed_on = sum(_is_name(part, own) for part in ast.walk(node)) > len(uses)
-    uses_child = bool(uses) and (module is None or any(part.attr in module._modules for part in uses))
-    return is_handed_on or uses_child or any(root == own or root in unknown for root in calls if root)
-
-
 def _root(node: ast.expr) -> str:
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and bool(name) and node.id == name
 
 
 def _self_of(node: FunctionNode) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
+from ampdbg.patch.by_name.helper import edit_factory, in_words, takes_one_tensor
 from ampdbg.patch.edits import Edited, edit_source
 from ampdbg.patch.functions import (
     SourceFunction,
@@ -20,7 +20,6 @@ from ampdbg.patch.functions import (
     function_at,
     functions_run,
     lines_of,
-    may_run_modules,
     modules_running,
     parameters_of,
 )
@@ -82,10 +81,7 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
 
 
 def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The lines that go wrong, and those about to, in the module's own code or outside of any module.
-
-    Where a line cannot be wrapped, it is the function that holds it, if no child module runs in there.
-    """
+    """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
     if pin.module and not pin.own:
         return
     sources = [pin.source] if pin.source else [site.source for site in pin.sites]
@@ -94,29 +90,14 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     for (file, function), lines in materials.lines.of(pin).items():
         half, full = _names_in(file, materials.names)
         statement = StatementPin(function, tuple(lines), half, full)
-        place = _decided(lines_title(file, lines), file, statement, (pin.name,), function_at(file, lines[0]))
-        wider = _around(place, pin, materials) if place.refused else ()
-        yield next((other for other in wider if not other.refused), place)
+        yield _decided(lines_title(file, lines), file, statement, (pin.name,), function_at(file, lines[0]))
 
 
-def _around(place: Placement, pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The whole function that holds the lines of a refused edit."""
-    function = place.function
-    if function is None:
-        return
-    half, full = _parameters_seen(function, materials)
-    module = None if pin.source else materials.model.get_submodule(pin.module)
-    if half and not may_run_modules(function, module, frozenset({*half, *full})):
-        yield _whole(function, half, (pin.name,), place.why_not)
-
-
-def _parameters_seen(function: SourceFunction, materials: Materials) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The parameters of a function that held half tensors, and those that held other ones."""
+def _half_parameters(function: SourceFunction, materials: Materials) -> tuple[str, ...]:
+    """The parameters of a function that held half tensors."""
     keys = [(function.file, line) for line in lines_of(function)]
-    seen = [materials.names[key] for key in keys if key in materials.names]
-    parameters = parameters_of(function)
-    half = tuple(name for name in parameters if any(name in names.half for names in seen))
-    return half, tuple(name for name in parameters if any(name in names.full for names in seen))
+    seen = {name for key in keys if key in materials.names for name in materials.names[key].half}
+    return tuple(name for name in parameters_of(function) if name in seen)
 
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -137,14 +118,9 @@ def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
         return
     pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
     if set(modules_running(function, materials.model)) <= pinned:
-        yield _whole(function, _parameters_seen(function, materials)[0], (pin.name,))
-
-
-def _whole(
-    function: SourceFunction, half: tuple[str, ...], pins: tuple[str, ...], notes: tuple[str, ...] = ()
-) -> Placement:
-    title = f"{function.qualname} in {Path(function.file).name}"
-    return _decided(title, function.file, FunctionPin(function.qualname, half), pins, function, notes)
+        title = f"{function.qualname} in {Path(function.file).name}"
+        pinned_whole = FunctionPin(function.qualname, _half_parameters(function, materials))
+        yield _decided(title, function.file, pinned_whole, (pin.name,), function)
 
 
 def _leaves_children(pin: Pin, materials: Materials) -> bool:
@@ -171,10 +147,8 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
     file = _file_that_makes_the_model(materials.config)
     if not is_users_file(file) or pin.source:
         return
-    note = applies_to(Path(file).read_bytes(), parse_target(materials.config.model.target).name)
     refused = _in_file(file, with_helper(Path(file).read_bytes(), (pin.name,), materials).refused)
-    notes = (note,) if note else ()
-    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), notes=notes, refused=refused)
+    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
 
 
 WAYS: tuple[tuple[Way, ...], ...] = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, find, plain_parameters, walk
+from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, find, walk
 from ampdbg.source.imports import dotted
 from ampdbg.source.source_file import EditError
 
@@ -31,38 +31,9 @@ def with_model_kept(module: cst.Module, name: str, helper: str) -> tuple[int, cs
     Raises:
         EditError: there is no ``name``, or no plain place for the call.
     """
-    (first, *inner), index = _followed(module, name)
-    edited = _edited(module.body[index], inner, first, helper)
+    index = _index(module.body, name)
+    edited = _edited(module.body[index], name, helper)
     return index, module.with_changes(body=[*module.body[:index], *edited, *module.body[index + 1 :]])
-
-
-def applied_to(module: cst.Module, name: str) -> str:
-    """What the helper's call runs for, where that is more than one model; else "".
-
-    Raises:
-        EditError: there is no ``name``.
-    """
-    (_, *inner), index = _followed(module, name)
-    maker: cst.CSTNode = module.body[index]
-    for part in inner:
-        maker = _member(maker, part, name)
-    if isinstance(maker, cst.FunctionDef):
-        return f"all that {name} returns" if _has_parameters(maker.params, 0) else ""
-    if not isinstance(maker, cst.ClassDef):
-        return ""
-    own = _initialiser_of(maker)
-    # The arguments of an inherited __init__ are not known.
-    return f"every {name}" if own is None or _has_parameters(own.params, 1) else ""
-
-
-def _followed(module: cst.Module, name: str) -> tuple[list[str], int]:
-    """The parts of ``name`` and the index of the statement that binds the first of them; an alias is followed."""
-    parts = name.split(".")
-    index = _index(module.body, parts[0])
-    value = _value(module.body[index], parts[0])
-    if isinstance(value, cst.Name) and len(parts) == 1:
-        return _followed(module, value.value)
-    return parts, index
 
 
 def _index(body: Sequence[cst.CSTNode], name: str) -> int:
@@ -93,30 +64,8 @@ def _value(node: cst.CSTNode, name: str) -> cst.BaseExpression | None:
     return None
 
 
-def _member(node: cst.CSTNode, name: str, whole: str) -> cst.CSTNode:
-    """The function or class ``name`` in a class."""
-    body = _block(node.body).body if isinstance(node, cst.ClassDef) else ()
-    found = [item for item in body if isinstance(item, (cst.FunctionDef, cst.ClassDef)) and item.name.value == name]
-    if not found:
-        raise EditError(f"{whole} is neither a function nor a class in this file")
-    return found[-1]
-
-
-def _has_parameters(params: cst.Parameters, bound: int) -> bool:
-    """Whether there are more parameters than those that are ``bound``, as ``self`` is."""
-    takes_any = isinstance(params.star_arg, cst.Param) or params.star_kwarg is not None
-    return takes_any or len(plain_parameters(params)) > bound
-
-
-def _edited(node: Statement, inner: Sequence[str], name: str, helper: str) -> list[Statement]:
+def _edited(node: Statement, name: str, helper: str) -> list[Statement]:
     """The statements in the place of the one that makes the model."""
-    if inner:
-        member = _member(node, inner[0], ".".join([name, *inner]))
-        assert isinstance(member, (cst.FunctionDef, cst.ClassDef))
-        (edited,) = _edited(member, inner[1:], inner[0], helper)
-        changed = node.deep_replace(member, edited)
-        assert isinstance(changed, cst.ClassDef)
-        return [changed]
     if isinstance(node, cst.FunctionDef):
         return [_function(node, helper)]
     if isinstance(node, cst.ClassDef):

@@ -10,7 +10,7 @@ import libcst as cst
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name.factory import applied_to, with_model_kept
+from ampdbg.patch.by_name.factory import with_model_kept
 from ampdbg.patch.by_name.helper_text import INDENT, helper_functions
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.record.pins import OWN
@@ -83,7 +83,6 @@ def edit_factory(source: bytes, name: str, pins: Sequence[str], *, one_tensor: C
     Args:
         source: the file's bytes.
         name: what makes the model there: a function, an ``nn.Module`` class, or a variable that holds the model.
-            It may be dotted (``Build.model``).
         pins: as the ``names`` of :func:`module_text`, which explains ``one_tensor`` too.
     """
     try:
@@ -98,22 +97,6 @@ def edit_factory(source: bytes, name: str, pins: Sequence[str], *, one_tensor: C
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),), changed=False)
     return Edited(after, (), changed=True)
-
-
-def applies_to(source: bytes, name: str) -> str:
-    """What else than the config's model the helper's call runs for, for who reads the patch; "" where it is nothing.
-
-    Args:
-        source: the file's bytes.
-        name: what makes the model there, as for :func:`edit_factory`.
-    """
-    try:
-        what = applied_to(read_source(source).module, name)
-    except EditError:
-        return ""
-    return (
-        f"applies to {what}, whatever the arguments; a model without these names raises AttributeError" if what else ""
-    )
 
 
 def _check_names(module: cst.Module) -> None:

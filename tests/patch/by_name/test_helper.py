@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name.helper import applies_to, edit_factory, in_words, takes_one_tensor
+from ampdbg.patch.by_name.helper import edit_factory, in_words, takes_one_tensor
 from ampdbg.patch.edits import Edited
 from tests.conftest import Golden
 
@@ -37,7 +37,6 @@ CASES = {
     "function": Case("build_model", ("0",)),
     "class_with_init": Case("Net", ("first", "layer0", "layer1")),
     "variable": Case("network", ("0",), make=lambda model: model),
-    "static_method": Case("Build.model", ("0",)),
     "aliases": Case("build_model", ("0", "1")),
     "tabs_and_own_lines": Case("build_model", ("0:own", "0.query"), is_simple=False),
     "no_imports": Case("build_model", ("0",)),
@@ -123,23 +122,6 @@ def test_the_only_model_that_a_factory_makes_must_have_the_names() -> None:
     result = edit_factory(source("function"), "build_model", ["typo"])
     with pytest.raises(AttributeError, match="typo"):
         modules_of(CASES["function"], result.source)
-
-
-WHATEVER = "whatever the arguments; a model without these names raises AttributeError"
-NOTES = {
-    "def build():\n    return Net()\n": "",
-    "def build(depth):\n    return Net(depth)\n": f"applies to all that build returns, {WHATEVER}",
-    "class build(Net):\n    def __init__(self):\n        super().__init__()\n": "",
-    "class build(Net):\n    def __init__(self, *, n):\n        pass\n": f"applies to every build, {WHATEVER}",
-    "class build(Net):\n    pass\n": f"applies to every build, {WHATEVER}",
-    "build = Net()\n": "",
-    "make = 1\n": "",
-}
-
-
-@pytest.mark.parametrize("text", NOTES)
-def test_the_reader_is_told_what_else_is_pinned(text: str) -> None:
-    assert applies_to(text.encode(), "build") == NOTES[text]
 
 
 def test_the_edited_file_trains_without_ampdbg() -> None:
