@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -108,39 +108,17 @@ def is_factory(value: object) -> bool:
 
 def why_no_batches(data: Any) -> str | None:
     """Why ``data`` is no iterable of batches, continuing ``"it is ..."``; None when it is one."""
-    return next((problem(data) for test, problem in _NO_BATCHES if test(data)), None)
-
-
-def _is_map_style(data: Any) -> bool:
-    return isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__iter__")
-
-
-def _holds_loaders(data: Any) -> bool:
     items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    return any(isinstance(item, DataLoader) for item in items)
-
-
-def _is_one_batch(data: Any) -> bool:
-    if isinstance(data, tuple):
-        return bool(data) and all(isinstance(item, torch.Tensor) for item in data)
-    return isinstance(data, (torch.Tensor, Mapping))
-
-
-# From the particular to the general: the first that holds is said.
-_NO_BATCHES: tuple[tuple[Callable[[Any], bool], Callable[[Any], str]], ...] = (
-    (_holds_loaders, lambda data: f"{a(data)} of several DataLoaders; needed: one"),
-    (
-        _is_one_batch,
-        lambda data: f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]",
-    ),
-    (_is_map_style, lambda data: f"{a(data)}, a Dataset of single samples; needed: batches; wrap it in a DataLoader"),
-    (
-        lambda data: isinstance(data, (str, bytes)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")),
-        lambda data: (
-            f"{a(data)}; needed: an iterable of batches, a factory of one, or an object with train_dataloader()"
-        ),
-    ),
-)
+    if any(isinstance(item, DataLoader) for item in items):
+        return f"{a(data)} of several DataLoaders; needed: one"
+    is_tuple_of_tensors = isinstance(data, tuple) and data and all(isinstance(item, torch.Tensor) for item in data)
+    if is_tuple_of_tensors or isinstance(data, (torch.Tensor, Mapping)):
+        return f"{a(data)}, which looks like one batch; needed: an iterable of batches, such as [batch]"
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(data, "__iter__"):
+        return f"{a(data)}, a Dataset of single samples; needed: batches; wrap it in a DataLoader"
+    if isinstance(data, (str, bytes)) or not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        return f"{a(data)}; needed: an iterable of batches, a factory of one, or an object with train_dataloader()"
+    return None
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
