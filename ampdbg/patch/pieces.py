@@ -9,7 +9,7 @@ import libcst as cst
 
 from ampdbg.patch.regions import Action, Region, Regions, TensorNames, action_of, writes_in_place
 from ampdbg.patch.steps import Apart, Part, take_apart, value_of
-from ampdbg.source.bindings import Bindings
+from ampdbg.source.bindings import Bindings, is_number
 from ampdbg.source.expressions import code_of, find, names_read, walk
 from ampdbg.source.source_file import EditError
 
@@ -167,7 +167,7 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
         return False
     if Regions(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False
-    return names.bindings.is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
+    return is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
 
 
 def _keeps_a_tensor(statement: cst.Assign | cst.AnnAssign) -> bool:

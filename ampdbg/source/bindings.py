@@ -81,7 +81,7 @@ class Bindings:
         numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
         others: set[str] = set()
         for targets, value in self._assignments():
-            (numbers if _is_number(value) else others).update(targets)
+            (numbers if is_number(value) else others).update(targets)
         constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
         # What starts at 0 and is added to may be a tensor.
         return frozenset((numbers - others) | constants)
@@ -90,7 +90,7 @@ class Bindings:
     def maybe_numbers(self) -> frozenset[str]:
         """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
         found = {
-            name for name, parameter in self.parameters.items() if parameter.default and _is_number(parameter.default)
+            name for name, parameter in self.parameters.items() if parameter.default and is_number(parameter.default)
         }
         plain = (item for item in find(self._scope, cst.Assign) if _may_be_number(item.value))
         return frozenset(found.union(*map(names_assigned, plain))) - self.numbers
@@ -108,10 +108,6 @@ class Bindings:
                 yield names_assigned(item), item.value
             elif isinstance(item, cst.For):
                 yield names_assigned(cst.AssignTarget(item.target)), item.iter
-
-    def is_number(self, value: cst.BaseExpression) -> bool:
-        """Whether an expression gives numbers, sizes or text, whatever tensors it looks at."""
-        return _is_number(value)
 
     def aliases(self, name: str) -> set[str]:
         """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
@@ -151,7 +147,7 @@ def _may_be_none(value: cst.BaseExpression | None) -> bool:
 def _may_be_number(value: cst.BaseExpression) -> bool:
     if isinstance(value, cst.IfExp):
         return _may_be_number(value.body) or _may_be_number(value.orelse)
-    return _is_number(value)
+    return is_number(value)
 
 
 def _is_number_parameter(parameter: cst.Param) -> bool:
@@ -159,17 +155,17 @@ def _is_number_parameter(parameter: cst.Param) -> bool:
     return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
 
 
-def _is_number(value: cst.BaseExpression) -> bool:
+def is_number(value: cst.BaseExpression) -> bool:
     """``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic with them."""
     match value:
         case cst.Integer() | cst.Float() | cst.BaseString():
             return True
         case cst.UnaryOperation():
-            return _is_number(value.expression)
+            return is_number(value.expression)
         case cst.BinaryOperation():
-            return _is_number(value.left) and _is_number(value.right)
+            return is_number(value.left) and is_number(value.right)
         case cst.Subscript():
-            return _is_number(value.value)
+            return is_number(value.value)
         case cst.Attribute():
             return value.attr.value in METADATA
         case cst.Call(func=cst.Name() as function):

@@ -81,7 +81,8 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     if imports_of(module.body).get(name) == name:
         return module
     line = cst.SimpleStatementLine([cst.Import([cst.ImportAlias(cst.Name(name))])])
-    block, first = _import_block(module.body)
+    first = int(module.get_docstring() is not None)
+    block = _import_block(module.body, first)
     rank = _rank(line)
     place = next((index for index in block if _rank(module.body[index]) >= rank), block[-1] + 1 if block else first)
     starts_section = not block or _rank(module.body[max(place - 1, block[0])])[0] != rank[0]
@@ -99,16 +100,10 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     return module.with_changes(body=body)
 
 
-def _import_block(body: Sequence[cst.CSTNode]) -> tuple[list[int], int]:
-    """The indices of the imports at the top, and of the first statement behind a docstring."""
-    first = int(bool(body) and _is_docstring(body[0]))
+def _import_block(body: Sequence[cst.CSTNode], first: int) -> range:
+    """The indices of the imports at the top, from the ``first`` statement behind a docstring on."""
     end = next((index for index, line in enumerate(body) if index >= first and not _root_of(line)), len(body))
-    return list(range(first, end)), first
-
-
-def _is_docstring(line: cst.CSTNode) -> bool:
-    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
-    return isinstance(first, cst.Expr) and isinstance(first.value, (cst.SimpleString, cst.ConcatenatedString))
+    return range(first, end)
 
 
 def _root_of(line: cst.CSTNode) -> str:
