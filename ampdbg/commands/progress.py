@@ -14,7 +14,6 @@ from ampdbg.escapes import printable
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
-from ampdbg.report.bisection import pins_text, result_text
 
 from .output import is_rich_terminal, say
 
@@ -160,6 +159,8 @@ def _searching(modules: tuple[str, ...]) -> str:
 
 
 def _trial_line(number: int, trial: Trial) -> str:
+    from ampdbg.report.bisection import pins_text, result_text  # `ampdbg --help` need not wait for the pages
+
     stage = f"{trial.stage}: " if trial.stage else ""
     return printable(f"trial {number}: {stage}{pins_text(trial.pins)} in FP32: {result_text(trial)}")
 
