@@ -207,8 +207,9 @@ class Investigator:
         self._lowest_that_worked = math.inf
 
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
-        """The step that is about to run, with its batches."""
-        return take_snapshot(self._run.workload.model, len(self._watcher.steps), batches, self._versions)
+        """The step that is about to run, with copies of its batches where it may be replayed."""
+        kept = batches if self._limit else ()
+        return take_snapshot(self._run.workload.model, len(self._watcher.steps), kept, self._versions)
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
         """To be called between the backward pass and the optimizer: the last moment with the step's weights."""

@@ -123,7 +123,7 @@ def _title(title: str) -> Iterator[Text]:
 
 @singledispatch
 def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
-    raise NotImplementedError(type(section).__name__)
+    raise TypeError(f"got a section of {type(section).__name__}; each kind of view.Section has a function below")
 
 
 @_drawn.register

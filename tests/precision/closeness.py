@@ -22,11 +22,11 @@ NOISE = 2.0**-20
 
 
 def share_close(left: Tensor, right: Tensor, units: int = 1) -> float:
-    """The share of elements that are equal to within so many units in the last place, or to within FP32's noise."""
+    """The share of elements that are equal to within so many units in the last place, or cancelled in both."""
     finite = right.float().where(right.isfinite(), torch.zeros(()))
     noise = NOISE * float(finite.abs().max()) if finite.numel() else 0.0
-    close = (units_apart(left, right) <= units) | ((left.float() - right.float()).abs() <= noise)
-    return float(close.float().mean())
+    cancelled = (left.float().abs() <= noise) & (right.float().abs() <= noise)
+    return float(((units_apart(left, right) <= units) | cancelled).float().mean())
 
 
 def same_overflow(left: Tensor, right: Tensor) -> bool:

@@ -67,6 +67,10 @@ KINDS = (
     "complex,float8,inference"
 ).split(",")
 
+PLACES = ("buffer", "attribute", "batch")
+# A meta tensor has no data to train on: torch itself refuses to move such a batch to a device.
+CASES = [(kind, place) for kind in KINDS for place in PLACES if (kind, place) != ("meta", "batch")]
+
 FAILING, HEALTHY = "1.0e+6", "1.0"
 
 
@@ -82,11 +86,8 @@ def config(folder: Path, kind: str, factor: str, place: str) -> Config:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("place", ["buffer", "attribute", "batch"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "place"), CASES)
 def test_no_kind_of_tensor_stops_a_command(kind: str, place: str, tmp_path: Path) -> None:
-    if (kind, place) == ("meta", "batch"):
-        pytest.skip("no training moves such a batch to its device")
     healthy = config(tmp_path, kind, HEALTHY, place)
     record = diagnose(train(healthy))
     assert record.verdict == "healthy"
