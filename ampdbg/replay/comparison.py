@@ -67,6 +67,8 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
     """
     moving = {name: gradient for name, gradient in fp32.gradients.items() if name not in fp32.idle}
     distance = _distance(low.gradients, moving)
+    if not moving and _distance(low.gradients, fp32.gradients) == 0.0:
+        distance = 0.0
     squares = {name: float(gradient.double().square().sum()) for name, gradient in moving.items()}
     lost = {name: _flushed(low.gradients.get(name), gradient) for name, gradient in moving.items()}
     total = sum(squares.values())
@@ -141,11 +143,14 @@ def _relative(sample: torch.Tensor, reference: torch.Tensor | None) -> float | N
 
 
 def _distance(low: Mapping[str, torch.Tensor], fp32: Mapping[str, torch.Tensor]) -> float | None:
+    """The norm of the difference over that of FP32's; equal gradients are no distance apart, zeros too."""
     difference = total = 0.0
     for name, reference in fp32.items():
         total += float(reference.double().square().sum())
         other = low.get(name)
         difference += float((reference.double() - (0.0 if other is None else other.double())).square().sum())
+    if fp32 and difference == 0.0:
+        return 0.0
     return math.sqrt(difference / total) if 0 < total < math.inf and math.isfinite(difference) else None
 
 
