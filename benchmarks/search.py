@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.reduction import Result
-from ampdbg.search.strategies import delta_debug, guided
+from ampdbg.search.strategies import Result, delta_debug, guided
 from ampdbg.search.trials import Answer, Trials
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")

@@ -19,7 +19,7 @@ from ampdbg.patch.placements import (
     with_helper,
 )
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, StatementPin
-from ampdbg.pinning.ties import tied_together
+from ampdbg.pinning.pin_set import tied_together
 from ampdbg.record.pins import Pin
 
 __all__ = ["WAYS", "FileEdit", "Materials", "Patch", "PatchUnit", "layers_of_one_tensor", "planned", "wider_than"]

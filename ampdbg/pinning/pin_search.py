@@ -24,7 +24,9 @@ from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, weights_of
-from ampdbg.search import Result, atom_tree, best_so_far, delta_debug, guided
+from ampdbg.search.atoms import atom_tree
+from ampdbg.search.strategies import Result, best_so_far, delta_debug, guided
+from ampdbg.search.trials import OutOfTrials
 
 TRIES = 10
 """A step that does not fail every time it is run is run so often to learn how often it does."""
@@ -138,25 +140,24 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
     Raises:
         Contradiction: the answers contradict each other, and each was of one run alone.
     """
+    trials = setting.trials
     try:
         result = STRATEGIES[search.strategy](setting)
-        search = replace(search, candidates=len(setting.trials.made[0].pins) if setting.trials.made else 0)
-        if not result.healthy:
-            return record_without_set(setting, record, search, result)
-        if not result.out_of_trials:
+        search = replace(search, candidates=len(trials.made[0].pins))
+        if result.healthy:
             return record_of_found(setting, record, search, result)
-        interrupted = False
-    except KeyboardInterrupt:
-        result, interrupted = best_so_far(setting.trials), True
-    search = replace(search, outcome="out-of-trials")
-    record = replace(record, interrupted=interrupted, search=search, trials=setting.trials.made)
-    return record_of_best(setting, record, search, result) if result.healthy else record
+        return record_without_set(setting, record, search)
+    except (OutOfTrials, KeyboardInterrupt) as end:
+        search = replace(search, outcome="out-of-trials", candidates=len(trials.made[0].pins) if trials.made else 0)
+        record = replace(record, interrupted=isinstance(end, KeyboardInterrupt), search=search, trials=trials.made)
+    best = best_so_far(trials)
+    return record_of_best(setting, record, search, best) if best.healthy else record
 
 
 def _guided(setting: Setting) -> Result:
     """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
     result = guided(setting.trials, _candidates(setting))
-    return result if result.healthy or result.out_of_trials else delta_debug(setting.trials)
+    return result if result.healthy else delta_debug(setting.trials)
 
 
 STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {

@@ -7,32 +7,36 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.agreement import is_finite
+from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
-from ampdbg.pinning.costs import step_costs, step_seconds
 from ampdbg.pinning.experiment import Case, Experiment
-from ampdbg.pinning.ties import tied_modules, tied_together
+from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import OWN, Pin, PinSite, Search, Trial
+from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, Search, Trial
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import PinnedReplays
+from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, further_steps
-from ampdbg.search import Answer, AtomTree, OutOfTrials, Result, Trials
-from ampdbg.search.reduction import most_dropped
-from ampdbg.search.trials import trial_of
+from ampdbg.replay.snapshot import FailingStep, Snapshot, further_steps, rewound
+from ampdbg.search.strategies import Result, most_dropped
+from ampdbg.search.trials import Answer, OutOfTrials, Trials, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 FURTHER_BATCHES = 3
 """The set that was found is tried on so many more batches."""
 
 AGAIN = "the whole set once more"
+
+HALF_BYTES = 2
 
 
 class Contradiction(Exception):  # noqa: N818 - not an error: the search begins again
@@ -64,7 +68,7 @@ class Setting:
             max_trials=self.max_trials,
             repeats=self.repeats,
             on_trial=self.observer.trial,
-            together=tied_modules(self.run.workload.model, self.experiment.tree),
+            together=tied_together(self.experiment.tree.atoms, self.run.workload.model),
         )
 
     def _try(self, pins: tuple[str, ...]) -> Answer:
@@ -81,12 +85,19 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
     Raises:
         Contradiction: the set is not healthy when it is run once more, or the step is without pins.
     """
-    closing = Closing(result.pins)
+    if not result.pins and setting.repeats == 1:
+        raise Contradiction
+    pins, made = result.pins, list[Trial]()
     try:
-        _close(setting, closing)
+        pins = _library_modules_whole(setting, pins)
+        for trial in _closing_trials(setting, pins):
+            made.append(trial)
+            setting.observer.trial(trial)
+            if not made[0].healthy and setting.repeats == 1:
+                raise Contradiction
     except KeyboardInterrupt:
         record = replace(record, interrupted=True)
-    again, further = closing.made[:1], closing.made[1:]
+    again, further = made[:1], made[1:]
     bad = next((trial.why for trial in again if not trial.healthy), None)
     search = replace(
         search,
@@ -96,31 +107,16 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
         further_healthy=sum(trial.healthy for trial in further),
         losses=_losses(setting, again),
         set_scale=_set_scale(setting),
-        step_seconds=closing.step_seconds,
     )
-    record = record_of_best(setting, record, search, replace(result, pins=closing.pins))
-    return replace(record, trials=(*record.trials, *closing.made))
+    record = record_of_best(setting, record, search, replace(result, pins=pins))
+    return replace(record, trials=(*record.trials, *made))
 
 
-@dataclass
-class Closing:
-    """How far the end of a search has come: the set, the trials beside the search, a step's time by what ran."""
-
-    pins: tuple[str, ...]
-    made: list[Trial] = field(default_factory=list)
-    step_seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-def _close(setting: Setting, closing: Closing) -> None:
-    if not closing.pins and setting.repeats == 1:
-        raise Contradiction
-    closing.pins = _library_modules_whole(setting, closing.pins)
-    _run_beside(setting, setting.experiment, AGAIN, closing)
-    if not closing.made[0].healthy and setting.repeats == 1:
-        raise Contradiction
-    for number, experiment in enumerate(_on_further_batches(setting), start=1):
-        _run_beside(setting, experiment, f"further batch {number}", closing)
-    closing.step_seconds = step_seconds(setting.run, setting.failing, closing.pins)
+def _closing_trials(setting: Setting, pins: tuple[str, ...]) -> Iterator[Trial]:
+    """More runs of the set that are no part of the search; each as often as its trials were repeated."""
+    further = ((f"further batch {number}", one) for number, one in enumerate(_on_further_batches(setting), start=1))
+    for stage, experiment in chain([(AGAIN, setting.experiment)], further):
+        yield trial_of(pins, stage, [experiment.run(pins) for _ in range(setting.repeats)])
 
 
 def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
@@ -137,21 +133,17 @@ def _set_scale(setting: Setting) -> float | None:
     return min(lowered, default=None)
 
 
-def record_without_set(setting: Setting, record: Record, search: Search, result: Result) -> Record:
-    """No set is healthy: for want of trials, or because what goes wrong is in no module."""
-    outside = setting.experiment.outside
-    if result.out_of_trials:
-        return replace(record, search=replace(search, outcome="out-of-trials"), trials=setting.trials.made)
+def record_without_set(setting: Setting, record: Record, search: Search) -> Record:
+    """No set is healthy: what goes wrong is in no module, or it is not known where it is."""
+    outside, trials = setting.experiment.outside, setting.trials.made
     if not outside:
-        last = setting.trials.made[-1].why if setting.trials.made else ""
-        search = replace(
-            search, outcome="no-set-helps", message=f"with every module in FP32 the step still fails: {last}"
-        )
-        return replace(record, search=search, trials=setting.trials.made)
-    pins = statements(outside)
+        message = f"with every module in FP32 the step still fails: {trials[-1].why}"
+        return replace(record, search=replace(search, outcome="no-set-helps", message=message), trials=trials)
+    lines = {site.source: site for site in outside if site.source is not None}
+    pins = tuple(Pin("", source=source, sites=(site,), reason=0) for source, site in lines.items())
     message = _no_module_cures(outside[0])
     search = replace(search, outcome="not-in-a-module", message=message, sources=digests(pins))
-    return replace(record, search=search, trials=setting.trials.made, pins=pins)
+    return replace(record, search=search, trials=trials, pins=pins)
 
 
 def _no_module_cures(site: PinSite) -> str:
@@ -167,31 +159,42 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
 
     Another interrupt leaves out the costs.
     """
+    model, tree = setting.run.workload.model, setting.experiment.tree
     try:
         costs = step_costs(setting.run, setting.failing)
     except KeyboardInterrupt:
         costs, record = None, replace(record, interrupted=True)
     dropped = {pin: trial.why for pin, trial in result.dropped.items()}
-    tied = {name: part for part in tied_together(result.pins, setting.run.workload.model) for name in part}
-    pins = [described(setting.run.workload.model, name, setting.experiment.tree) for name in result.pins]
+    tied = {name: part for part in tied_together(result.pins, model) for name in part}
     pins = [
         replace(
             pin,
-            reason=reason_of(pin, record.findings),
-            sites=setting.experiment.sites(setting.experiment.tree.under(pin.name)),
             tied=tuple(other for other in tied[pin.name] if other != pin.name),
             without=dropped.get(pin.name) or dropped.get(pin.module + OWN, ""),
-            cost=costs.of(setting.experiment.tree.under(pin.name)) if costs is not None else None,
+            cost=costs.of(tree.under(pin.name)) if costs is not None else None,
         )
-        for pin in pins
+        for pin in (_pin(setting, name, record.findings) for name in result.pins)
     ]
     search = replace(
         search,
-        cost=costs.of(setting.experiment.tree.expand(result.pins)) if costs is not None else None,
-        classes=classes_of(setting.run.workload.model, result.pins, setting.order),
+        cost=costs.of(tree.expand(result.pins)) if costs is not None else None,
+        classes=classes_of(model, result.pins, setting.order),
         sources=digests(pins),
     )
     return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))
+
+
+def _pin(setting: Setting, name: str, findings: Sequence[Finding]) -> Pin:
+    """The pin of this name, with what goes wrong in it; its reason is the finding there, or the root finding."""
+    module = name.removesuffix(OWN)
+    same = (index for index, finding in enumerate(findings) if finding.op and finding.module == module)
+    return Pin(
+        module,
+        own=name.endswith(OWN),
+        reason=next(same, 0 if findings else None),
+        sites=setting.experiment.sites(setting.experiment.tree.under(name)),
+        class_name=type(setting.run.workload.model.get_submodule(module)).__name__,
+    )
 
 
 def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str, ...]:
@@ -206,13 +209,6 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
     return pins
 
 
-def _run_beside(setting: Setting, experiment: Experiment, stage: str, closing: Closing) -> None:
-    """One more run of the set that is no part of the search; as often as each trial of it was repeated."""
-    trial = trial_of(closing.pins, stage, [experiment.run(closing.pins) for _ in range(setting.repeats)])
-    closing.made.append(trial)
-    setting.observer.trial(trial)
-
-
 def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
     """The step on the batches that come after its own, where FP32 is finite on them."""
     first = setting.experiment.cases[0]
@@ -222,25 +218,6 @@ def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
         if is_finite(replays.fp32.replay):
             case = Case(further, replays)
             yield Experiment(setting.run, (case,), setting.experiment.tree, is_silent=setting.experiment.is_silent)
-
-
-def described(model: torch.nn.Module, name: str, tree: AtomTree) -> Pin:
-    """The pin of this name, with its module's class."""
-    module = name.removesuffix(OWN)
-    kind = type(model.get_submodule(module))
-    return Pin(module, own=name.endswith(OWN), class_name=kind.__name__)
-
-
-def statements(sites: Iterable[PinSite]) -> tuple[Pin, ...]:
-    """Pins of the lines that belong to no module, each once."""
-    lines = {site.source: site for site in sites if site.source is not None}
-    return tuple(Pin("", source=source, sites=(site,), reason=0) for source, site in lines.items())
-
-
-def reason_of(pin: Pin, findings: Sequence[Finding]) -> int | None:
-    """The index of the finding in the pin's module, or of the root finding."""
-    same = (index for index, finding in enumerate(findings) if finding.op and finding.module == pin.module)
-    return next(same, 0 if findings else None)
 
 
 def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) -> dict[str, tuple[int, ...]]:
@@ -262,3 +239,97 @@ def digest(file: str) -> str:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+# Modules that share a parameter are pinned together
+
+
+def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
+    holder: dict[int, str] = {}
+    part = {name: [name] for name in names}
+    for name in names:
+        for parameter in _parameters(name, model):
+            mine, other = part[name], part[holder.setdefault(id(parameter), name)]
+            if mine is not other:
+                other += mine
+                part.update(dict.fromkeys(mine, other))
+    return tuple(dict.fromkeys(tuple(names) for names in part.values()))
+
+
+def _parameters(pin: str, model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of a module, or of its own lines."""
+    module = model.get_submodule(pin.removesuffix(OWN))
+    yield from module.parameters(recurse=not pin.endswith(OWN))
+
+
+# What pins cost: the share of a step's FLOPs and of its half activations that leave FP16
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What each module's own lines cost in the forward pass: FLOPs, and bytes of half activations."""
+
+    flops: Mapping[str, int]
+    activation_bytes: Mapping[str, int]
+
+    def of(self, atoms: Iterable[str]) -> PinCost:
+        """The share that these have: leaf modules, and other modules' own lines (``NAME:own``)."""
+        chosen = {atom.removesuffix(OWN) for atom in atoms}
+        size = sum(self.activation_bytes.get(name, 0) for name in chosen)
+        flops = sum(self.flops.get(name, 0) for name in chosen)
+        all_flops, all_bytes = self._totals
+        return PinCost(_share(flops, all_flops), _share(size, all_bytes), size)
+
+    @cached_property
+    def _totals(self) -> tuple[int, int]:
+        return sum(self.flops.values()), sum(self.activation_bytes.values())
+
+
+def step_costs(run: Run, failing: FailingStep) -> StepCosts:
+    """Runs the step twice more: with torch's own FLOP counter, and with a trace of what is half."""
+    manner = Manner(run.mode.format.name, failing.scale, is_lifted=False)
+    trace = replay_step(run, failing.snapshot, manner, traced=OpTrace).trace
+    sizes: Counter[str] = Counter()
+    for seen in trace.ops if trace else ():
+        if seen.place.phase == "forward" and seen.output.dtype == manner.dtype:
+            sizes[seen.place.module] += seen.output.size * HALF_BYTES
+    return StepCosts(_own_flops(run, failing.snapshot), sizes)
+
+
+def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
+    """FLOPs by module without those of its children; none where torch's counter cannot run the model."""
+    model = run.workload.model
+    counter = FlopCounterMode(display=False)
+    try:
+        # With gradients: without, the counter's hooks fail on a view of a parameter that goes into a module.
+        with rewound(model, snapshot), counter:
+            for batch in snapshot.batches:
+                with run.mode.forward():
+                    run.workload.losses(batch)
+    except (AmpdbgError, AssertionError, RuntimeError):
+        return {}
+    root = type(model).__name__
+    every = {
+        "" if name == root else name.removeprefix(f"{root}."): sum(by_op.values())
+        for name, by_op in counter.get_flop_counts().items()
+        if name == root or name.startswith(f"{root}.")
+    }
+    own = dict(every)
+    for name, count in every.items():
+        parent = _nearest(name, every)
+        if parent is not None:
+            own[parent] -= count
+    return own
+
+
+def _nearest(name: str, names: Mapping[str, int]) -> str | None:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return None
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

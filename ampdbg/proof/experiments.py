@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,7 @@ import torch
 from ampdbg.agreement import is_finite
 from ampdbg.errors import AmpdbgError, WorkloadError
 from ampdbg.observer import Observer
-from ampdbg.pinning.costs import as_it_was, seconds_of
-from ampdbg.pinning.health import health_of
+from ampdbg.pinning.experiment import health_of
 from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line
 from ampdbg.proof.overlay import overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
@@ -200,19 +200,27 @@ def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
 # What one step takes on this machine: its time, what it keeps for the backward pass, the GPU's peak memory
 
 
+TIMED_STEPS = 3
+"""The median of so many steps is the time of one; an untimed one goes before them."""
+
 View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 """The offset, shape and strides by which a tensor looks at its memory."""
 
 
 def step_use(run: Run, failing: FailingStep, *, in_fp32: bool = False) -> StepUse | None:
     """Measures the step as it was, or in FP32; the model must have its weights. None where the step raises."""
-    manner = as_it_was(run, failing)
-    if in_fp32:
-        manner = replace(manner, dtype="float32")
+    dtype = "float32" if in_fp32 else run.mode.format.name
+    manner = Manner(dtype, failing.scale, is_lifted=False)
     saved = _saved_bytes(run, failing, manner)
     if saved is None:
         return None
-    return StepUse(seconds_of(run, failing, (), manner), saved, _peak_bytes(run, failing, manner))
+    return StepUse(_seconds(run, failing, manner), saved, _peak_bytes(run, failing, manner))
+
+
+def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
+    """The median time of one forward and backward pass."""
+    seconds = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
+    return round(statistics.median(seconds[1:]), 4)
 
 
 def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:

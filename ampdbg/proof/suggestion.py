@@ -17,8 +17,7 @@ from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_te
 from ampdbg.patch.source_pins import Refused
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.pin_search import scales_of
-from ampdbg.pinning.pin_set import digest
-from ampdbg.pinning.ties import tied_together
+from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove

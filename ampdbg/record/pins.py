@@ -113,10 +113,9 @@ class Search:
     ``step`` is the failing step and ``scale`` its loss scale; ``set_scale`` is the one that goes with the set, where
     gradients overflow above it; unpinned the step failed in ``failed`` of ``tried`` replays, after which each trial
     got ``repeats``. ``candidates`` of the ``modules`` that ran were tried. ``losses`` holds the step's loss by what
-    ran: "float16", "float32", "pinned". ``step_seconds`` likewise holds the time of a step. ``further`` and
-    ``further_healthy`` count the batches that the whole set was tried on besides. ``classes`` counts pinned instances
-    of a class against all that the model has, where there are several.
-    ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
+    ran: "float16", "float32", "pinned". ``further`` and ``further_healthy`` count the batches that the whole set was
+    tried on besides. ``classes`` counts pinned instances of a class against all that the model has, where there are
+    several. ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
     """
 
     strategy: Strategy
@@ -134,7 +133,6 @@ class Search:
     further: Count = 0
     further_healthy: Count = 0
     losses: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: Mapping[str, float] = field(default_factory=dict)
     cost: PinCost | None = None
     classes: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -109,7 +109,7 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
     """What was run: the step in each precision, the trials, the proof."""
     record, search = ended.record, ended.search
-    if search.losses or search.step_seconds:
+    if search.losses:
         yield _loss_table(ended)
     if record.trials:
         yield _trial_table(record.trials, ended.names)
@@ -161,21 +161,13 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
-    """The failing step as it was, in FP32 and with the set: its loss, and how long it takes."""
+    """The loss of the failing step as it was, in FP32 and with the set."""
     losses = dict(ended.search.losses)
     for step in ended.record.steps:
         if step.step == ended.search.step:
             losses.setdefault("float16", step.loss)
-    seconds = ended.search.step_seconds
-    rows = tuple(
-        (text, number(losses.get(way)), duration(seconds.get(way)))[: 3 if seconds else 2]
-        for way, text in RAN_AS.items()
-        if way in losses or way in seconds
-    )
-    columns = (view.Column(), view.Column("loss", "number"), view.Column("time", "number"))[: 3 if seconds else 2]
-    emulated = line("This machine emulates FP16; on a GPU the times differ.", tone="faint")
-    below = (emulated,) if seconds and ended.record.environment.emulated else ()
-    return view.Table("The failing step, forward and backward", columns, rows, below=below)
+    rows = tuple((text, number(losses[way])) for way, text in RAN_AS.items() if way in losses)
+    return view.Table("The failing step", (view.Column(), view.Column("loss", "number")), rows)
 
 
 # The trials

@@ -1,41 +1,157 @@
-"""The two ways to search: guided by candidates, and blind, by delta debugging over the tree of modules."""
+"""Searches for a minimal set: guided by candidates or blind, and the proof that what they find is 1-minimal."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Concatenate, ParamSpec
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import Atoms
-from ampdbg.search.reduction import NOTHING, Result, best_so_far, certified, drop_superfluous, grouped, smallest
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.atoms import Atoms, AtomTree
+from ampdbg.search.trials import Trials
 
-Rest = ParamSpec("Rest")
+NOTHING: Atoms = frozenset()
+
+MOST_ATOM_RUNS = 100_000
+"""A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about a
+minute on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
 
 
-def _keeping_the_best(
-    search: Callable[Concatenate[Trials, Rest], Result],
-) -> Callable[Concatenate[Trials, Rest], Result]:
-    """Makes a search that runs out of trials return the best set so far."""
+@dataclass(frozen=True)
+class Result:
+    """The set that a search ended with.
 
-    @functools.wraps(search)
-    def kept(trials: Trials, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-        try:
-            return search(trials, *args, **kwargs)
-        except OutOfTrials:
-            return best_so_far(trials)
+    ``pins`` are the fewest names for it, in tree order; none where the step is healthy without, or never was.
+    ``minimal`` says that it is 1-minimal: dropping any one pin, and any one of the parts that it was put together
+    from, was tried and is unhealthy. ``dropped`` has the trial of each pin that was dropped alone, with all that is
+    tied to it.
+    """
 
+    pins: tuple[str, ...]
+    healthy: bool
+    minimal: bool
+    dropped: Mapping[str, Trial] = field(default_factory=dict)
+
+
+def best_so_far(trials: Trials) -> Result:
+    """The smallest healthy set that was tried, where a search ended early."""
+    pins = trials.best or ()
+    known = {pin: trials.known(_without(trials, pins, pin)) for pin in pins}
+    dropped = {pin: trial for pin, trial in known.items() if trial is not None}
+    return Result(pins, trials.best is not None, minimal=False, dropped=dropped)
+
+
+def grouped(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
+    """The parts, where dropping each alone takes too long in groups of neighbours."""
+    size = -(-len(parts) // most_dropped(trials.tree))
+    return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)] if parts else []
+
+
+def most_dropped(tree: AtomTree) -> int:
+    """How many parts may be dropped each alone."""
+    return max(1, MOST_ATOM_RUNS // max(1, len(tree.atoms)))
+
+
+def drop_superfluous(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
+    """The parts of a healthy set that are needed when they are dropped in turn, the last one first.
+
+    A needed part costs one trial, a run of superfluous ones about twice the logarithm of its length. A part that
+    lies within the others goes at no cost.
+    """
+    kept = list(parts)
+    undecided = len(kept)
+
+    def is_healthy_without(count: int) -> bool:
+        rest = kept[: undecided - count] + kept[undecided:]
+        return trials.test(NOTHING.union(*rest), "with fewer").healthy
+
+    while undecided > 0:
+        superfluous = _most(is_healthy_without, undecided)
+        del kept[undecided - superfluous : undecided]
+        undecided -= superfluous + 1  # the one before them is needed
     return kept
 
 
-@_keeping_the_best
+def _most(works: Callable[[int], bool], limit: int) -> int:
+    """The largest count up to ``limit`` that works where all below it do: 1, 2, 4, 8 …, then by halves."""
+    good, bad = 0, limit + 1
+    while good < limit and bad > limit:
+        count = min(max(1, 2 * good), limit)
+        good, bad = (count, bad) if works(count) else (good, count)
+    while bad - good > 1:
+        count = (good + bad) // 2
+        good, bad = (count, bad) if works(count) else (good, count)
+    return good
+
+
+def smallest(trials: Trials, base: Atoms, units: Sequence[Atoms]) -> list[Atoms]:
+    """Those of the units that are needed beside ``base``; with all of them it must be healthy.
+
+    Finds where the shortest healthy prefix of the units ends, keeps its last unit, and looks on in front of it: for
+    each needed unit one trial, and one for each halving. Splits between the largest blocks near the middle.
+
+    Whatever the predicate is like, each step has an unhealthy prefix and a longer healthy one, so that this always
+    ends with a healthy set. Where pins never harm, the set is also 1-minimal.
+    """
+    levels = [trials.tree.levels[min(map(trials.tree.place, unit))] for unit in units]
+    needed: list[Atoms] = []
+    rest = list(units)
+    while not trials.test(base.union(*needed), "narrowing").healthy:
+        low, high = 0, len(rest)
+        while high - low > 1:
+            middle = _boundary(levels, low, high)
+            healthy = trials.test(base.union(*needed, *rest[:middle]), "narrowing").healthy
+            low, high = (low, middle) if healthy else (middle, high)
+        needed.append(rest[low])
+        del rest[low:]
+    return needed
+
+
+def _boundary(levels: Sequence[int], low: int, high: int) -> int:
+    """Where to split ``low`` to ``high``: in the middle third, before the largest block, as central as can be."""
+    third = -((low - high) // 3)
+    return min(range(low + third, high - third + 1), key=lambda place: (levels[place], abs(2 * place - low - high)))
+
+
+def certified(trials: Trials, parts: Sequence[Atoms]) -> Result:
+    """Drops each part of a healthy set alone, then each pin, until every such trial is unhealthy.
+
+    Trials made before are not made again. A healthy one, which there is only where pins can harm, makes the set
+    smaller and begins the round again, so that there are never more rounds than parts and pins. Where the pins are
+    too many to be dropped each alone, the set is not proven to be minimal.
+    """
+    parts = [part for part in parts if part]
+    while (smaller := next(_healthy_drops(trials, parts), None)) is not None:
+        parts = [part & smaller for part in parts if part & smaller]
+    pins = trials.tree.compress(NOTHING.union(*parts))
+    if len(pins) > most_dropped(trials.tree):
+        return Result(pins, healthy=True, minimal=False)
+    dropped = {pin: trials.test(_without(trials, pins, pin), "with fewer") for pin in pins}
+    return Result(pins, healthy=True, minimal=True, dropped=dropped)
+
+
+def _healthy_drops(trials: Trials, parts: Sequence[Atoms]) -> Iterator[Atoms]:
+    atoms = NOTHING.union(*parts)
+    pins = trials.tree.compress(atoms)
+    alone = pins if len(pins) <= most_dropped(trials.tree) else ()
+    for rest in (*(atoms - part for part in reversed(parts)), *(_without(trials, pins, pin) for pin in alone)):
+        if trials.test(rest, "with fewer").healthy:
+            yield rest
+
+
+def _without(trials: Trials, pins: tuple[str, ...], pin: str) -> Atoms:
+    """The atoms of ``pins`` without those of ``pin`` and of all that is tied to it."""
+    return trials.closed(pins) - trials.closed([pin])
+
+
 def delta_debug(trials: Trials) -> Result:
     """A 1-minimal set of atoms, found from the answers healthy and unhealthy alone, block before child.
 
     For k needed ones of n atoms it takes at most 3·k·log₂(n) + 10 trials. Of several such sets it finds the one
     whose atoms come first. Where not even everything pinned is healthy, the best set so far is made smaller, or
     there is nothing to find.
+
+    Raises:
+        OutOfTrials: the limit of the trials was reached; :func:`best_so_far` has what was found.
     """
     everything = trials.test(trials.tree.atoms, "everything")
     start = trials.tree.atoms if everything.healthy else trials.best
@@ -45,7 +161,6 @@ def delta_debug(trials: Trials) -> Result:
     return certified(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))
 
 
-@_keeping_the_best
 def guided(trials: Trials, candidates: Sequence[str]) -> Result:
     """The candidates that are needed, with those that only show once they are cured.
 
@@ -56,6 +171,9 @@ def guided(trials: Trials, candidates: Sequence[str]) -> Result:
 
     Where an unhealthy step names no new suspects, those it names, or else all pins, are widened by one level, at last
     to the root. Nothing healthy is found where even that is not, or where there was nothing to widen.
+
+    Raises:
+        OutOfTrials: the limit of the trials was reached; :func:`best_so_far` has what was found.
     """
     chosen = _new(trials, candidates, ())
     widened: list[str] = []

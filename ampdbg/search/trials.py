@@ -59,7 +59,7 @@ class Trials:
         max_trials: how many experiments may be run; None is no limit.
         repeats: how often a set is run before it is called healthy; the first unhealthy run ends its trial.
         on_trial: called with every trial once, as it ends.
-        together: groups of pins' names.
+        together: groups of pins' names, of which no two have an atom in common.
 
     Attributes:
         best: the pins of the healthy set of the fewest atoms so far; None before there is one.
@@ -73,7 +73,7 @@ class Trials:
         max_trials: int | None = None,
         repeats: int = 1,
         on_trial: Callable[[Trial], None] = lambda trial: None,
-        together: Sequence[frozenset[str]] = (),
+        together: Iterable[Sequence[str]] = (),
     ) -> None:
         self.tree = tree
         self.best: tuple[str, ...] | None = None
@@ -82,7 +82,7 @@ class Trials:
         self._repeats = repeats
         self._on_trial = on_trial
         self._made: dict[Atoms, Trial] = {}
-        self._units = _units(tree, together)
+        self._units = {atom: unit for unit in map(tree.expand, together) if len(unit) > 1 for atom in unit}
 
     @property
     def made(self) -> tuple[Trial, ...]:
@@ -131,13 +131,3 @@ class Trials:
         if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
             self.best = trial.pins
         self._on_trial(trial)
-
-
-def _units(tree: AtomTree, together: Iterable[Iterable[str]]) -> dict[str, Atoms]:
-    """The tied atoms, each with all that moves with it; groups that share an atom are one."""
-    units: dict[str, Atoms] = {}
-    for group in together:
-        atoms = tree.expand(name for name in group if name in tree)
-        unit = atoms.union(*(units[atom] for atom in atoms if atom in units))
-        units.update(dict.fromkeys(unit, unit))
-    return units

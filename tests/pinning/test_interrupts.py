@@ -30,16 +30,15 @@ def test_in_the_closing_trials(closing: int, tmp_path: Path) -> None:
     assert record.pins == whole.pins
 
 
-@pytest.mark.parametrize("measured", ["step_seconds", "step_costs"])
-def test_while_it_is_measured(measured: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pin_set, measured, interrupt)
+def test_while_its_costs_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pin_set, "step_costs", interrupt)
     record = bisect_run(spiked(tmp_path))
     assert record.interrupted
     assert record.search is not None
     assert (record.search.minimal, record.search.further_healthy) == (True, 3)
     assert tuple(pin.name for pin in record.pins) == names(*CULPRITS)
     assert all(pin.sites and pin.without for pin in record.pins)
-    assert [pin.cost is None for pin in record.pins] == [measured == "step_costs"] * 2
+    assert [pin.cost for pin in record.pins] == [None, None]
 
 
 def test_without_a_set_nothing_is_measured(tmp_path: Path) -> None:

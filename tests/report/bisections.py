@@ -88,7 +88,6 @@ FOUND = Search(
     further=3,
     further_healthy=2,
     losses={"float32": 2.3102, "pinned": 2.3101},
-    step_seconds={"float16": 0.031, "pinned": 0.0325, "float32": 1.4},
     cost=PinCost(0.031, 0.0424, 1_212_000),
     classes={"Block": (1, 6), "Attention": (1, 6)},
 )
@@ -118,7 +117,7 @@ def every_instance() -> Record:
 def flaky() -> Record:
     """A step that fails three times in ten."""
     trials = tuple(replace(one, runs=11, healthy_runs=11 if one.healthy else 4) for one in TRIALS[4:6])
-    search = replace(FOUND, failed=3, tried=10, repeats=11, further=1, further_healthy=1, classes={}, step_seconds={})
+    search = replace(FOUND, failed=3, tried=10, repeats=11, further=1, further_healthy=1, classes={})
     return searched(search, pins=(BLOCK,), trials=(replace(trials[0], pins=()), replace(trials[1], pins=(BLOCK.name,))))
 
 
@@ -161,7 +160,6 @@ def not_in_a_module() -> Record:
         **dict.fromkeys(("further", "further_healthy"), 0),  # type: ignore[arg-type]
         minimal=False,
         losses={},
-        step_seconds={},
         cost=None,
         classes={},
     )
@@ -196,7 +194,7 @@ def no_set_helps() -> Record:
 
 
 def out_of_trials() -> Record:
-    search = replace(FOUND, outcome="out-of-trials", minimal=False, further=0, losses={}, step_seconds={}, classes={})
+    search = replace(FOUND, outcome="out-of-trials", minimal=False, further=0, losses={}, classes={})
     return searched(search, pins=(ATTENTION, BLOCK), trials=TRIALS[:3])
 
 

@@ -100,7 +100,7 @@ def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
 
 def test_tied_modules_move_together() -> None:
     step = Step(TREE, [["head"]])
-    trials = Trials(step, TREE, together=[frozenset({"embed", "head"}), frozenset({"head", "blocks.1", "never ran"})])
+    trials = Trials(step, TREE, together=[("embed", "head", "blocks.1")])
     assert trials.test(["embed"], "").pins == ("embed", "blocks.1", "head")
     assert trials.test(["head"], "") is trials.made[0]
     assert trials.test(["blocks.0.attn"], "").pins == ("blocks.0.attn",)

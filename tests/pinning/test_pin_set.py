@@ -1,13 +1,14 @@
-"""What a set costs is told where torch's counter can tell it, and never ends a search."""
+"""What a set costs is told where torch's counter can tell it, and never ends a search; tied modules are one part."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampdbg.pinning.costs import step_costs
+from ampdbg.pinning.pin_set import step_costs, tied_together
 from ampdbg.replay.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
 
@@ -45,3 +46,10 @@ def test_a_model_that_the_counter_cannot_run_has_no_flops(tmp_path: Path, monkey
         costs = step_costs(run, failing[0])
     assert costs.of(["before"]).flops == 0.0
     assert costs.activation_bytes
+
+
+def test_modules_that_share_a_parameter_are_one_part_also_by_way_of_a_third() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("a", "b", "c", "d")})
+    model["b"].weight, model["b"].bias = model["a"].weight, model["d"].bias
+    assert tied_together(["a", "b", "c", "d"], model) == (("a", "b", "d"), ("c",))
+    assert tied_together([":own", "a", "c"], model) == ((":own",), ("a",), ("c",))
