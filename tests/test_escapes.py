@@ -16,7 +16,7 @@ from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin
 from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
-from ampdbg.report.formats import FORMATS
+from ampdbg.report.formats import FORMATS, written
 from ampdbg.report.pins import pins_yaml
 from ampdbg.report.view import Look, Typed
 from tests.report.bisections import FOUND, TRIALS
@@ -74,10 +74,10 @@ def searched(text: str) -> Record:
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_no_format_lets_a_name_out_of_its_place(format_: str, make: object, text: str) -> None:
     record = make(text)  # type: ignore[operator]
-    written = FORMATS[format_](record, Typed(text, text, "/home/me"), Look(80, color=False, unicode=True))
-    assert all(line.isprintable() for line in written.splitlines())
-    assert not any(line.startswith("✓ Healthy") for line in written.split("\n"))
-    written.encode("utf-8")
+    drawn = written(record, Typed(text, text, "/home/me"), Look(80, color=False, unicode=True), format_)
+    assert all(line.isprintable() for line in drawn.splitlines())
+    assert not any(line.startswith("✓ Healthy") for line in drawn.split("\n"))
+    drawn.encode("utf-8")
 
 
 def test_an_escape_is_shown_as_python_writes_it() -> None:
@@ -86,7 +86,7 @@ def test_an_escape_is_shown_as_python_writes_it() -> None:
 
 
 def test_markup_is_text() -> None:
-    text = FORMATS["text"](record_of("[bold]net[/bold] :smile:"), Typed(), Look(200, color=False, unicode=True))
+    text = written(record_of("[bold]net[/bold] :smile:"), Typed(), Look(200, color=False, unicode=True), "text")
     assert "bmm in [bold]net[/bold] :smile:" in text
 
 

@@ -41,7 +41,7 @@ def _as_json(code: str | None) -> str:
 def as_text(code: str | None, look: Look) -> str:
     """The explanation of a code, or the list of all."""
     entries = explanations() if code is None else (explanation(code),)
-    from ampdbg.report.text import draw
+    from ampdbg.report.formats.text import draw
 
     if code is None:
         return draw(listing_page(entries), look)

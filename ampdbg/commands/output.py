@@ -16,7 +16,7 @@ from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.given import Given
 from ampdbg.record.file import LATEST, add_record, write_record
 from ampdbg.record.run import Record
-from ampdbg.report.formats import FORMATS
+from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Order, Typed
 
 PLAIN_WIDTH = 80
@@ -166,6 +166,6 @@ def show(
     """
     saved = save(record, asked_for)
     typed = replace(typed_as(given.typed, saved.path), order=order, top=top)
-    write_result(FORMATS["json" if as_json else "text"](record, typed, look_of(stdout)), stdout)
+    write_result(written(record, typed, look_of(stdout), "json" if as_json else "text"), stdout)
     if saved.failure is not None:
         raise saved.failure

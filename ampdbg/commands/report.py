@@ -10,7 +10,7 @@ import typer
 
 from ampdbg.errors import EXIT_HEALTHY
 from ampdbg.record.file import latest_record, read_record, write_atomically
-from ampdbg.report.formats import FORMATS
+from ampdbg.report.formats import FORMATS, written
 
 from . import options
 from .output import PLAIN, look_of, typed_as, write_result
@@ -38,7 +38,7 @@ def command(
     path = record or latest_record()
     shown = read_record(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    text = FORMATS[format](shown, typed_as("CONFIG", path), look)
+    text = written(shown, typed_as("CONFIG", path), look, format)
     if output is None:
         write_result(text, sys.stdout)
     else:

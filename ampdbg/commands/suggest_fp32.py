@@ -154,11 +154,12 @@ def _with_places(failure: PatchError, file: Path | None, record: Path | None) ->
 
 
 def _page(found: Suggestion, handed: Handover, step: NextCommand | None, given: Given, saved: Saved) -> str:
-    from ampdbg.report.formats import suggestion_text
+    from ampdbg.report.formats import page_of
+    from ampdbg.report.formats.text import draw
     from ampdbg.report.suggestion import PatchEdit, PatchFacts
 
     is_by_name = handed.form in ("module", "yaml") and handed.content is not None
     units = found.patch.units if found.patch is not None and not is_by_name else ()
     edits = tuple(PatchEdit(unit.title, unit.notes) for unit in units)
     facts = PatchFacts(edits, found.notes, step, is_by_name, found.refused)
-    return suggestion_text(found.record, facts, typed_as(given.typed, saved.path), look_of(sys.stderr))
+    return draw(page_of(found.record, typed_as(given.typed, saved.path), facts), look_of(sys.stderr))

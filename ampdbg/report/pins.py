@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
+
+import yaml
 
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.formats import FLOAT16
@@ -25,11 +26,6 @@ PIN_COLUMNS = (
 )
 
 PROOF_COLUMNS = (Column(kind="sign"), Column(), Column())
-
-PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?")
-"""Names that YAML reads as they stand; ``"*"`` and numbers it does not."""
-
-YAML_WORDS = frozenset("y n yes no on off true false null".split())
 
 
 def pin_table(pins: Sequence[Pin], findings: Sequence[Finding]) -> Table:
@@ -134,13 +130,9 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     precision = config.get("precision")
     already = precision.get("pins") if isinstance(precision, Mapping) else None
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
-    every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
-    return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]
-
-
-def _scalar(name: str) -> str:
-    is_plain = PLAIN_YAML.fullmatch(name) and name.casefold() not in YAML_WORDS
-    return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
+    every = list(dict.fromkeys([*given, *(name or EVERYTHING for name in names)]))
+    lines = yaml.safe_dump(every, default_flow_style=False, width=math.inf).splitlines() if every else []
+    return ["precision:", "  pins:", *(f"    {text}" for text in lines)]
 
 
 def config_lines(names: Sequence[str], config: Mapping[str, object]) -> Snippet:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
-from ampdbg.quantities import counted, duration, number, scale
+from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record, Step, TensorCounts
+from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step, TensorCounts
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .groups import group_table
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -59,9 +58,8 @@ def _sections(record: Record) -> Iterator[view.Section]:
     groups = group_table(record)
     if groups is not None:
         yield groups
-    tensors = list(bad_tensors(record.steps))
-    if tensors:
-        yield _tensor_table(tensors)
+    if any(step.nonfinite for step in record.steps):
+        yield _tensor_table(record.steps)
 
 
 # The headline
@@ -124,40 +122,197 @@ def _losses(finding: Finding, steps: tuple[Step, ...]) -> str:
     return f", where the loss is {number(here)}{many}"
 
 
-# Batches, parameters and buffers with inf or NaN
+# Parameter groups with non-finite gradients
+
+
+MAX_GROUPS = 12
+
+FEW_GROUPS = 4
+
+GROUP_COLUMNS = (
+    view.Column("group"),
+    view.Column("steps", "number"),
+    view.Column("first", "number"),
+    view.Column("inf", "number"),
+    view.Column("NaN", "number"),
+    view.Column("worst share", "number"),
+)
 
 
 @dataclass(frozen=True)
-class BadTensor:
-    """A non-finite tensor: the first step that shows it, its counts there, and how many steps show it."""
+class GroupHits:
+    """One parameter group over the steps in which its gradients were non-finite.
 
-    step: int
-    counts: TensorCounts
+    ``steps`` is how many, ``first`` the first of them. ``inf``, ``nan`` and ``size`` count elements in
+    the worst one; ``worst`` names the parameter with the largest share there.
+    """
+
+    index: int
+    name: str
     steps: int
+    first: int
+    inf: int
+    nan: int
+    size: int
+    worst: str
 
 
-def bad_tensors(steps: Iterable[Step]) -> Iterable[BadTensor]:
-    """Each tensor once, the earliest first."""
-    tensors: dict[tuple[str, str], BadTensor] = {}
+@dataclass(frozen=True)
+class Overflows:
+    """The steps with non-finite gradients, by what they say.
+
+    A step that hits (almost) every group says nothing about where; a ``local`` one does, and
+    ``narrowest``, the local step with the fewest groups, says most.
+    """
+
+    total: int
+    everywhere: tuple[Step, ...]
+    local: tuple[Step, ...]
+    hits: tuple[GroupHits, ...]
+    narrowest: Step | None
+
+
+def overflows(record: Record) -> Overflows:
+    """Sorts the record's overflowing steps; ``hits`` is over the local steps, first and most often hit first."""
+    hit = [step for step in record.steps if _hit(step)]
+    total = max(len(record.groups), max(map(_hit, hit), default=0))
+    untrained = set(record.unseen.parameters_without_gradient)
+    reachable = total - sum(name in untrained for name in record.groups)
+    # The groups of a model that has few are always named one by one.
+    nearly_all = reachable - total // 10 if total > FEW_GROUPS else math.inf
+    local = tuple(step for step in hit if _hit(step) < nearly_all)
+    return Overflows(
+        total=total,
+        everywhere=tuple(step for step in hit if _hit(step) >= nearly_all),
+        local=local,
+        hits=group_hits(local),
+        narrowest=min((step for step in local if step.groups), key=lambda step: len(step.groups), default=None),
+    )
+
+
+def _hit(step: Step) -> int:
+    """How many groups had a non-finite gradient in this step, listed or not."""
+    return len(step.groups) or step.groups_hit
+
+
+def group_hits(steps: Sequence[Step]) -> tuple[GroupHits, ...]:
+    """The groups that ``steps`` list, sorted by first step, then the most often, then their order in the model."""
+    events: dict[int, list[tuple[int, GroupOverflow]]] = {}
+    for step in steps:
+        for group in step.groups:
+            events.setdefault(group.index, []).append((step.step, group))
+    return tuple(sorted(map(_hits, events.values()), key=lambda hit: (hit.first, -hit.steps, hit.index)))
+
+
+def _hits(events: list[tuple[int, GroupOverflow]]) -> GroupHits:
+    first, group = events[0]
+    worst = max((event for _, event in events), key=lambda event: _bad_share(event.parameters))
+    return GroupHits(
+        index=group.index,
+        name=group.name,
+        steps=len(events),
+        first=first,
+        inf=sum(p.inf for p in worst.parameters),
+        nan=sum(p.nan for p in worst.parameters),
+        size=sum(p.size for p in worst.parameters),
+        worst=max(worst.parameters, key=lambda p: _bad_share((p,))).name if worst.parameters else "",
+    )
+
+
+def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
+    size = sum(p.size for p in parameters)
+    return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
+
+
+def _name(name: str, index: int) -> str:
+    return name or f"group {index}"
+
+
+def group_table(record: Record) -> view.Table | None:
+    """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
+    found = overflows(record)
+    steps = len(found.everywhere) + len(found.local)
+    if not steps:
+        return None
+    return view.Table(
+        f"Non-finite gradients, in {steps:,} of {counted(len(record.steps), 'step')}",
+        GROUP_COLUMNS if found.hits else (),
+        _rows(found),
+        _narrowest(found),
+        (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
+    )
+
+
+def _narrowest(found: Overflows) -> tuple[view.Line, ...]:
+    """The step that localises best: few groups at once are near the cause, many are its wake."""
+    step = found.narrowest
+    if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
+        return ()
+    names = listed([_name(group.name, group.index) for group in step.groups])
+    start = f"Step {step.step} hits the fewest groups, {len(step.groups)} of {found.total:,}: "
+    return (line(start, view.Words(names, "strong")),)
+
+
+def _rows(found: Overflows) -> tuple[tuple[str, ...], ...]:
+    listing = sum(bool(step.groups) for step in found.local)
+    return tuple(
+        (
+            _with_worst(hit),
+            f"{hit.steps:,} of {listing:,}",
+            str(hit.first),
+            f"{hit.inf:,}",
+            f"{hit.nan:,}",
+            share(hit.inf + hit.nan, hit.size),
+        )
+        for hit in found.hits[:MAX_GROUPS]
+    )
+
+
+def _with_worst(hit: GroupHits) -> str:
+    """The group, and the worst of its parameters unless that is the group's own name."""
+    name = _name(hit.name, hit.index)
+    if hit.worst in ("", name):
+        return name
+    return f"{name} ({hit.worst})"
+
+
+def _everywhere(found: Overflows) -> tuple[view.Line, ...]:
+    steps = found.everywhere
+    if not steps:
+        return ()
+    which = "All" if all(_hit(step) == found.total for step in steps) else "Nearly all of"
+    when = f"at once in {counted(len(steps), 'step')}, first at step {steps[0].step}"
+    return (line(f"{which} {found.total:,} groups {when}{_lost_losses(steps)}."),)
+
+
+def _lost_losses(steps: Sequence[Step]) -> str:
+    lost = sum(not math.isfinite(step.loss) for step in steps)
+    if not lost:
+        return ""
+    return "; the loss of each is non-finite too" if lost == len(steps) else f"; in {lost} of them the loss is too"
+
+
+# Batches, parameters and buffers with inf or NaN
+
+
+def _tensor_table(steps: Sequence[Step]) -> view.Table:
+    """Each tensor once, the earliest first, with its counts in the first step that shows it."""
+    tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
     for step in steps:
         for counts in step.nonfinite:
-            known = tensors.get((counts.kind, counts.name), BadTensor(step.step, counts, 0))
-            tensors[counts.kind, counts.name] = replace(known, steps=known.steps + 1)
-    return tensors.values()
+            tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
+    rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
+    below = more(len(rows) - MAX_TENSORS)
+    return view.Table("Non-finite tensors, before or after a step", TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
 
 
-def _tensor_table(tensors: list[BadTensor]) -> view.Table:
-    rows = tuple(_tensor_row(tensor.counts, tensor) for tensor in tensors[:MAX_TENSORS])
-    below = more(len(tensors) - MAX_TENSORS)
-    return view.Table("Non-finite tensors, before or after a step", TENSOR_COLUMNS, rows, below=below)
-
-
-def _tensor_row(counts: TensorCounts, tensor: BadTensor) -> tuple[str, ...]:
+def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
     at = f"[{', '.join(map(str, counts.first_index))}]" if counts.first_index else ""
     if at and counts.kind == "batch":
         at = f"sample {counts.first_index[0]}, {at}"
-    name, first = f"{counts.kind} {counts.name}".rstrip(), f"{counts.when} {tensor.step}"
-    return (name, f"{tensor.steps:,}", first, *(f"{count:,}" for count in (counts.inf, counts.nan, counts.size)), at)
+    name = f"{counts.kind} {counts.name}".rstrip()
+    numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
+    return (name, f"{steps:,}", f"{counts.when} {first}", *numbers, at)
 
 
 # The end

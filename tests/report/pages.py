@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ampdbg.record.run import Record
-from ampdbg.report.formats import as_text
+from ampdbg.report.formats.text import write
 from ampdbg.report.view import Look, Typed
 
 
@@ -22,4 +22,4 @@ def rendered(
     top: int = 10,
 ) -> str:
     """The record's page, for a terminal of that look."""
-    return as_text(record, Typed(config, record_path, folder, order, top), Look(width, color, unicode))
+    return write(record, Typed(config, record_path, folder, order, top), Look(width, color, unicode))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdbg.record.run import Step
-from ampdbg.report.chart import MAX_ROWS, scale_chart
+from ampdbg.report.formats.text import MAX_ROWS, scale_chart
 from tests.report.records import healthy_step
 
 scales = st.floats(allow_nan=True, allow_infinity=True) | st.integers(-149, 127).map(lambda power: 2.0**power)

@@ -12,7 +12,7 @@ import pytest
 from ampdbg.commands.explain import as_text
 from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import SECTIONS, explanation
-from ampdbg.report.text import blocks
+from ampdbg.report.formats.text import blocks
 from ampdbg.report.view import Look
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Unseen
-from ampdbg.report.groups import GroupHits, group_hits, overflows
+from ampdbg.report.scan import GroupHits, group_hits, overflows
 from tests.report.records import NAMES, healthy_step, overflow, run, skipped_step
 
 EVERY = range(len(NAMES))

@@ -11,7 +11,8 @@ import pytest
 
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
-from ampdbg.report.formats import suggestion_text
+from ampdbg.report.formats import page_of
+from ampdbg.report.formats.text import draw
 from ampdbg.report.suggestion import PatchEdit, PatchFacts
 from ampdbg.report.view import Look, NextCommand, Typed
 from tests.conftest import Golden
@@ -57,7 +58,7 @@ def test_the_page_beside_a_patch_is_its_golden_file(request: pytest.FixtureReque
     command = NextCommand("apply the patch", "git apply .ampdbg/r.patch")
     facts = PatchFacts(edits, tuple(kept["notes"]), command)
     typed = Typed("config.yaml", ".ampdbg/r.json")
-    text = suggestion_text(record_of("suggestion"), facts, typed, Look(80, color=False, unicode=True))
+    text = draw(page_of(record_of("suggestion"), typed, facts), Look(80, color=False, unicode=True))
     golden(GOLDEN / "suggestion.txt", text)
 
 

@@ -14,7 +14,7 @@ from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import headroom_bits
 from ampdbg.record.findings import Source
 from ampdbg.record.run import AutocastError, Record, Site, Unseen
-from ampdbg.report.chart import BAR_WIDTH, exponent_bar
+from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
 from ampdbg.report.view import Histogram
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT

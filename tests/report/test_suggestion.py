@@ -9,7 +9,8 @@ import pytest
 
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Record
-from ampdbg.report.formats import suggestion_text
+from ampdbg.report.formats import page_of
+from ampdbg.report.formats.text import draw
 from ampdbg.report.suggestion import PatchEdit, PatchFacts, headline
 from ampdbg.report.view import Look, NextCommand, Typed
 from tests.report.bisections import found, fp32_fails
@@ -41,7 +42,7 @@ def proven() -> Record:
 def rendered(record: Record, suggested: PatchFacts, **look: object) -> str:
     typed = Typed(record_path="r.json", folder="/home/me")
     looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
-    return suggestion_text(record, suggested, typed, looks)
+    return draw(page_of(record, typed, suggested), looks)
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
 
 from rich.console import Console, Group, RenderableType
@@ -12,12 +14,13 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from ampdbg import quantities
+from ampdbg.formats import FLOAT16
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-
-from . import view
-from .chart import BAR_WIDTH, exponent_bar, scale_chart
-from .view import root_of
+from ampdbg.record.run import Record, Step
+from ampdbg.report import view
+from ampdbg.report.formats import page_of
 
 # Every character beyond ASCII that a report's own text uses, for terminals that cannot show them.
 ASCII = str.maketrans(
@@ -25,7 +28,7 @@ ASCII = str.maketrans(
     | {"↳": ">", **dict(zip("▁▂▃▄▅▆▇█", ".,:-=+*#", strict=True))}
 )
 
-MARKS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "stopped": "!"}
+SIGNS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "stopped": "!"}
 """What stands before a headline."""
 
 STYLES: Mapping[view.Tone, str] = {
@@ -37,7 +40,6 @@ STYLES: Mapping[view.Tone, str] = {
     "strong": "bold",
     "faint": "dim",
     "name": "cyan",
-    "code": "green",
     "chart": "cyan",
 }
 
@@ -48,6 +50,11 @@ NARROW = 70
 """In fewer columns a table leaves its spare columns out, so that words are not broken."""
 
 CODE_SPAN = r"`[^`]+`"
+
+
+def write(record: Record, typed: view.Typed, look: view.Look) -> str:
+    """The record's page."""
+    return draw(page_of(record, typed), look)
 
 
 def draw(page: view.Page, look: view.Look) -> str:
@@ -87,7 +94,7 @@ def _parts(page: view.Page, width: int) -> Iterator[RenderableType]:
 
 
 def _headline(headline: view.Headline) -> Text:
-    return Text(f"{MARKS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
+    return Text(f"{SIGNS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
 
 
 def _end(page: view.Page) -> Iterator[RenderableType]:
@@ -183,7 +190,7 @@ def _cell(cell: view.Cell) -> RenderableType:
 def _findings(section: view.Findings, width: int) -> Iterator[RenderableType]:
     """Every finding that stands for itself, each with what follows from it in a line below."""
     findings = section.findings
-    roots = [root_of(findings, index) for index in range(len(findings))]
+    roots = [view.root_of(findings, index) for index in range(len(findings))]
     for index, finding in enumerate(findings):
         if roots[index] == index:
             yield from _finding(finding)
@@ -244,12 +251,126 @@ def blocks(markdown: str) -> Iterator[tuple[str, str]]:
     for number, part in enumerate(re.split(r"^```.*\n?", markdown, flags=re.MULTILINE)):
         if number % 2:
             yield "code", part.rstrip()
-        else:
-            for chunk in filter(None, map(str.strip, part.split("\n\n"))):
-                yield from _joined(chunk)
+            continue
+        for chunk in part.split("\n\n"):
+            paragraph, *items = (" ".join(text.split()) for text in re.split(r"^- ", chunk, flags=re.MULTILINE))
+            yield from [("paragraph", paragraph)] if paragraph else []
+            yield from (("item", item) for item in items)
 
 
-def _joined(chunk: str) -> Iterable[tuple[str, str]]:
-    if not chunk.startswith("- "):
-        return [("paragraph", " ".join(chunk.split()))]
-    return (("item", " ".join(item.split())) for item in re.split(r"^- ", chunk, flags=re.MULTILINE)[1:])
+# The loss scale over the steps
+
+MAX_ROWS = 8
+MAX_STRETCH = 3
+MARGIN = 2
+STEP_AXIS = "step"
+
+# Float32, in which the scaler keeps its scale, ends here; a scale of 0 is drawn at the bottom.
+LOWEST_LEVEL, HIGHEST_LEVEL = -150, 128
+
+
+@dataclass(frozen=True)
+class ChartMark:
+    """Something that is marked under the axis, at the steps to which it applies."""
+
+    tone: view.Tone
+    name: str
+    glyph: str
+    applies: Callable[[Step], bool]
+
+
+CHART_MARKS = (
+    ChartMark("doubtful", "skipped", "×", lambda step: step.skipped),
+    ChartMark("bad", "loss inf/NaN", "!", lambda step: not math.isfinite(step.loss)),
+)
+
+
+def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
+    """Draws ``steps`` (at least one) within ``width`` characters; long runs share columns, short ones are stretched."""
+    levels = [_level(step.scale) for step in steps]
+    height = math.ceil((max(levels) - min(levels) + 1) / MAX_ROWS)
+    tops = range(max(levels), min(levels) - 1, -height)
+    labels = [quantities.scale(math.ldexp(1.0, top)) for top in tops]
+    marks = [mark for mark in CHART_MARKS if any(map(mark.applies, steps))]
+    gutter = MARGIN + max(map(len, [*labels, *(mark.name for mark in marks), STEP_AXIS]))
+    room = max(8, width - gutter - 2)
+    size = math.ceil(len(steps) / room)
+    columns = [slice(start, start + size) for start in range(0, len(steps), size)]
+    stretch = max(1, min(MAX_STRETCH, room // len(columns)))
+    plot = ["".join(_level_cell(levels[column], top, top - height + 1) * stretch for column in columns) for top in tops]
+    under = ["".join(_mark_cell(steps[column], mark).ljust(stretch) for column in columns) for mark in marks]
+    drawn = len(columns) * stretch
+    rows: list[tuple[view.Tone, str]] = [
+        *(("chart", f"{label:>{gutter}} ┤{cells}") for label, cells in zip(labels, plot, strict=True)),
+        ("faint", f"{'':>{gutter}} └{'─' * drawn}"),
+        *((mark.tone, f"{mark.name:>{gutter}}  {cells}") for mark, cells in zip(marks, under, strict=True)),
+        ("faint", f"{STEP_AXIS:>{gutter}}  {_ticks(steps, drawn)}"),
+    ]
+    return [view.Words(text.rstrip(), tone) for tone, text in rows]
+
+
+def _level(scale: float) -> int:
+    """log2 of the scale, rounded, within float32's range."""
+    if math.isnan(scale) or scale <= 0.0:
+        return LOWEST_LEVEL
+    if math.isinf(scale):
+        return HIGHEST_LEVEL
+    return min(HIGHEST_LEVEL, max(LOWEST_LEVEL, round(math.log2(scale))))
+
+
+def _level_cell(levels: Sequence[int], top: int, bottom: int) -> str:
+    if min(levels) > top or max(levels) < bottom:
+        return " "
+    return "━" if bottom <= min(levels) and max(levels) <= top else "┃"
+
+
+def _mark_cell(steps: Sequence[Step], mark: ChartMark) -> str:
+    return mark.glyph if any(map(mark.applies, steps)) else " "
+
+
+def _ticks(steps: Sequence[Step], width: int) -> str:
+    """The first, middle and last step under the axis, as far as they fit."""
+    first, middle, last = str(steps[0].step), str(steps[len(steps) // 2].step), str(steps[-1].step)
+    if len(steps) == 1 or width < len(first) + len(last) + 1:
+        return first
+    line = first + last.rjust(width - len(first))
+    start = width // 2
+    if line[start - 1 : start + len(middle) + 1].strip() or len(steps) < 5:
+        return line
+    return line[:start] + middle + line[start + len(middle) :]
+
+
+# Where a site's values lie in FP16
+
+LOWEST = FLOAT16.min_exponent - FLOAT16.precision + 1
+"""The exponent of the smallest subnormal; values below it are lost."""
+
+PER_CELL = 4
+"""So many exponents share a character."""
+
+LEVELS = "▁▂▃▄▅▆▇█"
+DECADES = 6.0
+"""The lowest level stands for a millionth of the values, and for all that is less."""
+
+BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
+
+
+def exponent_bar(histogram: view.Histogram) -> str:
+    """``lost│subnormal … largest│overflow``: higher is more values, by orders of magnitude."""
+    counts = histogram.counts
+    cells = [0] * (BAR_WIDTH - 2)
+    for exponent, count in enumerate(counts, start=histogram.lowest):
+        cells[_place(exponent, len(cells) - 1)] += count
+    drawn = [_height(count, sum(counts)) for count in cells]
+    return f"{drawn[0]}│{''.join(drawn[1:-1])}│{drawn[-1]}"
+
+
+def _place(exponent: int, last: int) -> int:
+    return min(max(0, (exponent - LOWEST) // PER_CELL + 1), last)
+
+
+def _height(count: int, total: int) -> str:
+    if count == 0:
+        return " "
+    height = 1.0 + math.log10(count / total) / DECADES
+    return LEVELS[max(0, math.ceil(height * len(LEVELS)) - 1)]

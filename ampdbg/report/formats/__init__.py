@@ -1,0 +1,37 @@
+"""What a record is written as: one page a command, and a module of this folder for each format, with its ``write``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ampdbg.escapes import harmless
+from ampdbg.record.run import Record
+from ampdbg.report.view import Look, Page, Typed
+
+if TYPE_CHECKING:
+    from ampdbg.report.suggestion import PatchFacts
+
+FORMATS = tuple(module.name for module in pkgutil.iter_modules(__path__))
+"""What ``ampdbg report --format`` takes: the modules of this folder."""
+
+
+def written(record: Record, typed: Typed, look: Look, format_: str) -> str:
+    """The record in one of :data:`FORMATS`."""
+    text: str = importlib.import_module(f".{format_}", __name__).write(record, typed, look)
+    return text
+
+
+def page_of(record: Record, typed: Typed, patch: PatchFacts | None = None) -> Page:
+    """The page of a record, by the command that made it, or the one beside a patch.
+
+    The patch itself is no part of a record: without it, the page of a suggestion shows the search and the proof. All
+    text of the user's world is harmless; only a command to copy keeps its paths as they are.
+    """
+    from ampdbg.report import bisection, ranges, scan, suggestion
+
+    pages = {"bisect": bisection.page, "suggest-fp32": bisection.page, "ranges": ranges.page}
+    page = suggestion.page(record, typed, patch) if patch else pages.get(record.command, scan.page)(record, typed)
+    return replace(harmless(page, typed.folder), next_command=harmless(page.next_command))

@@ -1,0 +1,12 @@
+"""A record as JSON, as it is kept in its file."""
+
+from __future__ import annotations
+
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Record
+from ampdbg.report.view import Look, Typed
+
+
+def write(record: Record, typed: Typed, look: Look) -> str:
+    """The record itself, however it is looked at."""
+    return to_json(record)
