@@ -266,14 +266,6 @@ def _nothing_to_pin(ended: EndedSearch) -> str:
     return f"Nothing to pin: none of {counted(len(steps), 'step')} failed{but}."
 
 
-def _fp32_fails(ended: EndedSearch) -> str:
-    return f"No pin helps: {ended.step} fails in FP32 too."
-
-
-def _fp32_raises(ended: EndedSearch) -> str:
-    return f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error."
-
-
 def _no_pin_helps(ended: EndedSearch) -> str:
     code = catalogued(ended.record.findings[0].code if ended.record.findings else "")
     return code.why_no_pin.format(step=ended.step)
@@ -293,10 +285,6 @@ def _not_reproduced(ended: EndedSearch) -> str:
     return f"{step} failed in training, and {replays} reproduced the failure."
 
 
-def _no_set_helps(ended: EndedSearch) -> str:
-    return f"No set of modules makes {ended.step} healthy, although FP32 throughout does."
-
-
 def _out_of_trials(ended: EndedSearch) -> str:
     end = "" if ended.record.interrupted else f"After {counted(len(ended.record.trials), 'trial')}, the most allowed: "
     if not ended.record.pins:
@@ -311,9 +299,18 @@ def _out_of_trials(ended: EndedSearch) -> str:
 
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
     """What to type next; None where no command helps."""
-    if ended.record.interrupted:
+    record, typed, ending = ended.record, ended.typed, ENDINGS[ended.search.outcome]
+    if record.interrupted:
         return view.NextCommand("search again", ended.again)
-    return ENDINGS[ended.search.outcome].next_command(ended)
+    # Lines outside of the modules have no names, and no trial pinned them.
+    if ending.has_patch and record.pins and (ended.holds or not ended.names):
+        return _patch(ended)
+    if ending.has_longer_run:
+        return view.NextCommand(ending.why, with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1)))
+    if ending.why:
+        return view.NextCommand(ending.why, ended.again)
+    counts = f"ampdbg report {typed.record_path} --format json"
+    return view.NextCommand("read why each trial failed", counts) if typed.record_path else None
 
 
 def _patch(ended: EndedSearch) -> view.NextCommand | None:
@@ -325,59 +322,40 @@ def _patch(ended: EndedSearch) -> view.NextCommand | None:
     return view.NextCommand(f"{what}, proven on the failing step", f"ampdbg suggest-fp32 {given}")
 
 
-def _with_more_steps(ended: EndedSearch) -> str:
-    return with_option(ended.again, "--steps", 10 * max(ended.record.planned_steps, 1))
-
-
-def _longer(ended: EndedSearch) -> view.NextCommand:
-    return view.NextCommand("run it for longer", _with_more_steps(ended))
-
-
-def _repaired(ended: EndedSearch) -> view.NextCommand:
-    return view.NextCommand("run it again once that is repaired", ended.again)
-
-
-def _another_run(ended: EndedSearch) -> view.NextCommand:
-    return view.NextCommand("run it for longer: another failing step may be reproducible", _with_more_steps(ended))
-
-
-def _every_trial(ended: EndedSearch) -> view.NextCommand | None:
-    counts = f"ampdbg report {ended.typed.record_path} --format json"
-    return view.NextCommand("read why each trial failed", counts) if ended.typed.record_path else None
-
-
-def _more_trials(ended: EndedSearch) -> view.NextCommand:
-    return view.NextCommand("search without that limit", ended.again)
-
-
-def _patch_of_lines(ended: EndedSearch) -> view.NextCommand | None:
-    """Lines outside of the modules are pinned by a patch; where none is known, the trials say most."""
-    return _patch(ended) if ended.record.pins else _every_trial(ended)
-
-
-def _found_next(ended: EndedSearch) -> view.NextCommand | None:
-    return _patch(ended) if ended.record.pins and ended.holds else _another_run(ended)
-
-
 @dataclass(frozen=True)
 class Ending:
-    """How an outcome is reported: the tone of its headline, its sentence, and what to do next."""
+    """How an outcome is reported: the tone of its headline, its sentence, and what to do next.
+
+    ``why`` is why to search again, with more steps where ``has_longer_run``; where it is empty the trials say most.
+    ``has_patch`` says that a set, where there is one, is what to go on with.
+    """
 
     tone: view.Tone
     sentence: Callable[[EndedSearch], str]
-    next_command: Callable[[EndedSearch], view.NextCommand | None]
+    why: str = ""
+    has_longer_run: bool = False
+    has_patch: bool = False
 
+
+REPAIRED = "run it again once that is repaired"
+ANOTHER = "run it for longer: another failing step may be reproducible"
 
 ENDINGS: Mapping[Outcome, Ending] = {
-    "found": Ending("bad", _found, _found_next),
-    "nothing-to-pin": Ending("good", _nothing_to_pin, _longer),
-    "fp32-fails": Ending("bad", _fp32_fails, _repaired),
-    "fp32-raises": Ending("doubtful", _fp32_raises, _repaired),
-    "no-pin-helps": Ending("bad", _no_pin_helps, _repaired),
-    "not-in-a-module": Ending("bad", _not_in_a_module, _patch_of_lines),
-    "not-reproduced": Ending("doubtful", _not_reproduced, _another_run),
-    "no-set-helps": Ending("bad", _no_set_helps, _patch_of_lines),
-    "out-of-trials": Ending("stopped", _out_of_trials, _more_trials),
+    "found": Ending("bad", _found, ANOTHER, has_longer_run=True, has_patch=True),
+    "nothing-to-pin": Ending("good", _nothing_to_pin, "run it for longer", has_longer_run=True),
+    "fp32-fails": Ending("bad", lambda ended: f"No pin helps: {ended.step} fails in FP32 too.", REPAIRED),
+    "fp32-raises": Ending(
+        "doubtful", lambda ended: f"ampdbg tried no pin: the replay of {ended.step} in FP32 raised an error.", REPAIRED
+    ),
+    "no-pin-helps": Ending("bad", _no_pin_helps, REPAIRED),
+    "not-in-a-module": Ending("bad", _not_in_a_module, has_patch=True),
+    "not-reproduced": Ending("doubtful", _not_reproduced, ANOTHER, has_longer_run=True),
+    "no-set-helps": Ending(
+        "bad",
+        lambda ended: f"No set of modules makes {ended.step} healthy, although FP32 throughout does.",
+        has_patch=True,
+    ),
+    "out-of-trials": Ending("stopped", _out_of_trials, "search without that limit"),
 }
 
 

@@ -74,7 +74,7 @@ def test_where_nothing_ran_nothing_is_found() -> None:
 
 
 def test_tied_modules_are_one() -> None:
-    trials = Trials(Step(TREE, [["head", "blocks.1"]]), TREE, together=[frozenset({"embed", "head"})])
+    trials = Trials(Step(TREE, [["head", "blocks.1"]]), TREE, together=[("embed", "head")])
     found = delta_debug(trials)
     assert (found.pins, found.minimal) == (("embed", "blocks.1", "head"), True)
     assert found.dropped["embed"] is found.dropped["head"]
