@@ -143,7 +143,7 @@ def suggestion(
     max_trials: int | None = None,
     observer: Observer = UNOBSERVED,
 ) -> Suggestion:
-    """As :func:`suggest_fp32`, with the patch itself; ``form`` is how it is to be handed over."""
+    """As :func:`suggest_fp32`, with the edits of the patch; ``form`` is how it is to be handed over."""
     observer.start(given.config.train.steps)
     from ampdbg.proof.suggestion import suggest
 
@@ -167,8 +167,7 @@ def apply_patch(found: Suggestion, *, force: bool = False) -> None:
     """
     from ampdbg.patch.file_edits import write_edits
 
-    if found.patch is not None:
-        write_edits(found.patch.edits, force=force)
+    write_edits(found.edits, force=force)
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.commands.forms import config_lines
 from ampdbg.config.yaml_lines import read_yaml
 from ampdbg.escapes import harmless, printable
-from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.pins import Pin
+from ampdbg.record.pins import Handover, Pin
 from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
 from ampdbg.report.formats import FORMATS, written
+from ampdbg.report.handover import content
 from ampdbg.report.pins import pins_yaml
 from ampdbg.report.view import Look, Typed
 from tests.report.bisections import FOUND, TRIALS
@@ -109,7 +107,7 @@ def test_names_in_yaml_are_the_names_again(names: list[str]) -> None:
 
 
 def test_comments_of_a_patch_are_comments_in_yaml() -> None:
-    found = Suggestion(searched("net\x1b[2J\x07\u2028x: 1\n- y"), patch=None, names=("net",))
-    text = config_lines(found, Path()).decode()
+    record = replace(searched("net\x1b[2J\x07\u2028x: 1\n- y"), handover=Handover("yaml", ("net",)))
+    text = (content(record) or b"").decode()
     assert all(line.isprintable() for line in text.splitlines())
     assert read_yaml(text).data == {"precision": {"pins": ["net"]}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,14 +16,13 @@ from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import latest_record, to_json
 from ampdbg.record.pins import Form
+from ampdbg.report import formats, handover
 
-from . import bisect, forms, options, progress
-from .forms import Handover
+from . import bisect, options, progress
 from .output import Saved, look_of, results_only, save, say, typed_as, write_result
 
 if TYPE_CHECKING:
     from ampdbg.proof.suggestion import Suggestion
-    from ampdbg.report.view import NextCommand
 
 
 def command(
@@ -69,23 +69,27 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
-        handed = forms.hand_over(found, format_, given.config.folder)
         saved = save(found.record, record)
         failure = _failure_of_applying(found, force) if apply else None
-        file, failure = _written(handed, output, saved, failure)
-        is_printed = not apply and output is None and handed.content is not None
-        if is_printed and not json and not stdout.isatty() and (warning := forms.warning_of_piping(handed)):
+        text, handed = handover.content(found.record), found.record.handover
+        file, failure = _written(text, handover.suffix(format_), output, saved, failure)
+        is_printed = not apply and output is None and text is not None
+        if is_printed and not json and not stdout.isatty() and (warning := handover.warning_of_piping(handed)):
             say(warning)  # also with --quiet: git itself would say nothing
-        if handed.content is None or not quiet:
-            applied = apply and failure is None
-            step = forms.next_step(found, handed, given, strategy, file, applied=applied)
-            say(_page(found, handed, step, given, saved).rstrip())
-        write_result(to_json(found.record) if json else handed.content or b"" if is_printed else b"", stdout)
+        if text is None or not quiet:
+            typed = replace(
+                typed_as(given.typed, saved.path),
+                handed_over=str(file or ""),
+                is_applied=apply and failure is None,
+                is_record=given.record is not None,
+            )
+            say(formats.written(found.record, typed, look_of(sys.stderr), "text").rstrip())
+        write_result(to_json(found.record) if json else text or b"" if is_printed else b"", stdout)
     if failure is not None:
         raise _with_places(failure, file, saved.path)
     if saved.failure is not None:
         raise saved.failure
-    return EXIT_HEALTHY if handed.content is not None else bisect.exit_code(found.record)
+    return EXIT_HEALTHY if text is not None else bisect.exit_code(found.record)
 
 
 def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bool) -> None:
@@ -128,18 +132,18 @@ def _failure_of_applying(found: Suggestion, force: bool) -> PatchError | None:
 
 
 def _written(
-    handed: Handover, output: Path | None, saved: Saved, failure: PatchError | None
+    text: bytes | None, suffix: str, output: Path | None, saved: Saved, failure: PatchError | None
 ) -> tuple[Path | None, PatchError | None]:
     """Writes the text beside the record, over nothing, and to ``output``; a file that has it, and the first failure."""
-    if handed.content is None:
+    if text is None:
         return None, failure
-    file = saved.path.with_suffix(handed.suffix) if saved.path is not None else None
+    file = saved.path.with_suffix(suffix) if saved.path is not None else None
     if file is not None and file.exists():
         file = None
     for path in (file, output):
         if path is not None:
             try:
-                replace_file(path, handed.content)
+                replace_file(path, text)
                 file = path
             except OSError as error:
                 failure = failure or PatchError(f"{path}: cannot be written: {error.strerror or error}")
@@ -151,15 +155,3 @@ def _with_places(failure: PatchError, file: Path | None, record: Path | None) ->
     kept = {"the patch": file, "the record": record}
     places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path is not None)
     return PatchError(f"{str(failure).rstrip('.')}; {places}" if places else str(failure))
-
-
-def _page(found: Suggestion, handed: Handover, step: NextCommand | None, given: Given, saved: Saved) -> str:
-    from ampdbg.report.formats import page_of
-    from ampdbg.report.formats.text import draw
-    from ampdbg.report.suggestion import PatchEdit, PatchFacts
-
-    is_by_name = handed.form in ("module", "yaml") and handed.content is not None
-    units = found.patch.units if found.patch is not None and not is_by_name else ()
-    edits = tuple(PatchEdit(unit.title, unit.notes) for unit in units)
-    facts = PatchFacts(edits, found.notes, step, is_by_name, found.refused)
-    return draw(page_of(found.record, typed_as(given.typed, saved.path), facts), look_of(sys.stderr))

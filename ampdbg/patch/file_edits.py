@@ -8,10 +8,12 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ampdbg.errors import PatchError
 from ampdbg.files import staged_file
+from ampdbg.patch.diffs import new_file_diff, unified_diff
+from ampdbg.record.pins import FileDiff
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,38 @@ class FileEdit:
     path: Path
     before: bytes | None
     after: bytes
+
+
+def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, bool]:
+    """What the paths of a diff are relative to, and whether that is the root of a git repository.
+
+    That is the repository that holds all the files; else the config's folder, or what holds that and the files.
+    """
+    files = [edit.path.resolve() for edit in edits]
+    root = _repository(files[0].parent) if files else None
+    if root is not None and all(file.is_relative_to(root) for file in files):
+        return root, True
+    return Path(os.path.commonpath([config_folder.resolve(), *(file.parent for file in files)])), False
+
+
+def file_diff(edit: FileEdit, base: Path) -> FileDiff:
+    """The edit as a diff whose path counts from ``base``."""
+    path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
+    diff = new_file_diff(path, edit.after) if edit.before is None else unified_diff(path, edit.before, edit.after)
+    try:
+        return FileDiff(str(path), "utf-8", diff.decode("utf-8"))
+    except UnicodeDecodeError:
+        return FileDiff(str(path), "latin-1", diff.decode("latin-1"))
+
+
+def _repository(folder: Path) -> Path | None:
+    command = ["git", "-C", str(folder), "rev-parse", "--show-toplevel"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except OSError:
+        return None
+    root = os.fsdecode(done.stdout).removesuffix("\n").removesuffix("\r")
+    return Path(root).resolve() if done.returncode == 0 and root else None
 
 
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name.helper import edit_factory, in_words, takes_one_tensor
+from ampdbg.patch.by_name.helper import edit_factory, takes_one_tensor
 from ampdbg.patch.edits import Edited, edit_source
 from ampdbg.patch.functions import (
     SourceFunction,
@@ -26,7 +26,7 @@ from ampdbg.patch.functions import (
 from ampdbg.patch.own_lines import OwnLines
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.record.pins import Pin
+from ampdbg.record.pins import Pin, in_words
 from ampdbg.source.ownership import is_users_file
 
 

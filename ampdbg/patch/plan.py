@@ -20,27 +20,15 @@ from ampdbg.patch.placements import (
 )
 from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, StatementPin
 from ampdbg.pinning.pin_set import tied_together
-from ampdbg.record.pins import Pin
+from ampdbg.record.pins import PatchUnit, Pin
 
-__all__ = ["WAYS", "FileEdit", "Materials", "Patch", "PatchUnit", "layers_of_one_tensor", "planned", "wider_than"]
+__all__ = ["WAYS", "FileEdit", "Materials", "Patch", "layers_of_one_tensor", "planned", "wider_than"]
 
 LONG = 20
 """A longer edit is passed over where another of the user's code takes so many lines fewer."""
 
 FEW = 2
 """So many modules that are not pinned may run in FP32 with those that are, if these are no more than they."""
-
-
-@dataclass(frozen=True)
-class PatchUnit:
-    """One edit that can be left out: what it is, and the names of the pins that it stands for.
-
-    ``notes`` are for who reads the patch: why it is no narrower, and what else runs the code that it edits.
-    """
-
-    title: str
-    pins: tuple[str, ...]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ampdbg.config import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name.helper import MODULE_NAME, module_text
+from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.placements import lines_that_may_be_edited
-from ampdbg.patch.plan import WAYS, FileEdit, Materials, Patch, layers_of_one_tensor, planned, wider_than
+from ampdbg.patch.plan import WAYS, Materials, Patch, layers_of_one_tensor, planned, wider_than
 from ampdbg.patch.source_pins import Refused
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.pin_search import scales_of
@@ -22,7 +24,7 @@ from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.codes import CODES
-from ampdbg.record.pins import EVERYTHING, Form, Proof, Strategy
+from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, Strategy
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
@@ -39,29 +41,10 @@ Prover = Callable[[Patched, Mapping[str, Patched]], Proof]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What there is to suggest.
-
-    ``patch`` is None where there is nothing to suggest, where no code of the user's can be edited, or where the proof
-    failed; the record's ``search`` and ``verification`` say which. ``names`` are the pins as the config takes them;
-    ``one_tensor`` are those of them that are plain layers. ``notes`` are remedies other than pins. ``refused`` says
-    why no code could be edited: ``FILE:LINES: reason`` each.
-    """
+    """The record of a suggestion, and the ``edits`` of its patch, which the record has as diffs."""
 
     record: Record
-    patch: Patch | None = None
-    names: tuple[str, ...] = ()
-    one_tensor: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-
-    @property
-    def is_by_name(self) -> bool:
-        """Whether names say it all: a line of the step function or the loss has none."""
-        return bool(self.names) and all(pin.source is None for pin in self.record.pins)
-
-    def pins_file(self, names: Sequence[str]) -> str:
-        """The file that pins those of ``names``."""
-        return module_text(names, one_tensor=self.one_tensor)
+    edits: tuple[FileEdit, ...] = ()
 
 
 def suggest(
@@ -96,29 +79,42 @@ def suggest(
     found: Suggestion | None = None
     try:
         with bisected(config, strategy, max_trials, observer) as searched:
-            ended = replace(searched, record=replace(searched.record, command="suggest-fp32"))
-            found = _without_patch(ended)
-            if ended.record.interrupted or not ended.record.pins:
+            record = _handed_over(searched, form)
+            ended, found = replace(searched, record=record), Suggestion(record)
+            if record.interrupted or not record.pins:
                 return found
             prover = functools.partial(_proof, ended, observer) if verify else None
             if form in ("module", "yaml"):
-                return _by_name(found, ended, form, prover) if prover and found.is_by_name else found
+                return _by_name(ended, form, prover) if prover and _have_names(record) else found
             observer.stage("planning the patch")
-            return _with_patch(found, _materials(ended), prover)
+            return _with_patch(record, _materials(ended), prover)
     except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
         if found is None:
             raise
         return replace(found, record=replace(found.record, interrupted=True))
 
 
-def _without_patch(ended: Bisected) -> Suggestion:
-    model = ended.run.workload.model
-    names = tuple(pin.name for pin in ended.record.pins if pin.source is None)
-    one_tensor = layers_of_one_tensor(names, model)
-    return Suggestion(ended.record, names=names, one_tensor=one_tensor, notes=other_remedies(ended.record))
+def _handed_over(searched: Bisected, form: Form) -> Record:
+    """The record of the search, with what there is to hand over but for a patch."""
+    record, config = searched.record, searched.run.config
+    names = tuple(pin.name for pin in record.pins if pin.source is None)
+    folder, is_git = base_folder((), config.folder)
+    helper = _pins_file(names, searched) if form == "module" and names else ""
+    handover = Handover(form, names, helper, str(folder), is_git, notes=other_remedies(record))
+    return replace(record, command="suggest-fp32", handover=handover)
 
 
-def _with_patch(found: Suggestion, materials: Materials, prover: Prover | None) -> Suggestion:
+def _have_names(record: Record) -> bool:
+    """Whether names say it all: a line of the step function or the loss has none."""
+    return bool(record.pins) and all(pin.source is None for pin in record.pins)
+
+
+def _pins_file(names: Sequence[str], searched: Bisected) -> str:
+    """The file that pins those of ``names``."""
+    return module_text(names, one_tensor=layers_of_one_tensor(names, searched.run.workload.model))
+
+
+def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> Suggestion:
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
     What is only tied to a module that goes wrong is left as it is first.
@@ -134,15 +130,25 @@ def _with_patch(found: Suggestion, materials: Materials, prover: Prover | None) 
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
         if prover is None:
-            return replace(found, patch=patch)
+            return _patched_by(patch, record, materials.config)
         proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
         if proof.passed:
             for narrower, why in failed:
                 patch = wider_than(narrower, why.failure, patch)
-            return replace(found, patch=patch, record=replace(found.record, verification=proof))
+            return _patched_by(patch, replace(record, verification=proof), materials.config)
         failed.append((patch, proof))
-    record = replace(found.record, verification=failed[0][1] if failed else None)
-    return replace(found, record=record, refused=refused)
+    record = replace(record, verification=failed[0][1] if failed else None)
+    return Suggestion(_with(record, refused=refused))
+
+
+def _patched_by(patch: Patch, record: Record, config: Config) -> Suggestion:
+    folder, is_git = base_folder(patch.edits, config.folder)
+    files = tuple(file_diff(edit, folder) for edit in patch.edits)
+    return Suggestion(_with(record, folder=str(folder), is_git=is_git, files=files, units=patch.units), patch.edits)
+
+
+def _with(record: Record, **fields: Any) -> Record:
+    return replace(record, handover=replace(record.handover, **fields)) if record.handover is not None else record
 
 
 def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
@@ -156,18 +162,19 @@ def _reasons(refused: Sequence[Refused]) -> Iterator[str]:
         yield f"{place}: {reason}" if place else reason
 
 
-def _by_name(found: Suggestion, ended: Bisected, form: Form, prover: Prover) -> Suggestion:
+def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
     """The pins by name, proven in the form that they are handed over in."""
     file = ended.run.config.folder / f"{MODULE_NAME}.py"
 
     def patched(names: Sequence[str]) -> Patched:
         if form == "yaml":
             return Patched(pins=tuple(name or EVERYTHING for name in names))
-        return Patched({file: found.pins_file(names).encode()}, pins_file=file) if names else Patched()
+        return Patched({file: _pins_file(names, ended).encode()}, pins_file=file) if names else Patched()
 
-    parts = tied_together(found.names, ended.run.workload.model)
-    without = {" and ".join(part): patched([name for name in found.names if name not in part]) for part in parts}
-    return replace(found, record=replace(found.record, verification=prover(patched(found.names), without)))
+    names = [pin.name for pin in ended.record.pins]
+    parts = tied_together(names, ended.run.workload.model)
+    without = {" and ".join(part): patched([name for name in names if name not in part]) for part in parts}
+    return Suggestion(replace(ended.record, verification=prover(patched(names), without)))
 
 
 def _patched(edits: Sequence[FileEdit]) -> Patched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,6 +14,14 @@ OWN = ":own"
 
 EVERYTHING = "*"
 """The root as a pin of the config: the pattern that every name matches."""
+
+
+def in_words(name: str) -> str:
+    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``."""
+    module = name.removesuffix(OWN)
+    words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or "the model"
+    return f"{words} (its own lines)" if name.endswith(OWN) else words
+
 
 Strategy = Literal["guided", "ddmin"]
 """How a set is searched for: by what overflows in a wider format, or blind."""
@@ -136,6 +145,48 @@ class Search:
     cost: PinCost | None = None
     classes: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PatchUnit:
+    """One edit that can be left out: what it is, and the names of the pins that it stands for.
+
+    ``notes`` are for who reads the patch: why it is no narrower, and what else runs the code that it edits.
+    """
+
+    title: str
+    pins: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """The change of one file as a unified diff; ``encoding`` gives the diff's bytes back."""
+
+    path: str
+    encoding: Literal["utf-8", "latin-1"]
+    diff: str
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What a suggestion is made of beside the pins and their proof; ``form`` is the one that was proven.
+
+    ``names`` are the pins as the config takes them, and ``helper`` a Python file that pins them. The patch is
+    ``files``, whose paths count from ``folder``, the root of a git repository if ``is_git``; ``units`` are its
+    edits. Where no code could be edited ``refused`` says why, ``FILE:LINES: reason`` each. ``notes`` are remedies
+    other than pins.
+    """
+
+    form: Form
+    names: tuple[str, ...] = ()
+    helper: str = ""
+    folder: str = ""
+    is_git: bool = False
+    files: tuple[FileDiff, ...] = ()
+    units: tuple[PatchUnit, ...] = ()
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

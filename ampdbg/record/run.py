@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from ampdbg.record.findings import Count, Exponent, Finding, Phase, Source
-from ampdbg.record.pins import Pin, Proof, Search, Trial
+from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
 from ampdbg.record.replays import Investigation
 
 RECORD_FORMAT = "ampdbg.record"
@@ -213,6 +213,7 @@ class Record:
     pins: tuple[Pin, ...] = ()
     trials: tuple[Trial, ...] = ()
     search: Search | None = None
+    handover: Handover | None = None
     verification: Proof | None = None
     unseen: Unseen = field(default_factory=Unseen)
     autocast_error: AutocastError | None = None

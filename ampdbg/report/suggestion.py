@@ -3,72 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ampdbg.quantities import counted
+from ampdbg.record.pins import Handover
 from ampdbg.record.run import Record
 
-from . import bisection
+from . import bisection, handover
 from .pins import cost_sentence, pin_table, proof_table
-from .view import Headline, NextCommand, Page, Paragraph, Section, Typed, line, ran_on
+from .view import Headline, Page, Paragraph, Section, Typed, line, ran_on
 
 
-@dataclass(frozen=True)
-class PatchEdit:
-    """An edit of the patch in words; ``notes`` are why it is no narrower, and what else runs that code."""
-
-    title: str
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PatchFacts:
-    """What the page needs to know beside the record.
-
-    Without any ``edits`` there is no patch, and ``refused`` says why no code could be edited,
-    ``FILE:LINES: reason`` each. ``notes`` are remedies other than pins. ``is_by_name`` says that modules are
-    pinned by name, in a file or a config, and no code is edited.
-    """
-
-    edits: tuple[PatchEdit, ...] = ()
-    notes: tuple[str, ...] = ()
-    next_command: NextCommand | None = None
-    is_by_name: bool = False
-    refused: tuple[str, ...] = ()
-
-
-def page(record: Record, typed: Typed, patch: PatchFacts) -> Page:
+def page(record: Record, typed: Typed) -> Page:
     """What ``ampdbg suggest-fp32`` says beside the patch itself; without pins, how the search ended."""
+    handed = record.handover
+    if handed is None:  # as in records of before
+        return bisection.page(record, typed)
     if not record.pins or record.search is None or record.interrupted:
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
-        notes = tuple(note for note in patch.notes if not any(f.remedy and f.remedy in note for f in record.findings))
+        notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
         return replace(ended, sections=(*ended.sections, *_remedies(notes)))
     return Page(
-        headline(record, patch),
-        tuple(_sections(record, patch)),
+        headline(record, handed),
+        tuple(_sections(record, handed)),
         tuple(ran_on(record)),
         typed.record_path,
-        patch.next_command,
+        handover.next_command(record, handed, typed),
     )
 
 
-def _sections(record: Record, patch: PatchFacts) -> Iterator[Section]:
+def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     yield pin_table(record.pins, record.findings)
-    if patch.edits:
+    if handed.files:
         edits = (
             text
-            for edit in patch.edits
-            for text in (line(edit.title), *(line(note, tone="faint", depth=1) for note in edit.notes))
+            for unit in handed.units
+            for text in (line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes))
         )
         yield Paragraph(tuple(edits), "The patch")
-    elif patch.refused and record.verification is None and not patch.is_by_name:
-        yield Paragraph(tuple(map(line, patch.refused)), "Why ampdbg edits no code")
+    elif handed.refused and record.verification is None and not _is_by_name(record, handed):
+        yield Paragraph(tuple(map(line, handed.refused)), "Why ampdbg edits no code")
     if record.verification is not None:
         yield proof_table(record.verification)
     if record.search is not None and record.search.cost is not None:
         yield Paragraph((line(cost_sentence(record.search.cost)),))
-    yield from _remedies(patch.notes)
+    yield from _remedies(handed.notes)
+
+
+def _is_by_name(record: Record, handed: Handover) -> bool:
+    return handed.form in ("module", "yaml") and handover.content(record) is not None
 
 
 def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
@@ -76,7 +60,7 @@ def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
         yield Paragraph(tuple(map(line, notes)), "Other remedies")
 
 
-def headline(record: Record, patch: PatchFacts) -> Headline:
+def headline(record: Record, handed: Handover) -> Headline:
     """What came of it, in a sentence."""
     proof, count = record.verification, len(record.pins)
     need, them = ("needs", "it") if count == 1 else ("need", "them")
@@ -84,9 +68,9 @@ def headline(record: Record, patch: PatchFacts) -> Headline:
     if proof is not None and not proof.passed:
         why = f": {proof.failure}" if proof.failure else ""
         return Headline("bad", f"{what}, but the patch for {them} failed its proof{why}. ampdbg does not suggest it.")
-    if patch.is_by_name:
+    if _is_by_name(record, handed):
         return Headline("good", f"{what}; this pins {them} by name.")
-    if not patch.edits:
+    if not handed.files:
         return Headline("bad", f"{what}, but ampdbg could not edit your code for {them}.")
     if proof is None:
         return Headline("stopped", f"{what}; the patch for {them} is not proven.")

@@ -144,7 +144,9 @@ class Typed:
     """What the record does not know: how the ``config`` and the options were typed, and where the record was written.
 
     Both are quoted for a shell. ``folder`` is where the command was typed: files below it are named from there.
-    ``order`` and ``top`` are those of the sites and modules that a range profile lists.
+    ``order`` and ``top`` are those of the sites and modules that a range profile lists. What ``suggest-fp32`` hands
+    over is in the file ``handed_over`` and, if ``is_applied``, in the user's files. ``is_record`` says that a record
+    was given for a config.
     """
 
     config: str = "CONFIG"
@@ -152,6 +154,9 @@ class Typed:
     folder: str = ""
     order: Order = "tightest"
     top: int = 10
+    handed_over: str = ""
+    is_applied: bool = False
+    is_record: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ampdbg.patch.plan import FileEdit, Patch, PatchUnit
+from ampdbg.patch.by_name.helper import module_text
+from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.proof.suggestion import Suggestion
-from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.record.pins import Handover, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record
 from tests.report.bisections import NAMES, found
 
@@ -34,14 +36,23 @@ def suggestion(folder: Path, *, record: Record | None = None, after: bytes = AFT
     files = (folder / "model.py", folder / "parts" / "train.py")
     for file in files:
         file.write_bytes(BEFORE)
-    return Suggestion(
-        record=record or proven(),
-        patch=patch_of(FileEdit(files[0], BEFORE, after), FileEdit(files[1], BEFORE, after)),
-        names=NAMES,
-        notes=(f"{folder}/model.py:41: scale before the product",),
-    )
+    edits = tuple(FileEdit(file, BEFORE, after) for file in files)
+    return handed_over(record or proven(), folder, *edits, notes=(f"{folder}/model.py:41: scale before the product",))
 
 
-def patch_of(*edits: FileEdit) -> Patch:
+def handed_over(record: Record, config_folder: Path, *edits: FileEdit, **fields: Any) -> Suggestion:
+    """A suggestion of that record: the patch of ``edits``, each of which is one unit."""
+    folder, is_git = base_folder(edits, config_folder)
     units = tuple(PatchUnit(f"line 2 of {edit.path.name}", (name,)) for edit, name in zip(edits, NAMES, strict=False))
-    return Patch(tuple(edits), units, {unit.title: () for unit in units})
+    names = tuple(pin.name for pin in record.pins if pin.source is None)
+    handover = Handover(
+        form="diff",
+        names=names,
+        helper=module_text(names) if names else "",
+        folder=str(folder),
+        is_git=is_git,
+        files=tuple(file_diff(edit, folder) for edit in edits),
+        units=units,
+    )
+    handed = replace(handover, **fields)
+    return Suggestion(replace(record, command="suggest-fp32", handover=handed), edits)

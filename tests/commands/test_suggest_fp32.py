@@ -21,7 +21,7 @@ from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
 from tests.commands.program import Here, imported_by, start
-from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, proven, suggestion
+from tests.commands.suggestions import AFTER, BEFORE, FAILED, PROOF, handed_over, proven, suggestion
 from tests.report.bisections import found, fp32_fails, no_pin_helps, not_in_a_module, nothing_to_pin, search_interrupted
 
 CONFIG = "model: {target: net.py:build_model}\ndata: {target: net.py:build_data}\ntrain: {steps: 3}\n"
@@ -69,7 +69,9 @@ class Faked:
         if "observer" in options:
             options["observer"].search(("", "block"))
             options["observer"].stage("planning the patch")
-        return self.found
+        search = self.found.record.search
+        searched = replace(search, strategy=options["strategy"]) if search is not None else None
+        return handed(replace(self.found, record=replace(self.found.record, search=searched)), form=options["form"])
 
 
 Fake = Callable[..., Faked]
@@ -81,18 +83,23 @@ def fake(here: Here) -> Fake:
     Path("net.py").write_text(NET, encoding="utf-8")
     Path("config.yaml").write_text(CONFIG, encoding="utf-8")
 
-    def put(record: Record | None = None, **fields: Any) -> Faked:
-        made = suggestion(here.folder) if record is None else without_patch(here.folder, record)
-        faked = Faked(replace(made, **fields))
+    def put(record: Record | None = None, made: Suggestion | None = None, **fields: Any) -> Faked:
+        made = made or (suggestion(here.folder) if record is None else without_patch(here.folder, record))
+        faked = Faked(handed(made, **fields))
         here.monkeypatch.setattr(suggestions, "suggest", faked)
         return faked
 
     return put
 
 
+def handed(made: Suggestion, **fields: Any) -> Suggestion:
+    assert made.record.handover is not None
+    return replace(made, record=replace(made.record, handover=replace(made.record.handover, **fields)))
+
+
 def without_patch(folder: Path, record: Record) -> Suggestion:
-    names = tuple(pin.name for pin in record.pins if pin.source is None)
-    return replace(suggestion(folder, record=record), patch=None, names=names, notes=())
+    suggestion(folder)
+    return handed_over(record, folder)
 
 
 def saved(pattern: str) -> Path:
@@ -130,7 +137,7 @@ def test_quiet_says_nothing_beside_a_patch(here: Here, fake: Fake) -> None:
 
 
 def test_a_patch_that_was_not_proven_says_so(here: Here, fake: Fake) -> None:
-    faked = fake(record=replace(proven(), verification=None), patch=suggestion(here.folder).patch)
+    faked = fake(made=suggestion(here.folder, record=replace(proven(), verification=None)))
     result = here("suggest-fp32", "config.yaml", "--no-verify")
     assert faked.options["verify"] is False
     assert "# Not proven: --no-verify was given" in result.stdout
@@ -182,7 +189,7 @@ def test_a_place_that_is_lost_during_the_search_costs_nothing_that_was_found(her
 
 def test_bytes_of_any_encoding_reach_stdout(here: Here, fake: Fake) -> None:
     after = AFTER.replace(b"y = ", b"# M\xfcller\r\n    y = ")
-    fake(patch=suggestion(here.folder, after=after).patch)
+    fake(made=suggestion(here.folder, after=after))
     assert here("suggest-fp32", "config.yaml", "--quiet").code == 0
     assert b"+    # M\xfcller\r\n" in saved("*.patch").read_bytes()
 
@@ -479,7 +486,7 @@ def test_a_usage_error_answers_without_torch(tmp_path: Path) -> None:
 
 def test_from_python_it_returns_the_record_and_writes_nothing(here: Here, fake: Fake) -> None:
     faked = fake()
-    assert ampdbg.suggest_fp32("config.yaml") is faked.found.record
+    assert ampdbg.suggest_fp32("config.yaml") == faked.found.record
     assert not Path(".ampdbg").exists()
     assert Path("model.py").read_bytes() == BEFORE
 

@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import ampdbg
-from ampdbg import api
 from ampdbg.errors import AmpdbgError
 from ampdbg.escapes import harmless
-from ampdbg.given import read_given
 from ampdbg.observer import Observer
 from ampdbg.record.run import Environment, Record
-from ampdbg.report.suggestion import PatchEdit, PatchFacts
 
 ROOT = Path(__file__).parents[2]
 RECORDS = Path(__file__).parent / "golden" / "records"
@@ -112,20 +109,9 @@ RUNS: dict[str, Callable[[], Record]] = {
     "bisect_fp32_fails": zoo("bisect", "true_nan_forward"),
     "bisect_no_pin_helps": zoo("bisect", "batch_out_of_range"),
     "bisect_not_reproduced": zoo("bisect", "not_deterministic"),
+    "suggestion": zoo("suggest_fp32", "scores_before_scaling"),
 }
 """One for each kind of page, by the name of its golden file."""
-
-PATCH = RECORDS / "suggestion.patch.json"
-"""What the page beside a patch shows of it, which its record does not have."""
-
-
-def remade_suggestion() -> tuple[Record, PatchFacts]:
-    """The record of a suggestion of now, and its patch in words."""
-    with case("scores_before_scaling") as config:
-        found = api.suggestion(read_given(config, device="cpu"))
-    units = found.patch.units if found.patch is not None else ()
-    facts = PatchFacts(tuple(PatchEdit(unit.title, unit.notes) for unit in units), found.notes, refused=found.refused)
-    return settled(found.record), harmless(facts, str(ROOT))
 
 
 def remade(name: str) -> Record:
@@ -142,5 +128,6 @@ def settled(record: Record) -> Record:
         elapsed=12.3,
         environment=replace(ENVIRONMENT, notes=record.environment.notes),
         trials=tuple(replace(trial, seconds=0.3) for trial in record.trials),
+        handover=replace(record.handover, folder="/home/me") if record.handover is not None else None,
         config={key: record.config[key] for key in ("precision",) if key in record.config},
     )

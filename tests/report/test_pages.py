@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record
-from ampdbg.report.formats import page_of
-from ampdbg.report.formats.text import draw
-from ampdbg.report.suggestion import PatchEdit, PatchFacts
-from ampdbg.report.view import Look, NextCommand, Typed
 from tests.conftest import Golden
 from tests.report.pages import rendered
-from tests.report.runs import PATCH, RECORDS, RUNS, remade, remade_suggestion
+from tests.report.runs import RECORDS, RUNS, remade
 
 GOLDEN = Path(__file__).parent / "golden"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,20 +40,6 @@ def page(record: Record, *, width: int = 80, color: bool = False, unicode: bool 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_page_of_a_run_is_its_golden_file(name: str, record: Record, golden: Golden) -> None:
     golden(GOLDEN / f"{name}.txt", page(record))
-
-
-def test_the_page_beside_a_patch_is_its_golden_file(request: pytest.FixtureRequest, golden: Golden) -> None:
-    if request.config.getoption("--update-golden"):
-        record, facts = remade_suggestion()
-        write_record(record, RECORDS / "suggestion.json")
-        PATCH.write_text(json.dumps(asdict(facts), indent=1) + "\n", encoding="utf-8")
-    kept = json.loads(PATCH.read_text(encoding="utf-8"))
-    edits = tuple(PatchEdit(edit["title"], tuple(edit["notes"])) for edit in kept["edits"])
-    command = NextCommand("apply the patch", "git apply .ampdbg/r.patch")
-    facts = PatchFacts(edits, tuple(kept["notes"]), command)
-    typed = Typed("config.yaml", ".ampdbg/r.json")
-    text = draw(page_of(record_of("suggestion"), typed, facts), Look(80, color=False, unicode=True))
-    golden(GOLDEN / "suggestion.txt", text)
 
 
 @pytest.mark.parametrize("name", ["scan_runaway_scale", "ranges_example", "bisect_example"])

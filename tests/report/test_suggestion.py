@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record
-from ampdbg.report.formats import page_of
-from ampdbg.report.formats.text import draw
-from ampdbg.report.suggestion import PatchEdit, PatchFacts, headline
-from ampdbg.report.view import Look, NextCommand, Typed
-from tests.report.bisections import found, fp32_fails
+from ampdbg.report.formats import written
+from ampdbg.report.suggestion import headline
+from ampdbg.report.view import Look, Typed
+from tests.report.bisections import NAMES, found, fp32_fails
 
 PASSED = Proof(
     True,
@@ -25,13 +24,18 @@ PASSED = Proof(
 )
 FAILED = Proof(False, (PASSED.steps[0], ProofStep("further batches", False, "1 of 3 healthy; loss NaN")))
 
-PATCHED = PatchFacts(
-    edits=(
-        PatchEdit("lines 41 to 43 of model.py", ("applies to all 24 instances of GLU, 1 of them in the set",)),
-        PatchEdit("Block.forward in model.py"),
+FILE = FileDiff("model.py", "utf-8", "+x\n")
+PATCHED = Handover(
+    "diff",
+    names=NAMES,
+    folder="/home/me",
+    is_git=True,
+    files=(FILE,),
+    units=(
+        PatchUnit("lines 41 to 43 of model.py", (), ("applies to all 24 instances of GLU, 1 of them in the set",)),
+        PatchUnit("Block.forward in model.py", ()),
     ),
     notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
-    next_command=NextCommand("apply the patch", "git apply .ampdbg/a-file-of-a-long-name-" + "x" * 60),
 )
 
 
@@ -39,10 +43,13 @@ def proven() -> Record:
     return replace(found(), verification=PASSED)
 
 
-def rendered(record: Record, suggested: PatchFacts, **look: object) -> str:
-    typed = Typed(record_path="r.json", folder="/home/me")
+TYPED = Typed(record_path="r.json", folder="/home/me")
+PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
+
+
+def rendered(record: Record, suggested: Handover, typed: Typed = TYPED, **look: object) -> str:
     looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
-    return draw(page_of(record, typed, suggested), looks)
+    return written(replace(record, command="suggest-fp32", handover=suggested), typed, looks, "text")
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
@@ -51,20 +58,19 @@ def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
         "\nWhy ampdbg edits no code\n  model.py:12, 13: torch is another thing here\n"
         "  blocks.2: no code of yours makes or calls it\n"
     )
-    assert told in rendered(found(), PatchFacts(refused=reasons))
-    assert "Why" not in rendered(replace(found(), verification=FAILED), PatchFacts(refused=reasons))
+    assert told in rendered(found(), Handover("diff", refused=reasons))
+    assert "Why" not in rendered(replace(found(), verification=FAILED), Handover("diff", refused=reasons))
 
 
 def test_a_command_to_copy_is_never_cut() -> None:
-    assert PATCHED.next_command is not None
     for width in (40, 80):
-        assert f"  {PATCHED.next_command.command}\n" in rendered(proven(), PATCHED, width=width)
+        page = rendered(proven(), PATCHED, replace(TYPED, handed_over=PATCH), width=width)
+        assert f" apply {PATCH.removeprefix('/home/me/')}\n" in page
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_it_fits(width: int) -> None:
-    short = replace(PATCHED, next_command=None)
-    lines = rendered(proven(), short, width=width, color=False).splitlines()
+    lines = rendered(proven(), PATCHED, width=width, color=False).splitlines()
     assert max(len(line) for line in lines if not line.startswith("Record: ")) <= width
 
 
@@ -82,11 +88,11 @@ def test_colour_changes_no_word() -> None:
 HEADLINES = {
     "proven": (proven(), PATCHED, "2 places need FP32; the patch for them is proven on the failing step."),
     "not proven": (found(), PATCHED, "2 places need FP32; the patch for them is not proven."),
-    "by name": (proven(), PatchFacts(is_by_name=True), "2 places need FP32; this pins them by name."),
-    "no code": (found(), PatchFacts(), "2 places need FP32, but ampdbg could not edit your code for them."),
+    "by name": (proven(), Handover("module", NAMES, "x = 1"), "2 places need FP32; this pins them by name."),
+    "no code": (found(), Handover("diff"), "2 places need FP32, but ampdbg could not edit your code for them."),
     "failed": (
         replace(found(), verification=FAILED),
-        PatchFacts(),
+        Handover("diff"),
         (
             "2 places need FP32, but the patch for them failed its proof: "
             "further batches: 1 of 3 healthy; loss NaN. ampdbg does not suggest it."
@@ -103,12 +109,12 @@ HEADLINES = {
 @pytest.mark.parametrize("name", HEADLINES)
 def test_each_end_has_its_headline(name: str) -> None:
     record, suggested, sentence = HEADLINES[name]
-    assert headline(record, suggested).sentence == sentence
+    assert headline(replace(record, handover=suggested), suggested).sentence == sentence
 
 
 def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() -> None:
     told = fp32_fails().findings[0].remedy
-    text = rendered(fp32_fails(), PatchFacts(notes=(told, "normalise the data")))
+    text = rendered(fp32_fails(), Handover("diff", notes=(told, "normalise the data")))
     assert text.startswith("✗ No pin helps: step 3 fails in FP32 too.")
     assert "\nOther remedies\n  normalise the data\n" in text
     assert text.count(told) == 1

@@ -22,7 +22,7 @@ def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monk
     found = suggest(spiked(tmp_path), form=form)
     assert found.record.interrupted
     assert found.record.command == "suggest-fp32"
-    assert (found.patch, found.record.verification) == (None, None)
+    assert (found.edits, found.record.verification) == ((), None)
     assert tuple(pin.name for pin in found.record.pins) == names(*CULPRITS)
     assert found.record.search is not None
     assert found.record.search.minimal

@@ -56,9 +56,9 @@ def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkey
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.syspath_prepend(str(library))
     found = suggest(load_config(tmp_path / "config.yaml"), verify=False)
-    assert found.patch is not None, found.refused
-    assert [unit.title for unit in found.patch.units] == ["energy_loss() on line 22 of net.py"]
-    (edit,) = found.patch.edits
+    assert found.record.handover is not None
+    assert [unit.title for unit in found.record.handover.units] == ["energy_loss() on line 22 of net.py"]
+    (edit,) = found.edits
     assert edit.after.decode().endswith(
         "    with torch.autocast(device_type=output.device.type, enabled=False):\n"
         "        return energy_loss(output.float(), target)\n"

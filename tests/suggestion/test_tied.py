@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.commands.forms import diff
 from ampdbg.config import load_config
 from ampdbg.proof import proof
 from ampdbg.proof.suggestion import suggest
+from ampdbg.report.handover import content
 from tests.proof.overflowing import performed_here
 
 NET = """\
@@ -68,7 +68,7 @@ def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding
     embedding, head = found.record.pins
     assert (embedding.name, embedding.tied, embedding.sites) == ("embedding", ("head",), ())
     assert (head.name, head.tied) == ("head", ("embedding",))
-    text = diff(found, tmp_path).decode()
+    text = (content(found.record) or b"").decode()
     assert text.startswith("# Keeps in FP32 under autocast: head.\n")
     assert ADDED in text
     by_name = suggest(config, form="module")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from ampdbg.commands.forms import diff
 from ampdbg.proof import suggestion
 from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.report.handover import content
 from tests.proof.overflowing import NET, written
 
 FAILED = Proof(
@@ -35,7 +35,7 @@ def test_a_wider_patch_says_what_the_narrower_one_failed_in(tmp_path: Path, monk
     found, proven = suggested_where([FAILED, Proof(True)], tmp_path, monkeypatch)
     assert (
         "#     Editing line 15 of net.py alone was not enough: further batches: loss NaN\n"
-        in diff(found, tmp_path).decode()
+        in (content(found.record) or b"").decode()
     )
     assert proven[0] != proven[1]
 
@@ -45,15 +45,15 @@ def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
 ) -> None:
     also = Proof(False, (ProofStep("the failing step (0)", False, "loss inf"),))
     found, proven = suggested_where([FAILED, also], tmp_path, monkeypatch)
-    assert found.patch is None
+    assert found.edits == ()
     assert found.record.verification == FAILED
     assert len(proven) == 2  # the third way makes the patch of the second, which was proven already
 
 
 def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
-    assert found.patch is not None
-    assert [(unit.title, unit.notes) for unit in found.patch.units] == [("line 15 of net.py", ())]
+    assert found.record.handover is not None
+    assert [(unit.title, unit.notes) for unit in found.record.handover.units] == [("line 15 of net.py", ())]
 
 
 def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
@@ -62,9 +62,10 @@ def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -
     )
     config = written(tmp_path, {"net.py": f"{net}\n\ndef _keep_in_fp32(x):\n    return x\n"})
     found = suggestion.suggest(config, verify=False)
-    assert found.patch is None
+    assert found.edits == ()
     path = tmp_path / "net.py"
-    assert found.refused == (
+    assert found.record.handover is not None
+    assert found.record.handover.refused == (
         f"{path}:15: the name torch stands for something else here; import torch under its own name first",
         f"{path}: it has a function _keep_in_fp32 already; add the modules to it by hand, or rename it",
     )

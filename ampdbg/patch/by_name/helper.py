@@ -13,7 +13,6 @@ from torch import nn
 from ampdbg.patch.by_name.factory import with_model_kept
 from ampdbg.patch.by_name.helper_text import INDENT, helper_functions
 from ampdbg.patch.edits import Edited, Refused
-from ampdbg.record.pins import OWN
 from ampdbg.source.expressions import names_assigned
 from ampdbg.source.imports import imports_of, with_imported
 from ampdbg.source.source_file import EditError, read_source
@@ -42,13 +41,6 @@ TRANSPOSED_LINEAR = "transformers.pytorch_utils.Conv1D"
 """GPT-2's Linear, by its name: transformers is not to be imported."""
 
 _BLANK = cst.EmptyLine(indent=False)
-
-
-def in_words(name: str) -> str:
-    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``."""
-    module = name.removesuffix(OWN)
-    words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or "the model"
-    return f"{words} (its own lines)" if name.endswith(OWN) else words
 
 
 def takes_one_tensor(module: nn.Module) -> bool:

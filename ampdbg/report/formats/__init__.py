@@ -5,14 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ampdbg.escapes import harmless
 from ampdbg.record.run import Record
 from ampdbg.report.view import Look, Page, Typed
-
-if TYPE_CHECKING:
-    from ampdbg.report.suggestion import PatchFacts
 
 FORMATS = tuple(module.name for module in pkgutil.iter_modules(__path__))
 """What ``ampdbg report --format`` takes: the modules of this folder."""
@@ -24,14 +20,13 @@ def written(record: Record, typed: Typed, look: Look, format_: str) -> str:
     return text
 
 
-def page_of(record: Record, typed: Typed, patch: PatchFacts | None = None) -> Page:
-    """The page of a record, by the command that made it, or the one beside a patch.
+def page_of(record: Record, typed: Typed) -> Page:
+    """The page of a record, by the command that made it.
 
-    The patch itself is no part of a record: without it, the page of a suggestion shows the search and the proof. All
-    text of the user's world is harmless; only a command to copy keeps its paths as they are.
+    All text of the user's world is harmless; only a command to copy keeps its paths as they are.
     """
     from ampdbg.report import bisection, ranges, scan, suggestion
 
-    pages = {"bisect": bisection.page, "suggest-fp32": bisection.page, "ranges": ranges.page}
-    page = suggestion.page(record, typed, patch) if patch else pages.get(record.command, scan.page)(record, typed)
+    pages = {"bisect": bisection.page, "suggest-fp32": suggestion.page, "ranges": ranges.page}
+    page = pages.get(record.command, scan.page)(record, typed)
     return replace(harmless(page, typed.folder), next_command=harmless(page.next_command))

@@ -12,10 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.commands.forms import as_json, base_folder, diff, module
-from ampdbg.patch.plan import FileEdit, PatchUnit
+from ampdbg.patch.file_edits import FileEdit, base_folder
 from ampdbg.proof.suggestion import Suggestion
-from tests.commands.suggestions import AFTER, BEFORE, patch_of, proven, suggestion
+from ampdbg.record.pins import Form, Handover, PatchUnit
+from ampdbg.report import handover
+from tests.commands.suggestions import AFTER, BEFORE, handed_over, proven, suggestion
+
+
+def text_of(found: Suggestion, form: Form = "diff") -> bytes:
+    text = handover.content(replace(found.record, handover=replace(handover_of(found), form=form)))
+    assert text is not None
+    return text
+
+
+def handover_of(found: Suggestion) -> Handover:
+    assert found.record.handover is not None
+    return found.record.handover
+
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="there is no patch")
 
@@ -50,12 +63,12 @@ diff --git a/model.py b/model.py
 
 
 def test_the_proof_stands_above_the_diff(tmp_path: Path) -> None:
-    assert diff(suggestion(tmp_path), tmp_path.resolve()).decode().startswith(HEAD)
+    assert text_of(suggestion(tmp_path)).decode().startswith(HEAD)
 
 
 def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
     found = suggestion(tmp_path, record=replace(proven(), verification=None))
-    lines = diff(found, tmp_path.resolve()).decode().splitlines()
+    lines = text_of(found).decode().splitlines()
     assert "# Not proven: --no-verify was given, and nothing was run with this patch." in lines
     assert not any("Proven by" in line for line in lines)
 
@@ -63,18 +76,18 @@ def test_without_a_proof_the_diff_says_so(tmp_path: Path) -> None:
 def test_many_pins_are_counted(tmp_path: Path) -> None:
     names = tuple(f"blocks.{n}.attn" for n in range(12))
     found = suggestion(tmp_path)
-    assert found.patch is not None
-    found = replace(found, names=names, patch=replace(found.patch, units=(PatchUnit("line 2 of model.py", names),)))
-    first = diff(found, tmp_path.resolve()).decode().splitlines()[0]
+    unit = PatchUnit("line 2 of model.py", names)
+    handed = replace(handover_of(found), names=names, units=(unit,))
+    found = replace(found, record=replace(found.record, handover=handed))
+    first = text_of(found).decode().splitlines()[0]
     assert first == "# Keeps in FP32 under autocast: 12 modules, blocks.0.attn to blocks.11.attn."
 
 
 def test_git_applies_it_and_takes_it_back(repository: Path) -> None:
     found = suggestion(repository / "project")
-    assert found.patch is not None
-    base, is_git = base_folder(found.patch.edits, repository / "project" / "parts")
+    base, is_git = base_folder(found.edits, repository / "project" / "parts")
     assert (base, is_git) == (repository, True)
-    text = diff(found, base)
+    text = text_of(found)
     run(repository, "git", "apply", text=text)
     assert content(repository / "project") == (AFTER, AFTER)
     run(repository, "git", "apply", "-R", text=text)
@@ -83,22 +96,21 @@ def test_git_applies_it_and_takes_it_back(repository: Path) -> None:
 
 def test_git_applies_it_from_a_folder_below_the_root(repository: Path) -> None:
     found = suggestion(repository / "project")
-    run(repository / "project", "git", "apply", text=diff(found, repository))
+    run(repository / "project", "git", "apply", text=text_of(found))
     assert content(repository / "project") == (AFTER, AFTER)
 
 
 def test_git_applies_it_outside_of_a_repository(tmp_path: Path) -> None:
     found = suggestion(tmp_path.resolve())
-    assert found.patch is not None
-    base, is_git = base_folder(found.patch.edits, tmp_path)
+    base, is_git = base_folder(found.edits, tmp_path)
     assert (base, is_git) == (tmp_path.resolve(), False)
-    run(tmp_path, "git", "apply", text=diff(found, base))
+    run(tmp_path, "git", "apply", text=text_of(found))
     assert content(tmp_path) == (AFTER, AFTER)
 
 
 @needs_patch
 def test_patch_applies_it_and_takes_it_back(tmp_path: Path) -> None:
-    text = diff(suggestion(tmp_path), tmp_path.resolve())
+    text = text_of(suggestion(tmp_path))
     run(tmp_path, "patch", "-p1", text=text)
     assert content(tmp_path) == (AFTER, AFTER)
     run(tmp_path, "patch", "-p1", "-R", text=text)
@@ -118,9 +130,9 @@ def test_every_byte_is_kept(name: str, tmp_path: Path) -> None:
     before, after = HARD[name]
     file = tmp_path.resolve() / "model.py"
     file.write_bytes(before)
-    found = replace(suggestion(tmp_path), patch=patch_of(FileEdit(file, before, after)))
+    found = handed_over(proven(), tmp_path, FileEdit(file, before, after))
     file.write_bytes(before)
-    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    run(tmp_path, "git", "apply", text=text_of(found))
     assert file.read_bytes() == after
 
 
@@ -129,24 +141,24 @@ def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
     proof = proven().verification
     assert proof is not None
     odd = replace(proof.steps[0], detail="line\n--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-def\ndiff --git a/x b/x")
-    found = replace(found, record=replace(proven(), verification=replace(proof, steps=(odd,))))
-    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    found = replace(found, record=replace(found.record, verification=replace(proof, steps=(odd,))))
+    run(tmp_path, "git", "apply", text=text_of(found))
     assert content(tmp_path) == (AFTER, AFTER)
 
 
 def test_a_new_file_is_made(tmp_path: Path) -> None:
     new = tmp_path.resolve() / "pins.py"
-    found = replace(suggestion(tmp_path), patch=patch_of(FileEdit(new, None, b"import torch\n")))
-    run(tmp_path, "git", "apply", text=diff(found, tmp_path.resolve()))
+    found = handed_over(proven(), tmp_path, FileEdit(new, None, b"import torch\n"))
+    run(tmp_path, "git", "apply", text=text_of(found))
     assert new.read_bytes() == b"import torch\n"
 
 
 def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path: Path) -> None:
     found = suggestion(tmp_path / "source")
     (tmp_path / "configs").mkdir()
-    assert found.patch is not None
-    assert base_folder(found.patch.edits, tmp_path / "configs") == (tmp_path.resolve(), False)
-    assert b"--- a/source/model.py" in diff(found, tmp_path.resolve())
+    assert base_folder(found.edits, tmp_path / "configs") == (tmp_path.resolve(), False)
+    beside = handed_over(proven(), tmp_path / "configs", *found.edits)
+    assert b"--- a/source/model.py" in text_of(beside)
 
 
 # The other forms
@@ -165,7 +177,7 @@ class Net(nn.Module):
 
 
 def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
-    text = module(suggestion(tmp_path), tmp_path).decode()
+    text = text_of(suggestion(tmp_path), "module").decode()
     assert text.startswith(
         "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
     )
@@ -181,32 +193,32 @@ def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
 
 def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
     found = suggestion(tmp_path)
-    data = json.loads(as_json(found, tmp_path.resolve()))
+    data = json.loads(text_of(found, "json"))
     assert (data["format"], data["version"], data["names"]) == ("ampdbg.patch", 1, ["blocks.2.attn", "blocks.3:own"])
     assert [pin["module"] for pin in data["pins"]] == ["blocks.2.attn", "blocks.3"]
     assert [file["path"] for file in data["files"]] == ["model.py", "parts/train.py"]
     assert data["units"][0] == {"title": "line 2 of model.py", "pins": ["blocks.2.attn"], "notes": []}
     assert data["proof"]["passed"] is True
-    assert data["notes"] == list(found.notes)
+    assert data["notes"] == list(handover_of(found).notes)
 
 
 @pytest.mark.parametrize("name", HARD)
 def test_the_diffs_in_json_are_exact(name: str, tmp_path: Path) -> None:
     before, after = HARD[name]
     file = tmp_path.resolve() / "model.py"
-    found: Suggestion = replace(suggestion(tmp_path), patch=patch_of(FileEdit(file, before, after)))
+    found = handed_over(proven(), tmp_path, FileEdit(file, before, after))
     file.write_bytes(before)
-    (entry,) = json.loads(as_json(found, tmp_path.resolve()))["files"]
+    (entry,) = json.loads(text_of(found, "json"))["files"]
     run(tmp_path, "git", "apply", text=entry["diff"].encode(entry["encoding"]))
     assert file.read_bytes() == after
 
 
 def test_what_the_reader_of_a_unit_must_know_stands_below_it(tmp_path: Path) -> None:
     found = suggestion(tmp_path)
-    assert found.patch is not None
-    first, *others = found.patch.units
+    first, *others = handover_of(found).units
     told = replace(first, notes=("line 2 of model.py cannot be edited: a lambda", "applies to all 24 instances of GLU"))
-    text = diff(replace(found, patch=replace(found.patch, units=(told, *others))), tmp_path).decode()
+    record = replace(found.record, handover=replace(handover_of(found), units=(told, *others)))
+    text = text_of(replace(found, record=record)).decode()
     lines = [
         "#   - line 2 of model.py",
         "#     line 2 of model.py cannot be edited: a lambda",
