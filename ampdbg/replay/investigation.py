@@ -26,7 +26,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
-from ampdbg.replay.replay import Manner, Replayed, TraceKind, continued_in_fp32, replay_step
+from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, Versions, take_snapshot
 
@@ -121,7 +121,7 @@ class _Replays:
         )
 
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
-        return self._replay("FP32", Manner("float32"), traced=traced, keep_gradients=keep_gradients)
+        return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
 
     def _floor(self) -> Replayed:
         manner = Manner("float32", rounds_to=self._as_it_was.dtype)
@@ -301,7 +301,7 @@ class PinnedReplays:
     @cached_property
     def fp32(self) -> Replayed:
         """The step in FP32, with its trace and its gradients."""
-        return self._replay(Manner("float32"), ProducerTrace)
+        return self._replay(FP32, ProducerTrace)
 
     @cached_property
     def floor(self) -> Replay:
@@ -366,7 +366,7 @@ class PinnedReplays:
 
     @cached_property
     def _references(self) -> tuple[Replayed, Replayed]:
-        return self._replay(Manner("float32"), SampleTrace), self._floor
+        return self._replay(FP32, SampleTrace), self._floor
 
     def _sampled(self, pins: Sequence[str]) -> Replayed:
         with self._pinned(pins):

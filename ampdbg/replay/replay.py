@@ -17,6 +17,7 @@ from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import LIFTS, Alteration, lifted, rounding_to, widening
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
+from ampdbg.probes.steps import to_host
 from ampdbg.probes.tensors import float_values, is_finite
 from ampdbg.record.replays import Replay
 from ampdbg.replay.copies import altered_batch, duplicate
@@ -53,11 +54,16 @@ class Manner:
         return (*rounding, widening(LIFTS[self.dtype])) if self.is_lifted and self.dtype in LIFTS else rounding
 
 
+FP32 = Manner("float32")
+"""The replay that others are held against."""
+
+
 @dataclass(frozen=True)
 class Replayed:
     """A replay with what is too large for the record: its trace, and a copy of its unscaled gradients by name.
 
-    ``idle`` names the parameters that their gradients could not move: such a gradient may be lost without harm.
+    ``idle`` names, of a replay in FP32, the parameters that their gradients could not move: such a gradient may be
+    lost without harm.
     ``seconds`` is the time of its forward and backward pass, without that of putting everything back.
     """
 
@@ -112,22 +118,22 @@ def replay_step(
             rounded=bool(manner.rounds_to),
         )
         gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
-        return Replayed(replay, trace, gradients, seconds, frozenset(_idle(run, gradients)))
+        idle = frozenset(_idle(run, gradients)) if manner == FP32 else frozenset()
+        return Replayed(replay, trace, gradients, seconds, idle)
 
 
 def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """The parameters whose update, as far as the optimizer's ``eps`` leaves one, is below FP32's rounding."""
     names = {parameter: name for name, parameter in run.workload.model.named_parameters()}
-    for group in (group for optimizer in run.workload.optimizers for group in optimizer.param_groups):
-        rate, eps = float(group.get("lr") or group.get("initial_lr") or 1.0), group.get("eps")
-        for parameter in group["params"]:
-            gradient = gradients.get(names.get(parameter, ""))
-            if gradient is None or not gradient.numel():
-                continue
-            largest = float(gradient.abs().max())
-            update = rate * (largest / (largest + eps) if eps else largest)
-            if update < HALF_A_UNIT * float(parameter.detach().abs().max()):
-                yield names[parameter]
+    groups = [group for optimizer in run.workload.optimizers for group in optimizer.param_groups]
+    held = [(names.get(parameter, ""), parameter.detach(), group) for group in groups for parameter in group["params"]]
+    moved = [one for one in held if one[0] in gradients and one[1].numel()]
+    largest = iter(to_host([part.abs().max() for name, weight, _ in moved for part in (gradients[name], weight)]))
+    for name, _, group in moved:
+        gradient, weight, eps = next(largest), next(largest), group.get("eps")
+        rate = float(group.get("lr") or group.get("initial_lr") or 1.0)
+        if rate * (gradient / (gradient + eps) if eps else gradient) < HALF_A_UNIT * weight:
+            yield name
 
 
 def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, ...]:
@@ -150,7 +156,7 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
     for _ in range(steps):
         for optimizer in run.workload.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        loss, error = _try(run, replace(snapshot, batches=duplicate(snapshot.batches)), Manner("float32"))
+        loss, error = _try(run, replace(snapshot, batches=duplicate(snapshot.batches)), FP32)
         if error:
             return
         yield loss
@@ -219,8 +225,8 @@ def _newly_nonfinite_buffers(model: torch.nn.Module, before: Mapping[str, torch.
 
 def _unscaled_norm(model: torch.nn.Module, scale: float) -> float:
     values = [float_values(p.grad) for p in model.parameters() if p.grad is not None]
-    squares = [float(value.detach().double().square().sum()) for value in values if value is not None]
-    return math.sqrt(sum(squares)) / scale if squares else 0.0
+    squares = to_host([value.detach().double().square().sum() for value in values if value is not None])
+    return math.sqrt(sum(squares)) / scale
 
 
 def _copied_gradients(model: torch.nn.Module, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
