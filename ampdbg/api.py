@@ -63,7 +63,7 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
     checked = checked.model_copy(update={"train": train})
     observer.start(train.steps)
     from ampdbg.diagnosis.ranges import diagnose_ranges
-    from ampdbg.training.ranges import profile_ranges
+    from ampdbg.training.loop import profile_ranges
 
     return diagnose_ranges(profile_ranges(checked, observer=observer))
 

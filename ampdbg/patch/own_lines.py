@@ -90,7 +90,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
         with weights_of(run.workload.model, step), _library_calls(libraries, calls):
             trace = replay_step(run, step.snapshot, Manner("float32"), traced=OpTrace).trace
             try:
-                ranges = shadow_step(run, step.snapshot)
+                ranges, _ = shadow_step(run, step.snapshot)
             except UserCodeError:
                 ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
         for seen in ranges:

@@ -181,7 +181,7 @@ def _proposed_by_shadow(run: Run, failing: FailingStep) -> list[str]:
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
         with weights_of(run.workload.model, failing):
-            ranges = shadow_step(run, failing.snapshot)
+            ranges, _ = shadow_step(run, failing.snapshot)
     except UserCodeError:
         return []
     return list(_overflowing(ranges, scale, run.mode.format))

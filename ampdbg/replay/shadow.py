@@ -21,7 +21,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot, rewound
 
 
-def shadow_step(run: Run, snapshot: Snapshot) -> tuple[RangeSeen, ...]:
+def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:
     """Runs the step of ``snapshot`` once more as the shadow, at a loss scale of 1, and changes nothing.
 
     Args:
@@ -29,16 +29,12 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[RangeSeen, ...]:
         snapshot: the step.
 
     Returns:
-        Every op whose output FP16 would hold, forward and backward, in order of execution.
+        Every op whose output FP16 would hold, forward and backward, in order of execution; and what the step did not
+        touch, and how it was analysed.
 
     Raises:
         UserCodeError: the user's code raised.
     """
-    return shadow_and_unseen(run, snapshot)[0]
-
-
-def shadow_and_unseen(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:
-    """As :func:`shadow_step`; also says what the step did not touch and how it was analysed."""
     model = run.workload.model
     with rewound(model, snapshot), coverage(model) as covered:
         with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:

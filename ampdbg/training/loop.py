@@ -1,9 +1,12 @@
-"""The training loop: the reference order of autocast, scale, backward, unscale_, clip, step, update, watched."""
+"""The training loop: the reference order of autocast, scale, backward, unscale_, clip, step, update, watched.
+
+Updates of half parameters are each held against the same optimizer step on float32 copies: lost, or not finite.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -13,18 +16,23 @@ import torch
 
 from ampdbg.config import Config
 from ampdbg.environment import describe_environment
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.precision.widening import LIFTS, widening
 from ampdbg.probes.module_calls import compiled_notes, coverage
+from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import Record, Unseen
+from ampdbg.record.run import HalfUpdates, Record, Unseen
+from ampdbg.replay.comparison import MOST_OF_IT
 from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.passes import run_pass
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.state import notes_on
-from ampdbg.training.half_updates import ComparedUpdates
+from ampdbg.replay.shadow import shadow_step
+from ampdbg.replay.snapshot import Snapshot, take_snapshot
+from ampdbg.replay.state import Held, held_by, notes_on
 
 
 def train(
@@ -71,38 +79,12 @@ def train_prepared(
 
     ``on_investigated`` is called while the weights are still those of the step.
     """
-
-    def investigator(watcher: Watch) -> Investigator:
-        return Investigator(run, watcher, replays, observer, on_investigated)
-
-    return _watched(run, new_record(run, command), investigator, observer)
-
-
-def new_record(run: Run, command: str) -> Record:
-    """The record of a run that is about to begin."""
-    return Record(
-        command=command,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        environment=describe_environment(run.config, run.device),
-        config=run.config.resolved(),
-        config_folder=run.config.folder_from_start(),
-        verdict="inconclusive",
-        planned_steps=run.config.train.steps,
-    )
-
-
-def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
-    """The micro-batches of one step after another, without end."""
-    batches = run.workload.batches()
-    while True:
-        yield tuple(next(batches) for _ in range(run.config.train.accumulate))
-
-
-def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], observer: Observer) -> Record:
+    record = new_record(run, command)
     started = time.monotonic()
     error, failure, interrupted, unseen = None, None, False, Unseen()
     with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
-        investigator, updates = make(watcher), ComparedUpdates(run)
+        investigator = Investigator(run, watcher, replays, observer, on_investigated)
+        updates = ComparedUpdates(run)
         try:
             with run.workload.user.reading("training"):
                 for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
@@ -132,6 +114,26 @@ def _watched(run: Run, record: Record, make: Callable[[Watch], Investigator], ob
         failure.record = record if record.steps else None
         raise failure
     return record
+
+
+def new_record(run: Run, command: str) -> Record:
+    """The record of a run that is about to begin."""
+    return Record(
+        command=command,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        environment=describe_environment(run.config, run.device),
+        config=run.config.resolved(),
+        config_folder=run.config.folder_from_start(),
+        verdict="inconclusive",
+        planned_steps=run.config.train.steps,
+    )
+
+
+def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
+    """The micro-batches of one step after another, without end."""
+    batches = run.workload.batches()
+    while True:
+        yield tuple(next(batches) for _ in range(run.config.train.accumulate))
 
 
 def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
@@ -167,3 +169,148 @@ def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:
     """Unscales and clips where asked, then lets the scaler step or skip."""
     with run.workload.user.running("the optimizer's step"):
         run.mode.step(scaler, run.workload.optimizers, run.config.train.clip_grad_norm)
+
+
+def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
+    """Trains ``train.steps - 1`` steps as configured and measures the ranges of the next.
+
+    Args:
+        config: a checked config.
+        observer: sees each optimizer step.
+
+    Returns:
+        A record with ``sites``, not yet diagnosed; after an interrupt without them.
+
+    Raises:
+        WorkloadError: a target cannot be used, or the device is not there.
+        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    """
+    started = time.monotonic()
+    with prepared(config) as run:
+        record = new_record(run, "ranges")
+        with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
+            seen = _ranges_of_last_step(run, watcher)
+        record = replace(record, steps=watcher.steps, groups=watcher.groups, **seen)
+    return replace(record, elapsed=round(time.monotonic() - started, 3))
+
+
+def _ranges_of_last_step(run: Run, watcher: Watch) -> dict[str, Any]:
+    """The record's keys that the step, or what kept it from ending, has to fill."""
+    try:
+        snapshot = _up_to_last_step(run, watcher)
+        with watcher.paused():
+            ranges, unseen = shadow_step(run, snapshot)
+    except KeyboardInterrupt:
+        return {"interrupted": True}
+    except UserCodeError as raised:
+        error = autocast_error(raised, step=len(watcher.steps))
+        if error is None:
+            raise
+        return {"autocast_error": error}
+    return {"sites": sites_of(ranges), "unseen": unseen}
+
+
+def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
+    """Trains all steps but the last, which is about to run then."""
+    scaler, last = run.mode.scaler(), run.config.train.steps - 1
+    every = batches_of_steps(run)
+    for _ in range(last):
+        accumulate_gradients(run, watcher, scaler, next(every))
+        update_weights(run, scaler)
+    return take_snapshot(run.workload.model, last, next(every))
+
+
+_wider = widening(LIFTS["float32"])
+
+
+class ComparedUpdates:
+    """Compares every update of a run's float16 parameters, until one of them is no longer finite.
+
+    It does nothing where there are none, and where the loss is scaled: a scaler refuses half gradients.
+    """
+
+    def __init__(self, run: Run) -> None:
+        scaled = run.mode.dtype is torch.float16
+        named = [] if scaled else run.workload.model.named_parameters()
+        self._half = {name: value for name, value in named if value.dtype is torch.float16 and value.requires_grad}
+        self._run = run
+        self._before: Held | None = None
+        self._start: dict[str, torch.Tensor] = {}
+        self._energy = dict.fromkeys(self._half, 0.0)
+        self._lost = dict.fromkeys(self._half, 0.0)
+        self._steps = 0
+        self._spoilt: tuple[int, tuple[str, ...]] | None = None
+
+    def before_update(self) -> None:
+        """To be called right before the optimizers' step."""
+        wanted = bool(self._half) and self._spoilt is None
+        self._before = held_by(self._run.workload.optimizers) if wanted else None
+        self._start = {name: value.detach().clone() for name, value in self._half.items()} if wanted else {}
+
+    def after_update(self, step: int) -> None:
+        """To be called right after it, while the gradients are still there; leaves everything as it is."""
+        before, self._before = self._before, None
+        gradients = (parameter.grad for parameter in self._half.values() if parameter.grad is not None)
+        if before is None or not all(map(is_finite, gradients)):
+            return
+        wide = _float32_update(self._run, before, self._half)
+        if not wide or not all(map(is_finite, wide.values())):
+            return
+        self._steps += 1
+        spoilt = tuple(name for name, parameter in self._half.items() if not is_finite(parameter))
+        if spoilt:
+            self._spoilt = step, spoilt
+            return
+        for name, parameter in self._half.items():
+            start = self._start[name]
+            squares = (wide[name].double() - start.double()).square()
+            self._energy[name] += float(squares.sum())
+            self._lost[name] += float(squares[parameter.detach() == start].sum())
+
+    @property
+    def seen(self) -> HalfUpdates | None:
+        """What came of the comparisons; None where none was made."""
+        if not self._steps:
+            return None
+        total = sum(self._energy.values())
+        step, names = self._spoilt or (None, ())
+        return HalfUpdates(
+            steps=self._steps,
+            lost_energy=sum(self._lost.values()) / total if total else None,
+            lost=tuple(name for name, lost in self._lost.items() if lost > MOST_OF_IT * self._energy[name]),
+            vanishing_eps=_vanishing_eps(self._run),
+            spoilt_step=step,
+            spoilt=names,
+        )
+
+
+def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """The half parameters as an update in float32 leaves them; none where the optimizer cannot make it."""
+    after, random_state = held_by(run.workload.optimizers), RandomState.now()
+    try:
+        before.restore()
+        for tensor in before.tensors:
+            _widen(tensor)
+        with run.workload.user.running("the optimizer's step"):
+            for optimizer in run.workload.optimizers:
+                optimizer.step()
+        return {name: parameter.data for name, parameter in half.items()}
+    except AmpdbgError:
+        return {}
+    finally:
+        after.restore()
+        random_state.restore()
+
+
+def _widen(tensor: torch.Tensor) -> None:
+    """Gives a half parameter or a half tensor of an optimizer's state, and its gradient, memory in float32."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = _wider(tensor.data)
+    tensor.grad = None if gradient is None else _wider(gradient)
+
+
+def _vanishing_eps(run: Run) -> float | None:
+    """The optimizers' eps, where float16 rounds it to zero."""
+    groups = (group for optimizer in run.workload.optimizers for group in optimizer.param_groups)
+    constants = (float(group["eps"]) for group in groups if isinstance(group.get("eps"), (int, float)))
+    return next((eps for eps in constants if eps and not torch.tensor(eps, dtype=torch.float16).item()), None)

@@ -9,8 +9,7 @@ import pytest
 from ampdbg.config import Config, load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
-from ampdbg.training.loop import train
-from ampdbg.training.ranges import profile_ranges
+from ampdbg.training.loop import profile_ranges, train
 
 WORKLOAD = """
 import torch

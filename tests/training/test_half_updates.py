@@ -13,8 +13,7 @@ import yaml
 from ampdbg.config import Config, load_config
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.run import Run, prepared
-from ampdbg.training.half_updates import ComparedUpdates
-from ampdbg.training.loop import train
+from ampdbg.training.loop import ComparedUpdates, train
 
 WORKLOAD = """
 import torch
