@@ -1,6 +1,6 @@
 """Kinds of op, in one table: by base names of ATen (``mm``), of torch's functions, and of tensors' methods in source.
 
-Kinds overlap. What autocast does with an op is CUDA's to say: see :mod:`ampdbg.precision.op_lists`.
+Kinds overlap. What autocast does with an op is CUDA's to say: see :mod:`ampdbg.precision.autocast_policy`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ PLANTED = {
 }
 ALLOWED = {
     "from below": ("config.py", "from .errors import ConfigError"),
-    "from its own layer": ("precision/pins.py", "from .op_lists import FP16"),
+    "from its own layer": ("precision/pins.py", "from .half_kernels import EMULATED"),
     "a command that defers torch": ("commands/scan.py", "def f():\n    from ..training import train"),
     "a command that needs types": ("commands/scan.py", "if TYPE_CHECKING:\n    from ..training import train"),
     "torch where a model is": ("probes/gradients.py", "import torch"),

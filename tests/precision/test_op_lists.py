@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.precision.half_kernels import find_op
-from ampdbg.precision.op_lists import (
+from ampdbg.precision.autocast_policy import (
     BANNED,
     BUILT_IN,
     FP32_APPEND_DTYPE,
     installed_lists,
     lists_of_header,
 )
+from ampdbg.precision.half_kernels import find_op
 
 TORCH = Path(torch.__file__).parent
 HEADER = TORCH / "include" / "ATen" / "autocast_mode.h"
