@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.amp import autocast_mode, grad_scaler
@@ -21,7 +22,6 @@ from torch.jit import _builtins
 from torch.utils import _device
 
 from ampdbg.precision import autocast_policy
-from ampdbg.precision.attributes import replaced
 from ampdbg.precision.autocast_policy import cuda_autocast_policy
 from ampdbg.precision.half_kernels import half_kernels
 
@@ -63,7 +63,7 @@ def cuda_names_on_cpu() -> Iterator[None]:
                 continue
             replacement = replace(original)
             stack.enter_context(_scripted_as(original, replacement))
-            stack.enter_context(replaced(owner, name, replacement))
+            stack.enter_context(patch.object(owner, name, replacement))
         yield
 
 

@@ -11,12 +11,11 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
-
-from ampdbg.precision.attributes import replaced
 
 Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule"]
 
@@ -61,7 +60,7 @@ def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[
     function = vars(owner)[name]
     cell = _cell(function) if seam == "clip" else None
     # Where a function is kept in a cell, `from torch.nn.utils import clip_grad_norm_` is seen too.
-    return replaced(owner, name, _through(function, seam)) if cell is None else _cell_replaced(cell, seam)
+    return patch.object(owner, name, _through(function, seam)) if cell is None else _cell_replaced(cell, seam)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch.amp import autocast_mode
 from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
-from ampdbg.precision.attributes import replaced
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.source_lines import source_of
@@ -137,8 +137,8 @@ def bfloat16_for_float16() -> Iterator[None]:
     is float16's: masks and epsilons are then what they are in the real run."""
     autocast = autocast_mode.autocast
     with (
-        replaced(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
-        replaced(torch, "finfo", _finfo_of_float16(torch.finfo)),
+        patch.object(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
+        patch.object(torch, "finfo", _finfo_of_float16(torch.finfo)),
     ):
         yield
 

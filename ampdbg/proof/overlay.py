@@ -12,9 +12,9 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import decode_source
 from pathlib import Path
 from types import CodeType, ModuleType
+from unittest.mock import patch
 
 from ampdbg.config import Config
-from ampdbg.precision.attributes import replaced
 from ampdbg.proof.jobs import Patched
 from ampdbg.replay.run import Run, prepared
 
@@ -70,7 +70,7 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
         return code
 
     try:
-        with replaced(SourceFileLoader, "get_code", get_code):
+        with patch.object(SourceFileLoader, "get_code", get_code):
             yield taken
     finally:
         for path in shown:
