@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors
+from torch.nn.utils import get_total_norm
 
 from ampdbg.probes.tensors import float_values, magnitude_of
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 SMALL = 4096
-"""Gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
+"""On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
@@ -30,13 +31,12 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tenso
     gradients = [parameter.grad for parameter in _with_gradient(optimizer)]
     norm = _norm_of_plain(gradients)
     if norm is None:
-        values = [gradient if _is_plain(gradient) else float_values(gradient) for gradient in gradients]
-        present = [value for value in values if value is not None and value.numel()]
-        if not present:
+        values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+        if not values:
             return None
-        norm = _norm(present)
+        norm = get_total_norm([value.float() if value.dtype.itemsize < 4 else value for value in values])
         if norm.device.type == "cpu" and torch.isinf(norm):
-            norm = _norm([value.double() for value in present]).float()
+            norm = get_total_norm([value.double() for value in values]).float()
     return norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
@@ -134,19 +134,3 @@ def group_name(group: Mapping[str, object], index: int) -> str:
 
 def _is_plain(gradient: torch.Tensor) -> bool:
     return gradient.dtype is torch.float32 and gradient.layout is torch.strided and not gradient.is_meta
-
-
-def _norm(values: list[torch.Tensor]) -> torch.Tensor:
-    small: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-    parts = []
-    for value in values:
-        if value.numel() <= SMALL:
-            small.setdefault((value.get_device(), value.dtype), []).append(value)
-        else:
-            parts.append(value)
-    parts += [_flatten_dense_tensors(alike) for alike in small.values()]
-    flat = [part.reshape(-1).float() if part.dtype.itemsize < 4 else part.reshape(-1) for part in parts]
-    norms = torch._foreach_norm(flat)
-    on_one_device = [norm.to(flat[0].device, norms[0].dtype) for norm in norms]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(on_one_device))
-    return total
