@@ -22,13 +22,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.environment import environment_of
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.probes.autograd_marks import scaler_of
+from ampdbg.probes.calls import Calls, scaler_of
+from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 from ampdbg.probes.seams import Seam, attach, detach
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, TensorCounts, Unseen
-
-from .calls import Calls
-from .gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 
 _NO_SCALER = 0
 """The key of the open step that belongs to no scaler; ids are never 0."""
