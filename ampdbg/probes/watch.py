@@ -28,9 +28,6 @@ from ampdbg.probes.seams import Seam, attach, detach
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, TensorCounts, Unseen
 
-_NO_SCALER = 0
-"""The key of the open step that belongs to no scaler; ids are never 0."""
-
 
 class Watch:
     """The steps seen so far, and the misuses; made by :func:`watch`."""
@@ -46,7 +43,7 @@ class Watch:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._log = StepLog(model, on_step)
         self._calls = Calls(optimizers, self._log.closed)
-        self._open: dict[int, OpenStep] = {}
+        self._now = OpenStep()
         self._fired: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._paused = False
@@ -167,26 +164,24 @@ class Watch:
         """Adds unscaled losses (scalar tensors, by name) to the step; without this those that go backward count."""
         self._log.add_losses(losses, weight)
 
-    def _step_of(self, scaler: GradScaler) -> OpenStep:
-        return self._open.setdefault(id(scaler), OpenStep())
-
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
-        if self._step_of(scaler).bare:
-            self._close(id(scaler))
-        step = self._step_of(scaler)
-        step.forget_early()
-        step.add_losses(outputs)
-        result = original(scaler, outputs)
         self._scalers[id(scaler)] = scaler.is_enabled()
-        if scaler.is_enabled():
-            step.scaler = scaler
+        result = original(scaler, outputs)
+        if scaler.is_enabled():  # else it hands on what goes backward as it is
+            if self._now.bare and self._now.stepped:
+                self._close()
+            elif self._now.scaler is None:
+                self._now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
+            self._now.forget_early()
+            self._now.add_losses(outputs)
+            self._now.scaler = scaler
             self._calls.scaled(scaler, result)
         return result
 
     def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
         with self._refusals("unscale", scaler, optimizer):
             result = original(scaler, optimizer)
-        self._measure(self._step_of(scaler), optimizer, 1.0)
+        self._measure(optimizer, 1.0)
         if scaler.is_enabled() and not self._is_inside("step"):
             self._calls.by_optimizer("unscale", optimizer)
         return result
@@ -202,36 +197,33 @@ class Watch:
         if id(optimizer) not in self._optimizers:
             with self._refusals("step", scaler, optimizer):
                 return original(scaler, optimizer, *args, **kwargs)
-        step = self._step_of(scaler)
-        enabled = scaler.is_enabled()
+        step, enabled = self._now, scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
-            self._measure(step, optimizer, step.loss_scale() if in_kernel else 1.0)
+            self._measure(optimizer, step.loss_scale() if in_kernel else 1.0)
         self._fired.discard(id(optimizer))
         with self._refusals("step", scaler, optimizer):
             result = original(scaler, optimizer, *args, **kwargs)
         step.stepped = True
         withheld = enabled and (id(optimizer) not in self._fired or (in_kernel and _found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
-            self._note_groups(step, optimizer)
+            self._note_groups(optimizer)
         step.skipped |= withheld
         if enabled:
             self._calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        step = self._step_of(scaler)
-        step.scaler = scaler if scaler.is_enabled() else None
-        step.note_scale()
+        self._now.scaler = scaler if scaler.is_enabled() else None
+        self._now.note_scale()
         with self._refusals("update", scaler):
             result = original(scaler, *args, **kwargs)
         if scaler.is_enabled():
             self._calls.by_scaler("update", scaler)
+        step, self._now = self._now, OpenStep()
         if step.stepped:
-            self._close(id(scaler))
-        else:
-            self._open.pop(id(scaler), None)
+            self._log.close(step)
         return result
 
     def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
@@ -283,13 +275,11 @@ class Watch:
         self._fired.add(id(optimizer))
         if self._paused or self._is_inside("step"):
             return
-        key = self._key_of_bare_step(optimizer)
-        step = self._open.setdefault(key, OpenStep())
-        if id(optimizer) in step.bare:
-            self._close(key)
-            step = self._open.setdefault(key, OpenStep())
+        if id(optimizer) in self._now.bare:
+            self._close()
+        step = self._now
         if step.scaler is not None and self._calls.scaler_of(optimizer) is not None:
-            self._measure(step, optimizer, step.loss_scale())
+            self._measure(optimizer, step.loss_scale())
         bad = self._calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self._calls.bare_step(optimizer, bad)
         step.bare.add(id(optimizer))
@@ -298,48 +288,40 @@ class Watch:
     def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._paused or self._is_inside("step"):
             return
-        for key, step in list(self._open.items()):
-            if id(optimizer) in step.bare:
-                step.stepped = True
-                self._measure(step, optimizer, 1.0)
-                if not is_finite_scalar(step.norms.get(id(optimizer))):
-                    self._note_groups(step, optimizer)
-                if key == _NO_SCALER and step.bare == self._optimizers.keys():
-                    self._close(key)
-
-    def _key_of_bare_step(self, optimizer: torch.optim.Optimizer) -> int:
-        """The open step that a bare step belongs to: a scaler's, if its gradients came by way of that scaler."""
-        if self._calls.scaler_of(optimizer) is not None or self._calls.is_unscaled(optimizer):
-            return next((key for key, step in self._open.items() if step.scaler is not None), _NO_SCALER)
-        return _NO_SCALER
+        step = self._now
+        step.bare.add(id(optimizer))  # where its closure has begun a step
+        step.stepped = True
+        self._measure(optimizer, 1.0)
+        if not is_finite_scalar(step.norms.get(id(optimizer))):
+            self._note_groups(optimizer)
+        if step.scaler is None and step.bare == self._optimizers.keys():
+            self._close()
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
         optimizers = tuple(self._optimizers.values())
         for place in self._calls.owners(parameters):
             optimizer, scaler = optimizers[place], self._calls.scaler_of(optimizers[place])
-            with_scaler = next((key for key in self._open if key != _NO_SCALER), _NO_SCALER)
-            step = self._open.setdefault(with_scaler if scaler is None else id(scaler), OpenStep())
-            if id(optimizer) not in step.norms:
-                self._measure(step, optimizer, 1.0 if scaler is None else step.loss_scale())
+            if id(optimizer) not in self._now.norms:
+                self._measure(optimizer, 1.0 if scaler is None else self._now.loss_scale())
                 if not self._calls.is_unscaled(optimizer):
-                    step.early.add(id(optimizer))
+                    self._now.early.add(id(optimizer))
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
-        """New gradients end the step that the last ones made."""
-        step = self._open.setdefault(_NO_SCALER, OpenStep())
-        if step.stepped:
-            self._close(_NO_SCALER)
-            step = self._open.setdefault(_NO_SCALER, OpenStep())
-        elif step.bare:
+        """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
+        self._now.forget_early()
+        if self._now.scaler is not None:
+            return
+        if self._now.stepped:
+            self._close()
+        elif self._now.bare:
             # A closure, inside optimizer.step: of all the times that it runs, the last one counts.
-            del step.scaled[step.before_closure :]
-        step.forget_early()
-        step.add_losses(roots)
+            del self._now.scaled[self._now.before_closure :]
+        self._now.add_losses(roots)
 
-    def _measure(self, step: OpenStep, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
+    def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
-        key = id(optimizer)
+        step, key = self._now, id(optimizer)
         if key not in self._optimizers or key in step.norms:
             return
         norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
@@ -350,28 +332,25 @@ class Watch:
             elif norm.device.type == "cpu" and not is_finite_scalar(norm):
                 step.bad_groups[key] = self._bad_groups(optimizer)
 
-    def _note_groups(self, step: OpenStep, optimizer: torch.optim.Optimizer) -> None:
-        known = step.bad_groups.get(id(optimizer))
-        step.groups += self._bad_groups(optimizer, step.each.get(id(optimizer))) if known is None else known
+    def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        step, key = self._now, id(optimizer)
+        known = step.bad_groups.get(key)
+        step.groups += self._bad_groups(optimizer, step.each.get(key)) if known is None else known
 
     def _bad_groups(
         self, optimizer: torch.optim.Optimizer, before: NormOfEach | None = None
     ) -> tuple[GroupOverflow, ...]:
-        return nonfinite_groups(optimizer, self._names, self._first_group(optimizer), before)
+        others = takewhile(lambda other: other is not optimizer, self._optimizers.values())
+        return nonfinite_groups(optimizer, self._names, sum(len(other.param_groups) for other in others), before)
 
-    def _first_group(self, optimizer: torch.optim.Optimizer) -> int:
-        before = takewhile(lambda other: other is not optimizer, self._optimizers.values())
-        return sum(len(other.param_groups) for other in before)
-
-    def _close(self, key: int) -> None:
-        """Ends an open step; what others have of losses alone belonged to it too."""
-        step = self._open.pop(key)
-        self._open = {other: kept for other, kept in self._open.items() if kept.stepped or kept.scaler is not None}
+    def _close(self) -> None:
+        """Ends the step that is under way."""
+        step, self._now = self._now, OpenStep()
         self._log.close(step)
 
     def _finish(self) -> None:
-        for key in [key for key, step in self._open.items() if step.bare and step.stepped]:
-            self._close(key)
+        if self._now.bare and self._now.stepped:
+            self._close()
         self._log.finish()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.steps import OpenStep
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
@@ -237,7 +239,7 @@ def test_watching_keeps_no_tensor_of_a_step_alive() -> None:
         kept = [value for value in held.values() if isinstance(value, (list, dict)) and value]
         assert not any(isinstance(item, torch.Tensor) for value in kept for item in value)
         assert isinstance(watcher, Watch)
-        assert watcher._open == {}
+        assert watcher._now == OpenStep()
         assert watcher._log._unread == []
 
 
@@ -345,6 +347,45 @@ def test_the_loss_of_a_closure_that_runs_many_times_is_the_last_one() -> None:
         optimizer.step(closure)
     assert len(losses) > 1
     assert [step.loss for step in watcher.steps] == pytest.approx(losses[-1:])
+
+
+def test_optimizers_with_closures_of_their_own_have_steps_of_their_own() -> None:
+    models = [small_model(), small_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def closure(number: int) -> float:
+        optimizers[number].zero_grad()
+        loss = models[number](torch.ones(2, 3)).square().mean() * (1 + number)
+        loss.backward()
+        return loss.item()
+
+    with watch(torch.nn.ModuleList(models), optimizers) as watcher:
+        losses = [optimizers[number].step(functools.partial(closure, number)) for number in (0, 1, 0, 1)]
+    assert [step.loss for step in watcher.steps] == pytest.approx(losses)
+
+
+def test_scaled_and_unscaled_optimizers_that_take_turns_have_steps_of_their_own() -> None:
+    first, second = small_model(), small_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(torch.nn.ModuleList([first, second]), optimizers) as watcher:
+        for _ in range(3):
+            one_step(first, optimizers[0], scaler)
+            bare_step(second, optimizers[1], factor=100.0)
+    assert [step.scale for step in watcher.steps] == [4.0, 1.0] * 3
+    assert watcher.steps[1].loss > 10 * watcher.steps[0].loss
+
+
+def test_a_loss_that_no_watched_optimizer_steps_on_belongs_to_no_step() -> None:
+    model, other = small_model(), small_model()
+    optimizer, unwatched = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer) as watcher:
+        for _ in range(2):
+            bare_step(other, unwatched, factor=math.inf)
+            one_step(model, optimizer, scaler)
+    assert all(math.isfinite(step.loss) for step in watcher.steps)
+    assert len(watcher.steps) == 2
 
 
 def test_a_bare_loop_is_bit_identical_and_leaves_no_hook() -> None:
