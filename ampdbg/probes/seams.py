@@ -56,7 +56,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
 
 
-def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
+def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[Any]:
     function = vars(owner)[name]
     cell = _cell(function) if seam == "clip" else None
     # Where a function is kept in a cell, `from torch.nn.utils import clip_grad_norm_` is seen too.

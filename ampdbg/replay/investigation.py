@@ -28,7 +28,7 @@ from ampdbg.record.run import Step
 from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, Versions, take_snapshot
+from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -200,8 +200,7 @@ class Investigator:
         self._observer = observer
         self._on_investigated = on_investigated
         self._is_low = run.mode.dtype is not torch.float32
-        self._versions = Versions()
-        self._first = ModelState.now(run.workload.model, self._versions).settled()
+        self._first = ModelState.now(run.workload.model)
         self._tried: Counter[Why] = Counter()
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
@@ -209,7 +208,7 @@ class Investigator:
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with copies of its batches where it may be replayed."""
         kept = batches if self._limit else ()
-        return take_snapshot(self._run.workload.model, len(self._watcher.steps), kept, self._versions)
+        return take_snapshot(self._run.workload.model, len(self._watcher.steps), kept)
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
         """To be called between the backward pass and the optimizer: the last moment with the step's weights."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.replays import Investigation
@@ -24,41 +23,42 @@ from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.state import LARGEST, NOT_OWN, distinct, duplicated, own_attributes, restored, written
 
-WRITTEN = -1
-
-Versions = WeakIdKeyDictionary
-"""The version of each tensor at the last step, or ``WRITTEN`` where it has changed from one step to another."""
-
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:
-    """A tensor as it was. ``contents`` are the model's own memory until something is known to write there.
+    """A tensor among a model's attributes as it was: its contents, and the very object that the model held.
 
-    ``tensor`` leads to the very object that the model held.
+    The contents are a copy, but those of a tensor that was computed, such as a weight's transpose: it follows what
+    it was computed from, and leads the gradients there.
     """
 
     contents: torch.Tensor
     tensor: weakref.ref[torch.Tensor] | None
     is_leaf: bool
     requires_grad: bool
-    is_copy: bool = False
 
-    def made(self, unchanging: Collection[int]) -> torch.Tensor:
-        """That object where the model holds it still and it is what it was, else an equal one."""
+    @staticmethod
+    def of(tensor: torch.Tensor) -> SavedTensor:
+        """The tensor as it is now."""
+        contents = duplicated(tensor) if tensor.is_leaf else tensor.detach()
+        return SavedTensor(contents, weakref.ref(tensor), tensor.is_leaf, tensor.requires_grad)
+
+    def made(self, held: Collection[int]) -> torch.Tensor:
+        """That object with those contents where it is among the ``held`` still, else an equal one."""
         own = self.tensor() if self.tensor else None
-        # What was made of a parameter, such as its transpose, follows it, and leads the gradients there.
-        if own is not None and id(own) in unchanging and not (self.is_copy and self.is_leaf):
+        if own is not None and id(own) in held and (not self.is_leaf or self._is_written_into(own)):
             return own
         return duplicated(self.contents).requires_grad_(self.is_leaf and self.requires_grad)
 
-    def is_still(self, before: SavedTensor) -> bool:
-        """Whether it is the tensor that it was before, and nothing was seen to be written there."""
-        own = self.tensor() if self.tensor else None
-        return not self.is_copy and own is not None and before.tensor is not None and own is before.tensor()
+    def equals(self, other: SavedTensor) -> bool:
+        """Whether both are the same numbers, NaN in the same places."""
+        if self.contents.shape != other.contents.shape:
+            return False
+        return bool(torch.isclose(self.contents, other.contents, rtol=0, atol=0, equal_nan=True).all())
 
-    def settled(self) -> SavedTensor:
-        """The same, whatever is written into the model's tensor from now on."""
-        return self if self.is_copy else replace(self, contents=duplicated(self.contents), is_copy=True)
+    def _is_written_into(self, own: torch.Tensor) -> bool:
+        is_alike = own.is_leaf and own.requires_grad == self.requires_grad and own.dtype is self.contents.dtype
+        return is_alike and own.shape == self.contents.shape and _rewritten(own, self.contents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,32 +75,24 @@ class ModelState:
     model: weakref.ref[torch.nn.Module] | None = None
 
     @staticmethod
-    def now(model: torch.nn.Module, versions: Versions | None = None) -> ModelState:
-        """What they are at this moment.
-
-        Buffers are copied. Of the other tensors only those are that were seen to change in place from one step to
-        another; of the rest it is enough to know which one the model held.
-
-        Args:
-            model: the model.
-            versions: those of its tensors at the step before, which become this one's.
-        """
-        modules, seen = list(model.named_modules()), Versions() if versions is None else versions
+    def now(model: torch.nn.Module) -> ModelState:
+        """What they are at this moment."""
+        modules = list(model.named_modules())
         of_model = {id(buffer) for _, module in modules for buffer in module._buffers.values()}
-        copying = Copying(lambda value: _saved_leaf(value, of_model, seen), strict=True)
+        copying = Copying(lambda value: _saved_leaf(value, of_model), strict=True)
         with torch.no_grad():
             buffers = {name: copied for name, buffer in _buffers(modules) if (copied := _copied(buffer)) is not None}
             attributes = {name: copying.each(own_attributes(module)) for name, module in modules if _is_eager(module)}
         return ModelState(buffers, attributes, weakref.ref(model))
 
-    def write(self, model: torch.nn.Module, unchanging: Collection[int]) -> None:
-        """Makes the model's buffers and attributes so; ``unchanging`` are the ids of objects that are restored later.
+    def write(self, model: torch.nn.Module, held: Collection[int]) -> None:
+        """Makes the model's buffers and attributes so; ``held`` are the ids of objects that are restored later.
 
         What the model does not have, or has in another shape, as one that is built anew, stays as it is.
         """
         is_own = self.model is not None and self.model() is model
         attributes = (self if is_own else self.for_another_model()).attributes
-        copying = Copying(lambda saved: saved.made(unchanging), strict=True)
+        copying = Copying(lambda saved: saved.made(held), strict=True)
         with torch.no_grad():
             for name, module in model.named_modules():
                 self._write_buffers(name, module)
@@ -112,14 +104,17 @@ class ModelState:
                 made = copying.each(attributes[name])
                 vars(module).update((key, value) for key, value in made.items() if value is not Left.AS_IT_IS)
 
-    def settled(self) -> ModelState:
-        """The same, whatever the model does from now on."""
-        return self._with_tensors(SavedTensor.settled)
-
     def for_another_model(self) -> ModelState:
         """The same for a model that is built anew; nothing leads to the tensors of this one."""
-        made = self._with_tensors(lambda one: replace(one.settled(), tensor=None) if one.is_leaf else Left.AS_IT_IS)
-        return replace(made, model=None)
+
+        def change(value: Any) -> Any:
+            if not isinstance(value, SavedTensor):
+                return value
+            return replace(value, tensor=None) if value.is_leaf else Left.AS_IT_IS
+
+        copying = Copying(change, strict=True)
+        attributes = {name: copying.each(saved) for name, saved in self.attributes.items()}
+        return replace(self, attributes=attributes, model=None)
 
     def unpoisoned(self, first: ModelState) -> ModelState:
         """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
@@ -142,17 +137,16 @@ class ModelState:
             },
         )
 
-    def _with_tensors(self, change: Callable[[SavedTensor], Any]) -> ModelState:
-        copying = Copying(lambda value: change(value) if isinstance(value, SavedTensor) else value, strict=True)
-        return replace(self, attributes={name: copying.each(saved) for name, saved in self.attributes.items()})
-
     def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
         for full, buffer in _buffers([(name, module)]):
             contents = self.buffers.get(full)
-            if contents is None or not _has_shape_of(contents, buffer):
-                continue
-            if not written(buffer.data, distinct(contents)):
+            if contents is not None and _has_shape_of(contents, buffer) and not _rewritten(buffer, contents):
                 module._buffers[full.rpartition(".")[2]] = duplicated(contents)
+
+
+def _rewritten(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
+    """Whether a tensor could be given these contents; no graph learns of it."""
+    return written(tensor.data, distinct(contents))
 
 
 def _buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,24 +168,19 @@ def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.is_nested and other.is_nested if one.is_nested or other.is_nested else one.shape == other.shape
 
 
-def _saved_leaf(value: Any, buffers: Collection[int], versions: Versions) -> Any:
-    if isinstance(value, torch.Tensor) and id(value) not in buffers and _is_plain(value):
-        return _saved_tensor(value, versions)
-    return Left.AS_IT_IS
+def _saved_leaf(value: Any, buffers: Collection[int]) -> Any:
+    if not isinstance(value, torch.Tensor) or id(value) in buffers or not _is_plain(value):
+        return Left.AS_IT_IS
+    try:
+        return SavedTensor.of(value)
+    except Exception:  # noqa: BLE001 - as of a buffer that cannot be copied
+        return Left.AS_IT_IS
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_inference() or tensor.nbytes > LARGEST)
-
-
-def _saved_tensor(tensor: torch.Tensor, versions: Versions) -> SavedTensor:
-    saved = SavedTensor(tensor.detach(), weakref.ref(tensor), tensor.is_leaf, tensor.requires_grad)
-    # ``WRITTEN`` is no version: such a tensor differs at every step from then on.
-    is_written = versions.get(tensor, tensor._version) != tensor._version
-    versions[tensor] = WRITTEN if is_written else tensor._version
-    return saved.settled() if is_written and saved.is_leaf else saved
 
 
 def _exchanged(saved: Mapping[str, Any], first: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -201,9 +190,7 @@ def _exchanged(saved: Mapping[str, Any], first: Mapping[str, Any], keys: Iterabl
 
 
 def _is_sound(saved: Any, first: Any) -> bool:
-    """Whether all tensors of a saved value are finite, or it is one that nothing was written into."""
-    if isinstance(saved, SavedTensor) and isinstance(first, SavedTensor) and saved.is_still(first):
-        return True
+    """Whether all tensors of a saved value are finite, or it is one that holds what it held at first."""
     unsound: list[SavedTensor] = []
 
     def look(one: Any) -> Any:
@@ -212,7 +199,7 @@ def _is_sound(saved: Any, first: Any) -> bool:
         return one
 
     Copying(look, strict=True).of(saved)
-    return not unsound
+    return not unsound or (isinstance(saved, SavedTensor) and isinstance(first, SavedTensor) and saved.equals(first))
 
 
 def _is_eager(module: torch.nn.Module) -> bool:
@@ -234,14 +221,9 @@ class Snapshot:
     weights: tuple[torch.Tensor, ...] = ()
 
 
-def take_snapshot(
-    model: torch.nn.Module, step: int, batches: tuple[Any, ...], versions: Versions | None = None
-) -> Snapshot:
-    """The step that is about to run; its buffers and its batches are copied.
-
-    ``versions`` are those of the tensors among the attributes at the step before, and become this one's.
-    """
-    return Snapshot(step, duplicate(batches), RandomState.now(), ModelState.now(model, versions))
+def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -> Snapshot:
+    """The step that is about to run; its state and its batches are copied."""
+    return Snapshot(step, duplicate(batches), RandomState.now(), ModelState.now(model))
 
 
 @contextlib.contextmanager
@@ -272,7 +254,7 @@ class FailingStep:
 def failing_step(model: torch.nn.Module, snapshot: Snapshot, scale: float, made: Investigation) -> FailingStep:
     """The step with the weights that the model has now: to be called while those are still the step's."""
     weights = tuple(weight.detach().clone() for weight in model.parameters())
-    return FailingStep(made, replace(snapshot, state=snapshot.state.settled(), weights=weights), scale)
+    return FailingStep(made, replace(snapshot, weights=weights), scale)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ampdbg.replay.copies import Left
-from ampdbg.replay.snapshot import ModelState, Versions
+from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import LARGEST, MOST, restored
 
 
@@ -53,12 +53,10 @@ def values(net: Any) -> list[Any]:
 
 def after_two_steps(net: Any) -> ModelState:
     """The attributes before the third step, taken at each as a run takes them."""
-    versions = Versions()
     for _ in range(2):
-        ModelState.now(net, versions)
         moved(net)
     del net.made
-    return ModelState.now(net, versions)
+    return ModelState.now(net)
 
 
 def test_every_replay_starts_with_what_the_step_found() -> None:
@@ -75,7 +73,7 @@ def test_every_replay_starts_with_what_the_step_found() -> None:
 
 def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
     net = Net()
-    saved, found = after_two_steps(net).settled(), values(net)
+    saved, found = after_two_steps(net), values(net)
     net.bank[0] = 7
     net.cache[(1, 2)][0].fill_(5)
     moved(net)
@@ -86,7 +84,7 @@ def test_a_step_that_is_kept_does_not_change_with_the_run() -> None:
 
 def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_own() -> None:
     net, other = Net(), Net()
-    saved, found = after_two_steps(net).settled(), values(net)
+    saved, found = after_two_steps(net), values(net)
     file = io.BytesIO()
     torch.save(saved.for_another_model(), file)
     assert len(file.getvalue()) < 60_000
@@ -103,22 +101,28 @@ def test_a_model_that_was_built_anew_starts_with_it_too_and_keeps_what_is_its_ow
             assert other.linear.weight.grad is not None
 
 
-def test_what_nothing_writes_into_is_not_copied() -> None:
+def test_a_tensor_is_written_into_where_it_is_still_the_one_that_the_step_found() -> None:
     net = Net()
-    saved = after_two_steps(net).attributes[""]
-    assert saved["mask"].contents.data_ptr() == net.mask.data_ptr()
-    assert saved["bank"].contents.data_ptr() != net.bank.data_ptr()
-    assert saved["mask"].settled().contents.untyped_storage().nbytes() == 12
+    saved = after_two_steps(net)
+    mask, bank, transposed = net.mask, net.bank, net.transposed
+    assert saved.attributes[""]["mask"].contents.untyped_storage().nbytes() == 12
     with restored(net) as held:
-        assert saved["mask"].made(held.ids) is net.mask
-        assert saved["bank"].made(held.ids) is not net.bank
+        bank.data.fill_(9)
+        mask.data = torch.zeros(2)
+        saved.write(net, held.ids)
+        assert net.bank is bank
+        assert bank.tolist() == [[2.0, 2.0]] * 3
+        assert net.transposed is transposed
+        assert net.mask is not mask
+        assert net.mask.tolist() == [[1.0] * 3] * 2
+    assert net.mask is mask
 
 
 def test_what_two_attributes_share_stays_shared() -> None:
     net: Any = torch.nn.Module()
     net.one = [torch.zeros(1)]
     net.two = {"same": net.one, "inner": net.one[0]}
-    saved = ModelState.now(net).settled()
+    saved = ModelState.now(net)
     with restored(net) as held:
         net.one = None
         saved.write(net, held.ids)
@@ -143,7 +147,7 @@ def test_what_is_no_plain_data_or_too_large_is_left_as_it_is() -> None:
 def test_a_tensor_that_wants_gradients_wants_them_in_a_replay() -> None:
     net: Any = torch.nn.Module()
     net.prompt = torch.zeros(2, requires_grad=True)
-    saved = ModelState.now(net).settled()
+    saved = ModelState.now(net)
     with restored(net) as held:
         saved.write(net, held.ids)
         net.prompt.sum().backward()
@@ -154,14 +158,13 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net: Any = torch.nn.Module()
     net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
     net.mask = torch.full((2,), -torch.inf)
-    versions = Versions()
-    first = ModelState.now(net, versions).settled()
-    sound = ModelState.now(net, versions)
+    first = ModelState.now(net)
+    sound = ModelState.now(net)
     assert sound.unpoisoned(first) is sound
     net.bank.fill_(torch.nan)
     net.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
-    saved = ModelState.now(net, versions)
+    saved = ModelState.now(net)
     with restored(net) as held:
         saved.unpoisoned(first).write(net, held.ids)
         assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
