@@ -52,9 +52,10 @@ class SavedTensor:
 
     def equals(self, other: SavedTensor) -> bool:
         """Whether both are the same numbers, NaN in the same places."""
-        if self.contents.shape != other.contents.shape:
+        one, another = self.contents, other.contents
+        if (one.shape, one.dtype, one.device) != (another.shape, another.dtype, another.device):
             return False
-        return bool(torch.isclose(self.contents, other.contents, rtol=0, atol=0, equal_nan=True).all())
+        return bool(torch.isclose(one, another, rtol=0, atol=0, equal_nan=True).all())
 
     def _is_written_into(self, own: torch.Tensor) -> bool:
         is_alike = own.is_leaf and own.requires_grad == self.requires_grad and own.dtype is self.contents.dtype
