@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import matchers as m
 
-from ampdbg.patch.casts import PinnedStatement, cast, cast_statements
-from ampdbg.patch.pieces import LineMark, Piece, may_run_in_either, pieces_of_line
-from ampdbg.patch.regions import Region, TensorNames, viewed
-from ampdbg.patch.steps import value_of
+from ampdbg.patch.casts import with_casts
+from ampdbg.patch.pieces import Piece, may_run_in_either, pieces_of_line, value_of
+from ampdbg.patch.regions import PinnedLine, Region, viewed
+from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import (
     assigned_codes,
@@ -35,13 +35,13 @@ BETWEEN = 2
 class Suite:
     """A suite being rewritten.
 
-    ``marks`` holds the pinned lines by the ``id`` of their nodes, ``names_of`` tells what is known of the names in
+    ``pinned`` holds its lines that are by the ``id`` of their nodes, ``names_of`` tells what is known of the names in
     another statement, ``indent`` by how much a block is indented.
-    What had to be left alone is in ``refused``: the mark's line and the reason.
+    What had to be left alone is in ``refused``: the line's number and the reason.
     """
 
     bindings: Bindings
-    marks: Mapping[int, LineMark]
+    pinned: Mapping[int, PinnedLine]
     names_of: Callable[[cst.CSTNode], TensorNames]
     indent: str
     refused: dict[int, str] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Suite:
                 return statements
 
     def _pieces(self, old: cst.CSTNode, new: cst.BaseStatement) -> Sequence[Piece]:
-        mark = self.marks.get(id(old))
-        if mark is not None and mark.number not in self.refused:
+        pinned = self.pinned.get(id(old))
+        if pinned is not None and pinned.number not in self.refused:
             try:
                 if isinstance(old, cst.SimpleStatementLine):
-                    return list(pieces_of_line(old, mark))
+                    return list(pieces_of_line(old, pinned))
             except EditError as error:
-                self.refused[mark.number] = str(error)
+                self.refused[pinned.number] = str(error)
         # Whether it may stand in a block depends on what the block has made by then.
         return [Piece(Region.EITHER, new, self.names_of(old))]
 
@@ -82,24 +82,31 @@ class Suite:
             try:
                 yield self._block(block, made)
             except EditError as error:
-                self.refused.update({piece.mark.number: str(error) for piece in block if piece.mark is not None})
+                self.refused.update({piece.pinned.number: str(error) for piece in block if piece.pinned is not None})
             made = made.union(*(assigned_codes(piece.statement) for piece in block))
             index = end
 
     def _block(self, pieces: Sequence[Piece], made: frozenset[str]) -> cst.With:
-        pinned = [_pinned(piece) for piece in pieces]
-        casts = cast_statements(pinned, made)
-        lines = [p.line.with_changes(body=[s]) for p, s in zip(pieces, casts.statements, strict=True)]
+        lines, cast = with_casts(pieces, made)
         above = lines[0].leading_lines
         lines[0] = lines[0].with_changes(leading_lines=())
-        device = device_type_of(pinned, casts.cast)
-        return self.with_off(device, lines).with_changes(leading_lines=above)
+        return self.with_off(_device_type_of(pieces, cast), lines).with_changes(leading_lines=above)
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
-        """``with torch.autocast(device_type=…, enabled=False):`` around statements."""
-        autocast, needs_import = autocast_in(self.bindings)
+        """``with torch.autocast(device_type=…, enabled=False):`` around statements, spelled as the file spells it.
+
+        Raises:
+            EditError: the function has a variable of its own named torch.
+        """
+        autocast, needs_import = _autocast_in(self.bindings)
         self.needs_import |= needs_import
-        return with_autocast_off(autocast, device_type, [_indented(line, self.indent) for line in body], self.indent)
+        tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+        arguments = [
+            cst.Arg(cst.parse_expression(device_type), cst.Name("device_type"), equal=tight),
+            cst.Arg(cst.Name("False"), cst.Name("enabled"), equal=tight),
+        ]
+        inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
+        return cst.With([cst.WithItem(cst.Call(autocast, arguments))], inside)
 
 
 def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
@@ -112,32 +119,6 @@ def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
     moved = m.replace(line, m.SimpleWhitespace(), deeper)
     assert isinstance(moved, cst.BaseStatement)
     return moved
-
-
-def with_autocast_off(
-    autocast: cst.BaseExpression, device_type: str, body: Sequence[cst.BaseStatement], indent: str
-) -> cst.With:
-    """The block, with autocast spelled as the file spells it."""
-    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    arguments = [
-        cst.Arg(cst.parse_expression(device_type), cst.Name("device_type"), equal=tight),
-        cst.Arg(cst.Name("False"), cst.Name("enabled"), equal=tight),
-    ]
-    return cst.With([cst.WithItem(cst.Call(autocast, arguments))], cst.IndentedBlock(body, indent=indent))
-
-
-def rebinding(names: Sequence[str]) -> cst.SimpleStatementLine:
-    """``q, k = q.float(), k.float()``."""
-    targets, values = [cst.Name(name) for name in names], [cast(cst.Name(name)) for name in names]
-    if len(names) == 1:
-        return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(targets[0])], values[0])])
-    target, value = (cst.Tuple([cst.Element(item) for item in items], lpar=(), rpar=()) for items in (targets, values))
-    return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(target)], value)])
-
-
-def _pinned(piece: Piece) -> PinnedStatement:
-    callees = piece.mark.callees if piece.mark is not None else frozenset()
-    return PinnedStatement(piece.line.body[0], piece.names, callees)
 
 
 def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> int:
@@ -158,32 +139,32 @@ def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> 
     return end
 
 
-def device_type_of(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> str:
+def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str]) -> str:
     """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
 
     Args:
-        pinned: what stands in the block.
+        pieces: what stands in the block.
         cast: the expressions that are cast in it; they are tensors.
 
     Raises:
         EditError: no such tensor has a name.
     """
-    inner = {name for item in pinned for name in names_bound_inside(item.statement)}
-    bindings = pinned[0].names.bindings
-    local, uncertain = bindings.local, (bindings.maybe_numbers | bindings.maybe_none) - _asked(pinned)
+    inner = {name for piece in pieces for name in names_bound_inside(piece.small)}
+    bindings = pieces[0].names.bindings
+    local, uncertain = bindings.local, (bindings.maybe_numbers | bindings.maybe_none) - _asked(pieces)
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
-    read = sorted(_tensors_read(pinned, cast), key=lambda text: (text not in local, not text.isidentifier()))
+    read = sorted(_tensors_read(pieces, cast), key=lambda text: (text not in local, not text.isidentifier()))
     named = (text for text in read if "(" not in text)
-    candidates = (text for text in (*named, *_others(pinned)) if _root(text) not in inner | uncertain)
+    candidates = (text for text in (*named, *_others(pieces)) if _root(text) not in inner | uncertain)
     found = next(candidates, "")
     if not found:
         raise EditError("no named tensor is there to take the device from")
     return f"{found}.device.type"
 
 
-def _asked(pinned: Sequence[PinnedStatement]) -> set[str]:
+def _asked(pieces: Sequence[Piece]) -> set[str]:
     """The names that are asked for a method or an attribute: tensors, whatever else they may be elsewhere."""
-    attributes = (attribute for item in pinned for attribute in find(item.statement, cst.Attribute))
+    attributes = (attribute for piece in pieces for attribute in find(piece.small, cst.Attribute))
     return {attribute.value.value for attribute in attributes if isinstance(attribute.value, cst.Name)}
 
 
@@ -192,55 +173,52 @@ def _root(text: str) -> str:
     return text.partition(".")[0].partition("[")[0].strip()
 
 
-def _tensors_read(pinned: Sequence[PinnedStatement], cast: Sequence[str]) -> list[str]:
+def _tensors_read(pieces: Sequence[Piece], cast: Sequence[str]) -> list[str]:
     """Tensors that the statements read before they assign to them, as the source spells them, in its order."""
     found: list[str] = []
     made: set[str] = set()
-    for item in pinned:
-        known = item.names.half | item.names.full | set(cast)
-        value = value_of(item.statement)
+    for piece in pieces:
+        known = piece.names.half | piece.names.full | set(cast)
+        value = value_of(piece.small)
         for node in walk(value) if value is not None else ():
             if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)) and (code := code_of(node)) not in made:
                 found += [spelled(node)] if code in known else []
-        made |= assigned_codes(item.statement)
+        made |= assigned_codes(piece.small)
     return found
 
 
-def _others(pinned: Sequence[PinnedStatement]) -> Iterator[str]:
+def _others(pieces: Sequence[Piece]) -> Iterator[str]:
     """What a pinned call is given, the first element that a comprehension takes, a parameter that held a tensor."""
-    bindings = pinned[0].names.bindings
-    yield from (name for item in pinned for name in _given(item))
-    seen = frozenset().union(*(item.names.half | item.names.full for item in pinned))
+    bindings = pieces[0].names.bindings
+    yield from (name for piece in pieces for name in _given(piece))
+    seen = frozenset().union(*(piece.names.half | piece.names.full for piece in pieces))
     made: set[str] = set()
-    for item in pinned:
-        for loop in find(item.statement, cst.CompFor):
+    for piece in pieces:
+        for loop in find(piece.small, cst.CompFor):
             iterated = loop.iter.args[0].value if isinstance(loop.iter, cst.Call) and loop.iter.args else loop.iter
             if isinstance(iterated, cst.Name) and iterated.value not in made:
                 yield f"{iterated.value}[0]"
             elif (held := viewed(iterated)) in bindings.local - made:
                 yield f"next(iter({held}.values()))"
-        made |= assigned_codes(item.statement)
+        made |= assigned_codes(piece.small)
     # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
     yield from (name for name in bindings.parameters if name in seen)
 
 
-def _given(pinned: PinnedStatement) -> Iterator[str]:
+def _given(piece: Piece) -> Iterator[str]:
     """The plain names among the arguments of the pinned calls: tensors, as far as can be told."""
-    for call in find(pinned.statement, cst.Call):
-        if code_of(call.func) in pinned.callees:
+    callees = piece.pinned.callees if piece.pinned is not None else frozenset()
+    for call in find(piece.small, cst.Call):
+        if code_of(call.func) in callees:
             yield from (
                 arg.value.value
                 for arg in call.args
-                if isinstance(arg.value, cst.Name) and pinned.names.is_tensor(arg.value)
+                if isinstance(arg.value, cst.Name) and piece.names.is_tensor(arg.value)
             )
 
 
-def autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
-    """The expression for autocast in a function, and whether the file must import torch for it.
-
-    Raises:
-        EditError: the function has a variable of its own named torch.
-    """
+def _autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
+    """The expression for autocast in a function, and whether the file must import torch for it."""
     usable = {name: origin for name, origin in bindings.imports.items() if _means_itself(name, bindings)}
     for name, origin in usable.items():
         if origin in AUTOCASTS:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import libcst as cst
 
 from ampdbg.ops import CAST_METHODS, JOINS
-from ampdbg.patch.regions import PLAIN_BUILTINS, TensorNames, called_name
+from ampdbg.patch.pieces import Piece
+from ampdbg.patch.regions import PLAIN_BUILTINS, called_name
+from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import METADATA, TRANSPOSED
 from ampdbg.source.expressions import assigned_codes, code_of, find, walk
 from ampdbg.source.source_file import EditError
-
-
-@dataclass(frozen=True)
-class PinnedStatement:
-    """A statement of a block, what is known of the names in it, and the callees that are themselves pinned."""
-
-    statement: cst.BaseSmallStatement
-    names: TensorNames
-    callees: frozenset[str] = frozenset()
 
 
 def cast(node: cst.BaseExpression) -> cst.Call:
@@ -33,10 +25,10 @@ def cast(node: cst.BaseExpression) -> cst.Call:
 class HalfCasts(cst.CSTTransformer):
     """Casts the half expressions of one statement and lists them, in their order."""
 
-    def __init__(self, pinned: PinnedStatement, made: frozenset[str]) -> None:
+    def __init__(self, names: TensorNames, made: frozenset[str]) -> None:
         super().__init__()
         self.cast: list[str] = []
-        self._names, self._made = pinned.names, made
+        self._names, self._made = names, made
         self._around: list[cst.CSTNode] = []
         self._left: set[int] = set()
         self._cast_already: set[int] = set()
@@ -186,37 +178,31 @@ def _to_float32(node: cst.CSTNode) -> bool:
 _TO_A_DTYPE = frozenset({"to", "type", "type_as", "half", "bfloat16"})
 
 
-@dataclass(frozen=True)
-class CastStatements:
-    """The statements with their casts; ``cast`` are the expressions that were, in order."""
-
-    statements: tuple[cst.BaseSmallStatement, ...]
-    cast: tuple[str, ...]
-
-
-def cast_statements(pinned: Sequence[PinnedStatement], made: frozenset[str] = frozenset()) -> CastStatements:
-    """Casts the half names of consecutive statements, those left out that the statements made before (in FP32).
+def with_casts(
+    pieces: Sequence[Piece], made: frozenset[str] = frozenset()
+) -> tuple[list[cst.SimpleStatementLine], list[str]]:
+    """Casts the half names of consecutive lines, those left out that the lines made before (in FP32).
 
     Args:
-        pinned: what stands in the block.
+        pieces: what stands in the block.
         made: what already holds FP32 when the block is entered.
+
+    Returns:
+        The lines with their casts, and the expressions that were cast, in order.
 
     Raises:
         EditError: a name that would be cast may hold a number.
     """
-    statements, cast, known = [], [], set(made)
-    for item in pinned:
-        casts = HalfCasts(item, frozenset(known))
-        statements.append(_visited(item.statement, casts))
+    lines, cast, known = [], [], set(made)
+    for piece in pieces:
+        casts = HalfCasts(piece.names, frozenset(known))
+        statement = piece.small.visit(casts)
+        assert isinstance(statement, cst.BaseSmallStatement)
+        lines.append(piece.line.with_changes(body=[statement]))
         cast += casts.cast
-        assigned = assigned_codes(item.statement)
-        known = known - assigned if _asks_for_a_dtype(item.statement) else known | assigned
-    return CastStatements(tuple(statements), tuple(dict.fromkeys(cast)))
-
-
-def _visited(statement: cst.BaseSmallStatement, casts: HalfCasts) -> cst.BaseSmallStatement:
-    result = statement.visit(casts)
-    return result if isinstance(result, cst.BaseSmallStatement) else statement
+        assigned = assigned_codes(piece.small)
+        known = known - assigned if _asks_for_a_dtype(piece.small) else known | assigned
+    return lines, cast
 
 
 def _asks_for_a_dtype(statement: cst.CSTNode) -> bool:

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
 from ampdbg.patch.blocks import Suite
-from ampdbg.patch.marks import Marks, marks_of
-from ampdbg.patch.pieces import LineMark
-from ampdbg.patch.regions import TensorNames
-from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, SourcePin, StatementPin
-from ampdbg.patch.whole_functions import function_of, with_body_in_fp32
+from ampdbg.patch.casts import cast, root_name
+from ampdbg.patch.regions import PinnedLine, writes_in_place
+from ampdbg.patch.tensor_names import NamesSeen, TensorNames
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.imports import with_imported
-from ampdbg.source.source_file import EditError, SourceFile, read_source
+from ampdbg.source.expressions import canonical, walk
+from ampdbg.source.imports import disables_autocast, dotted, with_imported
+from ampdbg.source.source_file import EditError, Located, SourceFile, functions_in, parts_of, read_source
 
-__all__ = ["CallPin", "Edited", "FunctionPin", "Refused", "SourcePin", "StatementPin", "edit_source"]
+
+@dataclass(frozen=True)
+class LinePin:
+    """Lines of one function whose operations must run in FP32; with a ``callee``, its calls there and nothing else.
+
+    Attributes:
+        function: its ``co_name``, or its whole qualified name (``Block.forward``), by which it is that one alone; ""
+            for whatever stands on the lines, ``<module>`` for the module's own code.
+        lines: counted from 1.
+        callee: what is called, as it stands in the source: ``self.attn``, ``self.blocks[0]``, ``block`` in a loop.
+    """
+
+    function: str
+    lines: tuple[int, ...]
+    callee: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionPin:
+    """A function, by its qualified name (``Block.forward``), that must run in FP32 as a whole."""
+
+    function: str
+
+
+SourcePin = LinePin | FunctionPin
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A pin, or a line of one, that was left alone; ``line`` is 0 where it is the whole file, ``file`` where known."""
+
+    line: int
+    reason: str
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +61,10 @@ class Edited:
     changed: bool
 
 
-def edit_source(source: bytes, pins: Sequence[SourcePin]) -> Edited:
+NOTHING_SEEN = NamesSeen()
+
+
+def edit_source(source: bytes, pins: Sequence[SourcePin], names: NamesSeen = NOTHING_SEEN) -> Edited:
     """Puts pinned statements, calls and functions of one file under autocast's ``enabled=False``, inputs cast up.
 
     Each pin is edited or refused for itself. The result needs torch alone, runs on any device, and keeps the file's
@@ -38,42 +73,27 @@ def edit_source(source: bytes, pins: Sequence[SourcePin]) -> Edited:
     Args:
         source: the file's bytes.
         pins: what to pin in it.
+        names: what a trace saw in it.
     """
     try:
         file = read_source(source)
-        module, refused = _edited_module(file, pins)
-        after = file.with_module(module)
+        rewriter = _Rewriter(file, names)
+        rewriter.mark(pins)
+        edited = file.module.visit(rewriter)
+        after = file.with_module(with_imported(edited, "torch") if rewriter.needs_import else edited)
     except EditError as error:
         return Edited(source, (Refused(error.line, str(error)),), changed=False)
-    return Edited(after, tuple(sorted(refused, key=lambda item: item.line)), after != source)
-
-
-def _edited_module(source: SourceFile, pins: Sequence[SourcePin]) -> tuple[cst.Module, list[Refused]]:
-    refused: list[Refused] = []
-    wholes: dict[int, tuple[cst.FunctionDef, FunctionPin]] = {}
-    for pin in pins:
-        if isinstance(pin, FunctionPin):
-            try:
-                function = function_of(source.module, pin)
-                wholes[id(function)] = function, pin
-            except EditError as error:
-                refused.append(Refused(0, str(error)))
-    line_pins = [pin for pin in pins if not isinstance(pin, FunctionPin)]
-    marks = marks_of(line_pins, source, [function for function, _ in wholes.values()])
-    rewriter = _Rewriter(source, marks, {key: pin for key, (_, pin) in wholes.items()})
-    edited = source.module.visit(rewriter)
-    if rewriter.needs_import:
-        edited = with_imported(edited, "torch")
-    return edited, [*refused, *marks.refused, *rewriter.refused]
+    return Edited(after, tuple(sorted(rewriter.refused, key=lambda item: item.line)), after != source)
 
 
 @dataclass
 class _Rewriter(cst.CSTTransformer):
-    """Rewrites the suites that hold marked lines, and the functions that are pinned whole."""
+    """Rewrites the suites that hold pinned ``lines``, and the functions that are pinned whole, by the nodes' ids."""
 
     source: SourceFile
-    marks: Marks
-    wholes: Mapping[int, FunctionPin]
+    names: NamesSeen
+    lines: dict[int, PinnedLine] = field(default_factory=dict)
+    wholes: dict[int, cst.FunctionDef] = field(default_factory=dict)
     refused: list[Refused] = field(default_factory=list)
     needs_import: bool = False
     _functions: list[cst.FunctionDef | None] = field(default_factory=lambda: [None])
@@ -81,23 +101,48 @@ class _Rewriter(cst.CSTTransformer):
     def __post_init__(self) -> None:
         super().__init__()
 
+    def mark(self, pins: Sequence[SourcePin]) -> None:
+        """Finds what the pins name; what is not there is refused, and lines in a whole function need no more."""
+        for whole in (pin for pin in pins if isinstance(pin, FunctionPin)):
+            try:
+                function = _function_of(self.source.module, whole)
+                self.wholes[id(function)] = function
+            except EditError as error:
+                self.refused.append(Refused(0, str(error)))
+        line_pins = [pin for pin in pins if isinstance(pin, LinePin)]
+        for pin, number in [(pin, number) for pin in line_pins for number in sorted(set(pin.lines))]:
+            try:
+                self._mark_line(pin, number)
+            except EditError as error:
+                self.refused.append(Refused(number, str(error)))
+
+    def _mark_line(self, pin: LinePin, number: int) -> None:
+        located = _located(pin, number, self.source)
+        if any(id(function) in self.wholes for function in located.place.functions):
+            return
+        key, callees = id(located.line), frozenset({canonical(pin.callee)} if pin.callee else ())
+        if (old := self.lines.get(key)) is not None:
+            operations = old.operations or not pin.callee
+            self.lines[key] = replace(old, callees=old.callees | callees, operations=operations)
+        else:
+            names = self.names.on(located.span, Bindings(self.source.module, located.place.function))
+            self.lines[key] = PinnedLine(number, names, callees, operations=not pin.callee)
+
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 - LibCST's name
         self._functions.append(node)
 
     def leave_FunctionDef(  # noqa: N802 - LibCST's name
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
+        if id(original_node) in self.wholes:
+            suite = self._suite(getattr(original_node.body, "indent", None))
+            lines = self.source.span(original_node)
+            try:
+                updated_node = _with_body_in_fp32(original_node, updated_node, suite, self._half_on(lines))
+            except EditError as error:
+                self.refused.append(Refused(lines[0], str(error)))
+            self.needs_import |= suite.needs_import
         self._functions.pop()
-        pin = self.wholes.get(id(original_node))
-        if pin is None:
-            return updated_node
-        bindings = Bindings(self.source.module, original_node)
-        try:
-            updated_node, needs_import = with_body_in_fp32(original_node, updated_node, pin, bindings)
-        except EditError as error:
-            self.refused.append(Refused(self.source.span(original_node)[0], str(error)))
-        else:
-            self.needs_import |= needs_import
         return updated_node
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
@@ -112,21 +157,149 @@ class _Rewriter(cst.CSTTransformer):
     def _rewritten(
         self, before: Sequence[cst.CSTNode], after: Sequence[cst.BaseStatement], indent: str | None
     ) -> Sequence[cst.BaseStatement]:
-        if not any(id(node) in self.marks.lines for node in before):
+        if not any(id(node) in self.lines for node in before):
             return after
-        suite = self._suite(self.marks.lines, indent)
+        suite = self._suite(indent)
         body = suite.rewritten(before, after)
-        self._note(suite)
+        self.needs_import |= suite.needs_import
+        self.refused += [Refused(line, reason) for line, reason in suite.refused.items()]
         return body
 
-    def _suite(self, marks: Mapping[int, LineMark], indent: str | None) -> Suite:
+    def _suite(self, indent: str | None) -> Suite:
         bindings = Bindings(self.source.module, self._functions[-1])
 
         def names_of(node: cst.CSTNode) -> TensorNames:
-            return self.marks.names_on(self.source.span(node), bindings)
+            return self.names.on(self.source.span(node), bindings)
 
-        return Suite(bindings, marks, names_of, indent or self.source.module.default_indent)
+        return Suite(bindings, self.lines, names_of, indent or self.source.module.default_indent)
 
-    def _note(self, suite: Suite) -> None:
-        self.needs_import |= suite.needs_import
-        self.refused += [Refused(line, reason) for line, reason in suite.refused.items()]
+    def _half_on(self, lines: range) -> set[str]:
+        return {name for number in lines for name in self.names.half.get(number, ())}
+
+
+# A line
+
+
+def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
+    located = source.at(number)
+    if not located.place.is_in(pin.function):
+        where = ".".join(located.place.qualname) or "no function"
+        raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
+    if located.place.is_off:
+        raise EditError("autocast is off there already; cast its half inputs with .float()")
+    if (function := located.place.function) is not None and any(_is_scripted(item) for item in function.decorators):
+        raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
+    return located
+
+
+def _is_scripted(decorator: cst.Decorator) -> bool:
+    return "jit.script" in dotted(decorator.decorator)
+
+
+# A whole function
+
+
+def _function_of(module: cst.Module, pin: FunctionPin) -> cst.FunctionDef:
+    found = [node for qualname, node in functions_in(module) if qualname == parts_of(pin.function)]
+    if len(found) != 1:
+        count = "no function" if not found else f"{len(found)} functions"
+        raise EditError(f"the file has {count} named {pin.function}")
+    return found[0]
+
+
+def _with_body_in_fp32(
+    function: cst.FunctionDef, updated: cst.FunctionDef, suite: Suite, half: set[str]
+) -> cst.FunctionDef:
+    """The function with its body in a block with autocast off, its ``half`` parameters cast first.
+
+    Raises:
+        EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
+    """
+    _refuse_suspended(function)
+    body = _as_block(updated.body)
+    first = 1 if function.get_docstring() is not None else 0
+    statements = list(body.body[first:])
+    bindings = suite.bindings
+    if _is_off_already(statements, bindings):
+        return updated
+    names = _half_parameters(function, bindings, half)
+    _refuse_writes(function, names, bindings)
+    block = suite.with_off(f"{names[0]}.device.type", [*_casts(names, bindings), *statements])
+    # Comments at the end of the function stay in the block that they were written in.
+    block = block.with_changes(body=block.body.with_changes(footer=body.footer))
+    return updated.with_changes(body=body.with_changes(body=[*body.body[:first], block], footer=()))
+
+
+def _half_parameters(function: cst.FunctionDef, bindings: Bindings, half: set[str]) -> list[str]:
+    """The parameters to cast, in their order.
+
+    Raises:
+        EditError: one that held a half tensor is no parameter by name, or there is none.
+    """
+    stars = (function.params.star_arg, function.params.star_kwarg)
+    if unknown := [star.name.value for star in stars if isinstance(star, cst.Param) and star.name.value in half]:
+        raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
+    names = [name for name in bindings.parameters if name in half]
+    if not names:
+        raise EditError("none of its parameters held a half tensor")
+    return names
+
+
+def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStatement]:
+    """``x, y = x.float(), y.float()``, and for what may be None or a number a condition of its own."""
+    optional = [name for name in names if bindings.parameters[name].default is not None]
+    if always := [name for name in names if name not in optional]:
+        yield _rebinding(always)
+    for name in optional:
+        is_number = name in bindings.maybe_numbers
+        is_there = f"not isinstance({name}, (int, float))" if is_number else f"{name} is not None"
+        yield cst.If(cst.parse_expression(is_there), cst.IndentedBlock([_rebinding([name])]))
+
+
+def _rebinding(names: Sequence[str]) -> cst.SimpleStatementLine:
+    """``q, k = q.float(), k.float()``."""
+    targets, values = [cst.Name(name) for name in names], [cast(cst.Name(name)) for name in names]
+    if len(names) == 1:
+        return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(targets[0])], values[0])])
+    target, value = (cst.Tuple([cst.Element(item) for item in items], lpar=(), rpar=()) for items in (targets, values))
+    return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(target)], value)])
+
+
+def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
+    """What is written into an argument reaches the caller; written into its cast, it would not."""
+    for name in names:
+        same = {name, *bindings.aliases(name)}
+        if any(root_name(target) in same for target in _written_into(function.body)):
+            raise EditError(f"it writes into its argument {name} in place; assign the result to a new name first")
+
+
+def _written_into(body: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for item in walk(body):
+        match item:
+            case cst.AugAssign(target=target) | cst.AssignTarget(target=cst.Subscript() as target):
+                yield target
+            case cst.Call() if writes_in_place(item):
+                yield item.func
+                yield from (arg.value for arg in item.args)
+
+
+def _refuse_suspended(function: cst.FunctionDef) -> None:
+    if function.asynchronous is not None:
+        raise EditError("it is a coroutine, and other code would run with autocast off")
+    if any(isinstance(node, cst.Yield) for node in walk(function.body)):
+        raise EditError("it is a generator, and the caller's code would run with autocast off")
+
+
+def _as_block(body: cst.BaseSuite) -> cst.IndentedBlock:
+    if isinstance(body, cst.IndentedBlock):
+        return body
+    lines = [cst.SimpleStatementLine([small]) for small in body.body if isinstance(small, cst.BaseSmallStatement)]
+    return cst.IndentedBlock(lines)
+
+
+def _is_off_already(statements: Sequence[cst.CSTNode], bindings: Bindings) -> bool:
+    return (
+        len(statements) == 1
+        and isinstance(statements[0], cst.With)
+        and any(disables_autocast(item.item, bindings.imports) for item in statements[0].items)
+    )

@@ -103,23 +103,11 @@ def function_at(file: str, line: int) -> SourceFunction | None:
     return max(found, key=lambda item: item[0].line)[0] if found else None
 
 
-def lines_of(function: SourceFunction) -> range:
-    """The lines of a function, its decorators among them."""
-    node = node_of(function)
-    return range(function.line, _end(node) + 1) if node is not None else range(0)
-
-
 def node_of(function: SourceFunction) -> FunctionNode | None:
     """The function as its file has it; None where that is no file, or none that parses, or another by now."""
     name = function.qualname.rpartition(".")[2]
     at_line = (node for other, node in _functions(function.file) if other.line == function.line and node.name == name)
     return next(at_line, None)
-
-
-def parameters_of(function: SourceFunction) -> tuple[str, ...]:
-    """The names of its parameters, in order, ``self`` and the starred ones among them."""
-    node = node_of(function)
-    return tuple(_parameters(node)) if node is not None else ()
 
 
 def _root(node: ast.expr) -> str:

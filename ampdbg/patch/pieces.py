@@ -1,40 +1,37 @@
-"""A suite as a row of pieces, each of which runs in FP32, under autocast, or in either."""
+"""A pinned line as a row of pieces, each of which runs in FP32, under autocast, or in either, in the order it had."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import libcst as cst
 
-from ampdbg.patch.regions import Action, Region, Regions, TensorNames, action_of, writes_in_place
-from ampdbg.patch.steps import Apart, Part, take_apart, value_of
+from ampdbg.ops import MOVES, PRODUCTS, TENSOR_METHODS
+from ampdbg.patch.regions import (
+    Action,
+    PinnedLine,
+    Region,
+    action_of,
+    called_name,
+    has_product,
+    writes_in_place,
+)
+from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings, is_number
-from ampdbg.source.expressions import code_of, find, names_read, walk
+from ampdbg.source.expressions import bare, code_of, find, names_read, walk
 from ampdbg.source.source_file import EditError
 
 
 @dataclass(frozen=True)
-class LineMark:
-    """A line that is pinned: what is known of its names, the callees to pin, whether its own operations are.
-
-    ``number`` is the first of its lines that a pin names.
-    """
-
-    number: int
-    names: TensorNames
-    callees: frozenset[str] = frozenset()
-    operations: bool = False
-
-
-@dataclass(frozen=True)
 class Piece:
-    """One statement of the new suite, what is known of its names, and the mark of the line that it comes from."""
+    """One statement of the new suite, what is known of its names, and the pinned line that it comes from."""
 
     mode: Region
     statement: cst.BaseStatement
     names: TensorNames
-    mark: LineMark | None = None
+    pinned: PinnedLine | None = None
 
     @property
     def line(self) -> cst.SimpleStatementLine:
@@ -43,8 +40,13 @@ class Piece:
             raise TypeError(f"{type(self.statement).__name__} is not a line")
         return self.statement
 
+    @property
+    def small(self) -> cst.BaseSmallStatement:
+        """The only statement of that line."""
+        return self.line.body[0]
 
-def pieces_of_line(line: cst.SimpleStatementLine, mark: LineMark) -> Iterator[Piece]:
+
+def pieces_of_line(line: cst.SimpleStatementLine, pinned: PinnedLine) -> Iterator[Piece]:
     """The pieces of a pinned line: its small statements on lines of their own, taken apart.
 
     Raises:
@@ -54,45 +56,62 @@ def pieces_of_line(line: cst.SimpleStatementLine, mark: LineMark) -> Iterator[Pi
     refused: list[EditError] = []
     for small in line.body:
         try:
-            pieces += _pieces_of_small(small, mark)
+            pieces += _pieces_of_small(small, pinned)
         except EditError as error:
             refused.append(error)
-            pieces.append(Piece(Region.AUTOCAST, _line(small), mark.names, mark))
+            pieces.append(Piece(Region.AUTOCAST, _line(small), pinned.names, pinned))
     if not any(piece.mode is Region.FP32 for piece in pieces):
         raise refused[0]
     return _with_margins(line, pieces)
 
 
-def _pieces_of_small(small: cst.BaseSmallStatement, mark: LineMark) -> list[Piece]:
+def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[Piece]:
+    """The pieces of a statement: the steps before it, and what is left of it.
+
+    Raises:
+        EditError: there is nothing to pin in it, or it cannot be taken apart without a change of what it does.
+    """
     _refuse_suspended(small)
-    if mark.operations:
-        _refuse_writes(small, mark.names)
-    small = _without_augmented(small, mark.names)
-    apart = take_apart(small, _regions(mark, small))
-    rest = Piece(apart.mode, _line(apart.rest), _names_after(apart.parts, mark), mark)
-    return [*_pieces_of_parts(apart, mark), rest]
-
-
-def _regions(mark: LineMark, statement: cst.BaseSmallStatement) -> Regions:
-    regions = Regions(mark.names, mark.callees, mark.operations)
-    value = value_of(statement)
-    if value is None:
-        return regions
-    # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
-    certain = replace(regions, names=replace(mark.names, guesses=not mark.names.full))
-    return certain if certain.has_fp32(value) else regions
-
-
-def _pieces_of_parts(apart: Apart, mark: LineMark) -> Iterator[Piece]:
-    for index, step in enumerate(apart.parts):
+    if pinned.operations:
+        _refuse_writes(small, pinned.names)
+    small = _without_augmented(small, pinned.names)
+    value = value_of(small)
+    inside = pinned if value is None else _certain(pinned, value)
+    computes = pinned.operations and isinstance(small, cst.AugAssign)
+    if value is None or not (computes or inside.has_fp32(value)):
+        raise EditError(_nothing_to_pin(pinned))
+    mode = _mode_of(small, value, inside)
+    steps, placed = _taken_apart(value, mode, inside)
+    if steps and next(find(small, cst.NamedExpr), None) is not None:
+        raise EditError("it binds a name with := in an expression that has to be split")
+    names, pieces = pinned.names, []
+    for step in steps:
         assignment = cst.Assign([cst.AssignTarget(cst.Name(step.name))], step.value)
-        yield Piece(step.mode, _line(assignment), _names_after(apart.parts[:index], mark), mark)
+        pieces.append(Piece(step.mode, _line(assignment), names, pinned))
+        # What autocast computed in a step is in half, unless the trace saw otherwise.
+        is_full = step.mode is Region.FP32 or step.origin in pinned.names.full
+        names = names.with_new(step.name, is_full=is_full)
+    rest = small.with_changes(**{VALUE_FIELDS[type(small)]: placed})
+    return [*pieces, Piece(mode, _line(rest), names, pinned)]
 
 
-def _names_after(steps: Sequence[Part], mark: LineMark) -> TensorNames:
-    """What autocast computed in a step is in half, unless the trace saw otherwise."""
-    full = frozenset(step.name for step in steps if step.mode is Region.FP32 or step.origin in mark.names.full)
-    return mark.names.with_new(frozenset(step.name for step in steps) - full, full)
+def _certain(pinned: PinnedLine, value: cst.BaseExpression) -> PinnedLine:
+    # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
+    certain = replace(pinned, names=replace(pinned.names, guesses=not pinned.names.full))
+    return certain if certain.has_fp32(value) else pinned
+
+
+def _nothing_to_pin(pinned: PinnedLine) -> str:
+    if pinned.callees:
+        return f"{' and '.join(sorted(pinned.callees))} is not called here"
+    return "it only calls modules or functions; pin what it calls"
+
+
+def _mode_of(statement: cst.BaseSmallStatement, value: cst.BaseExpression, pinned: PinnedLine) -> Region:
+    if isinstance(statement, cst.AugAssign):
+        return Region.FP32 if pinned.operations else Region.AUTOCAST
+    mode = pinned.of(value)
+    return Region.FP32 if mode is Region.EITHER else mode
 
 
 def _line(small: cst.BaseSmallStatement) -> cst.SimpleStatementLine:
@@ -108,6 +127,9 @@ def _with_margins(line: cst.SimpleStatementLine, pieces: Sequence[Piece]) -> Ite
         if index == len(pieces) - 1:
             statement = statement.with_changes(trailing_whitespace=line.trailing_whitespace)
         yield replace(piece, statement=statement)
+
+
+# What is refused, and what is written otherwise
 
 
 def _refuse_suspended(statement: cst.CSTNode) -> None:
@@ -165,7 +187,7 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
     if any(isinstance(node, banned) or action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
         return False
-    if Regions(names).has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
+    if has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False
     return is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
 
@@ -181,3 +203,184 @@ def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: fr
     plain = made | bindings.numbers | set(bindings.imports) | {"self", "cls"}
     tensors = {code for code in names.half | names.full if code.isidentifier()}
     return all(name in plain or name in tensors or name not in bindings.local for name in names_read(value))
+
+
+# An expression taken apart
+
+
+VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
+    cst.Assign: "value",
+    cst.AnnAssign: "value",
+    cst.AugAssign: "value",
+    cst.Expr: "value",
+    cst.Return: "value",
+    cst.Assert: "test",
+}
+"""Statements, and their expression that can be taken apart."""
+
+
+def value_of(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """The expression of a statement that may be taken apart."""
+    field = VALUE_FIELDS.get(type(statement))
+    value = getattr(statement, field) if field else None
+    return value if isinstance(value, cst.BaseExpression) else None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A value that is computed before its statement: ``name = value``. ``origin`` is what it was in the source."""
+
+    mode: Region
+    name: str
+    value: cst.BaseExpression
+    origin: str
+
+
+def _taken_apart(
+    value: cst.BaseExpression, want: Region, pinned: PinnedLine
+) -> tuple[Sequence[_Step], cst.BaseExpression]:
+    """The steps that an expression needs, and what is left of it, which runs in the region ``want``."""
+    placer = _Placer(pinned, want, frozenset())
+    placed = value.visit(placer)
+    if overtaken := _overtaken(placer.visited):
+        placer = _Placer(pinned, want, overtaken)
+        placed = value.visit(placer)
+    if not isinstance(placed, cst.BaseExpression):
+        raise TypeError(f"an expression became {type(placed).__name__}")
+    return placer.steps, placed
+
+
+@dataclass(frozen=True)
+class _Visited:
+    """A call with an effect, or what becomes a step; ``first`` is the first of those visited that stands inside it."""
+
+    node: int
+    first: int
+    is_step: bool
+    has_effect: bool
+
+
+class _Placer(cst.CSTTransformer):
+    """Replaces each part whose mode is not that of what surrounds it by a name, and keeps what the name stands for.
+
+    So it does with the nodes of the ids ``forced``. ``visited`` are in the order of evaluation.
+    """
+
+    def __init__(self, pinned: PinnedLine, want: Region, forced: frozenset[int]) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.visited: list[_Visited] = []
+        self._pinned, self._forced = pinned, forced
+        self._wants = [want]
+        self._around: list[tuple[cst.CSTNode, int]] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        is_callee = bool(self._around) and _is_callee(node, self._around[-1][0])
+        self._wants.append(_inner_mode(node, self._wants[-1], self._pinned, is_callee))
+        self._around.append((node, len(self.visited)))
+        return not self._pinned.is_whole(node)
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> cst.CSTNode:  # type: ignore[override]
+        _, first = self._around.pop()
+        mode = self._wants.pop()
+        is_step = mode is not self._wants[-1]
+        self._note(original_node, first, is_step)
+        if not is_step and id(original_node) not in self._forced:
+            return updated_node
+        if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
+            return updated_node
+        bindings = self._pinned.names.bindings
+        name = unused(name_for(original_node), bindings.taken | {step.name for step in self.steps})
+        value = _standing_alone(updated_node, bindings.module.default_indent)
+        self.steps.append(_Step(mode, name, value, code_of(original_node)))
+        return cst.Name(name)
+
+    def _note(self, node: cst.CSTNode, first: int, is_step: bool) -> None:
+        inside = walk(node) if self._pinned.is_whole(node) else (node,)
+        has_own = any(self._pinned.has_effect(item) for item in inside)
+        if is_step or has_own:
+            has_effect = has_own or any(item.has_effect for item in self.visited[first:])
+            self.visited.append(_Visited(id(node), first, is_step, has_effect))
+
+
+def _overtaken(visited: Sequence[_Visited]) -> frozenset[int]:
+    """What must become a step too, because a step with an effect that comes later would overtake it."""
+    steps = [(place, item) for place, item in enumerate(visited) if item.is_step]
+    forced: set[int] = set()
+    for place, item in enumerate(visited):
+        carrier = next((end for end, step in steps if step.first <= place < end), len(visited))
+        overtaking = (step for end, step in steps if step.has_effect and place < step.first and end < carrier)
+        if not item.is_step and next(overtaking, None) is not None:
+            forced.add(item.node)
+    return frozenset(forced)
+
+
+def _inner_mode(node: cst.CSTNode, want: Region, pinned: PinnedLine, is_callee: bool) -> Region:
+    # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
+    mode = pinned.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Region.EITHER
+    return want if mode is Region.EITHER else mode
+
+
+def _is_callee(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
+    return isinstance(parent, cst.Call) and parent.func is node and isinstance(node, cst.Attribute)
+
+
+def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:
+    """The expression with parentheses only where it goes over several lines that would fall apart."""
+    value = bare(node)
+    try:
+        ast.parse(cst.Module([]).code_for_node(value), mode="eval")
+    except SyntaxError:
+        opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
+        closed = cst.ParenthesizedWhitespace(indent=True)
+        return value.with_changes(lpar=[cst.LeftParen(opened)], rpar=[cst.RightParen(closed)])
+    return value
+
+
+# What a new variable is called
+
+
+OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
+    cst.Add: "total",
+    cst.Subtract: "difference",
+    cst.Multiply: "product",
+    cst.MatrixMultiply: "product",
+    cst.Divide: "ratio",
+}
+"""What a new variable is called that holds the result of an operator."""
+
+RESULT = "result"
+
+
+def name_for(node: cst.BaseExpression) -> str:
+    """What a person would call the value of an expression."""
+    if isinstance(node, cst.BinaryOperation):
+        return OPERATOR_NAMES.get(type(node.operator), RESULT)
+    call = _call_in(node)
+    if call is None:
+        return RESULT
+    name = called_name(call).strip("_")
+    if name in PRODUCTS:
+        return "product"
+    return RESULT if not name or name == "forward" or name in TENSOR_METHODS | MOVES else name
+
+
+def _call_in(node: cst.BaseExpression) -> cst.Call | None:
+    """The call in ``f(x)``, ``f(x)[0]``, ``f(x).view(1).T``: the first one."""
+    match node:
+        case cst.Call(func=cst.Name(value="super")):
+            return None
+        case cst.Call(func=cst.Attribute(value=base)) if _call_in(base) is not None:
+            return _call_in(base)
+        case cst.Call():
+            return node
+        case cst.Attribute(value=base) | cst.Subscript(value=base):
+            return _call_in(base)
+        case _:
+            return None
+
+
+def unused(name: str, taken: frozenset[str]) -> str:
+    """``name``, or with something behind it where it is taken."""
+    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(2, len(taken) + 3)))
+    return next(candidate for candidate in candidates if candidate.isidentifier() and candidate not in taken)

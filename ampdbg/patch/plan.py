@@ -1,34 +1,206 @@
-"""From pins to a patch: for each the smallest edit of the user's own code that the code allows."""
+"""From pins to a patch: for each the smallest edit of the user's own code that the code allows.
+
+A pin can stand in its lines, in the forward around them, at the call of the module, or go by its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ampdbg.patch.edits import edit_source
-from ampdbg.patch.file_edits import FileEdit
-from ampdbg.patch.functions import modules_running
-from ampdbg.patch.placements import (
-    WAYS,
-    Materials,
-    Placement,
-    Way,
-    layers_of_one_tensor,
-    lines_title,
-    with_helper,
-)
-from ampdbg.patch.source_pins import CallPin, FunctionPin, Refused, StatementPin
-from ampdbg.pinning.pin_set import tied_together
-from ampdbg.record.pins import PatchUnit, Pin
+import torch
 
-__all__ = ["WAYS", "FileEdit", "Materials", "Patch", "layers_of_one_tensor", "planned", "wider_than"]
+from ampdbg.config import Config
+from ampdbg.config.targets import parse_target
+from ampdbg.patch.by_name.helper import edit_factory, layers_of_one_tensor
+from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
+from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
+from ampdbg.patch.own_lines import OwnLines
+from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.pinning.pin_set import tied_together
+from ampdbg.probes.half_names import NamesByLine
+from ampdbg.record.pins import PatchUnit, Pin, in_words
+from ampdbg.source.ownership import is_users_file
 
 LONG = 20
 """A longer edit is passed over where another of the user's code takes so many lines fewer."""
 
 FEW = 2
 """So many modules that are not pinned may run in FP32 with those that are, if these are no more than they."""
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them."""
+
+    config: Config
+    model: torch.nn.Module
+    pins: tuple[Pin, ...]
+    lines: OwnLines
+    names: NamesByLine
+
+    def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
+        """A file with edits, made with what was seen in it."""
+        here = {line: found for (other, line), found in self.names.items() if other == file}
+        half = {text for found in here.values() for text in found.half}
+        full = {text for found in here.values() for text in found.full} - half
+        seen = NamesSeen({line: tuple(found.half) for line, found in here.items()}, full)
+        return edit_source(Path(file).read_bytes(), sources, seen)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One edit for one or more pins, decided once: ``refused`` says why it cannot be made, if so.
+
+    ``source`` is None for names in the helper's call, where the model is made. ``function`` is what it edits, where
+    that is known; ``notes`` are for the reader of the patch, ``length`` counts the lines that it takes out or puts in.
+    """
+
+    title: str
+    file: str
+    source: SourcePin | None
+    pins: tuple[str, ...]
+    function: SourceFunction | None = None
+    notes: tuple[str, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    length: int = 0
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why it cannot be made, for who reads a wider edit in its place."""
+        reasons = dict.fromkeys(one.reason for one in self.refused)
+        return tuple(f"{self.title} cannot be edited: {reason}" for reason in reasons)
+
+
+Way = Callable[[Pin, Materials], Iterator[Placement]]
+
+
+def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.nn.Module) -> set[tuple[str, int]]:
+    """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
+    pins = tuple(pins)
+    found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
+    found |= {(call.file, call.line) for pin in pins for call in lines.calls_of(pin)}
+    names = {pin.module for pin in pins if pin.source is None}
+    calls = [call for name in names if (call := call_of(name, model)) is not None]
+    found |= {(call.function.file, line) for call in calls for line in call.lines}
+    forwards = (_forward_of(name, model) for name in names)
+    return found | {(each.file, each.line) for each in forwards if each is not None}
+
+
+def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The lines that go wrong, and those about to, in the module's own code or outside of any module."""
+    if pin.module and not pin.own:
+        return
+    sources = [pin.source] if pin.source else [site.source for site in pin.sites]
+    if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
+        return
+    for (file, function), lines in materials.lines.of(pin).items():
+        source = LinePin(function, tuple(lines))
+        yield _decided(lines_title(file, lines), pin, source, function_at(file, lines[0]), materials, file)
+
+
+def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The user's own call of an installed library's function in which a line goes wrong."""
+    for call in materials.lines.calls_of(pin):
+        source = LinePin(call.function, (call.line,), call.callee)
+        title = f"{call.callee}() on {lines_title(call.file, [call.line])}"
+        yield _decided(title, pin, source, function_at(call.file, call.line), materials, call.file)
+
+
+def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The forward of the user's own class, where it is pinned with all that it calls, in all of its instances."""
+    if pin.source or _leaves_children(pin, materials):
+        return
+    function = _forward_of(pin.module, materials.model)
+    if function is None:
+        return
+    pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
+    if set(modules_running(function, materials.model)) <= pinned:
+        title = f"{function.qualname} in {Path(function.file).name}"
+        yield _decided(title, pin, FunctionPin(function.qualname), function, materials, function.file)
+
+
+def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
+    """The forward that a module runs, where that is the user's own code."""
+    function = next(functions_run(type(model.get_submodule(module)), "forward"), None)
+    return function if function is not None and is_users_file(function.file) else None
+
+
+def _leaves_children(pin: Pin, materials: Materials) -> bool:
+    """Whether the pin leaves child modules in half: an edit that takes them into FP32 is not what was tried."""
+    return pin.own and any(True for _ in materials.model.get_submodule(pin.module).children())
+
+
+def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The call of the module in its parent's forward, where that is the user's own code."""
+    if pin.source or _leaves_children(pin, materials):
+        return
+    call = call_of(pin.module, materials.model)
+    if call is None:
+        return
+    file, where = call.function.file, call.function.qualname
+    title = f"{call.callee}() in {where} of {Path(file).name}"
+    yield _decided(title, pin, LinePin(where, call.lines, call.callee), call.function, materials, file)
+
+
+def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The helper, by the module's name, where the config's own file makes the model."""
+    file = _file_that_makes_the_model(materials.config)
+    if not is_users_file(file) or pin.source:
+        return
+    refused = _in_file(file, _with_helper(Path(file).read_bytes(), (pin.name,), materials).refused)
+    yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
+
+
+WAYS: tuple[tuple[Way, ...], ...] = (
+    (_own_code, _library_call, _forward, _call, _helper),
+    (_forward, _call, _helper),
+    (_helper,),
+)
+"""The narrowest first; each next one is for where the patch of the one before does not cure the step."""
+
+
+def _decided(
+    title: str, pin: Pin, source: SourcePin, function: SourceFunction | None, materials: Materials, file: str
+) -> Placement:
+    """The placement, with why it is refused or how many lines it takes."""
+    edited = materials.edited(file, [source])
+    before = Path(file).read_bytes().splitlines()
+    matcher = difflib.SequenceMatcher(None, before, edited.source.splitlines(), autojunk=False)
+    length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
+    refused = _in_file(file, edited.refused)
+    return Placement(title, file, source, (pin.name,), function, refused=refused, length=length)
+
+
+def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
+    return tuple(replace(one, file=file) for one in refused)
+
+
+def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+    """The file that makes the model, with the helper that pins modules by name."""
+    makes = parse_target(materials.config.model.target).name
+    return edit_factory(source, makes, names, one_tensor=layers_of_one_tensor(names, materials.model))
+
+
+def _file_that_makes_the_model(config: Config) -> str:
+    target = parse_target(config.model.target)
+    if target.file:
+        return str(target.path(config.folder))
+    module = sys.modules.get(target.module)
+    return (module.__file__ or "") if module is not None else ""
+
+
+def lines_title(file: str, lines: Sequence[int]) -> str:
+    """Lines of a file in words."""
+    name = Path(file).name
+    if len(lines) == 1:
+        return f"line {lines[0]} of {name}"
+    between = "and" if len(lines) == 2 and lines[1] > lines[0] + 1 else "to"
+    return f"lines {lines[0]} {between} {lines[-1]} of {name}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +306,7 @@ def _sharing(place: Placement, materials: Materials) -> Sharing | None:
     if not running:
         return None
     modules = dict(materials.model.named_modules())
-    child = place.source.callee.rpartition(".")[2] if isinstance(place.source, CallPin) else ""
+    child = place.source.callee.rpartition(".")[2] if isinstance(place.source, LinePin) else ""
     called = [".".join(filter(None, (name, child))) for name in running]
     # What a library call calls is no child.
     pinned = sum(_is_pinned(name, materials.pins) for name in (called if called[0] in modules else running))
@@ -161,20 +333,19 @@ def _merged(placements: Sequence[Placement]) -> Iterator[Placement]:
         first = next((place for place in same if isinstance(place.source, FunctionPin)), same[0])
         pins = tuple(dict.fromkeys(pin for place in same for pin in place.pins))
         notes = tuple(dict.fromkeys(note for place in same for note in place.notes))
-        if isinstance(first.source, StatementPin):
-            statements = [place.source for place in same if isinstance(place.source, StatementPin)]
-            lines = sorted({line for source in statements for line in source.lines})
-            source = replace(first.source, lines=tuple(lines))
-            first = replace(first, title=lines_title(first.file, lines), source=source)
+        if isinstance(first.source, LinePin):
+            pinned = [place.source for place in same if isinstance(place.source, LinePin)]
+            lines = tuple(sorted({line for source in pinned for line in source.lines}))
+            if lines != first.source.lines:
+                on = f"{first.source.callee}() on " if first.source.callee else ""
+                source = replace(first.source, lines=lines)
+                first = replace(first, title=on + lines_title(first.file, lines), source=source)
         yield replace(first, pins=pins, notes=notes)
 
 
 def _target(place: Placement) -> tuple[object, ...]:
-    match place.source:
-        case StatementPin(function=function):
-            return place.file, "lines", place.function or function
-        case CallPin(function=function, callee=callee):
-            return place.file, "call", function, callee
+    if isinstance(place.source, LinePin):
+        return place.file, place.function or place.source.function, place.source.callee
     return place.file, "helper", place.pins
 
 
@@ -215,11 +386,11 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
     for file in dict.fromkeys(place.file for place in placements):
         before = Path(file).read_bytes()
         here = [place for place in placements if place.file == file]
-        edited = edit_source(before, [place.source for place in here if place.source is not None])
+        edited = materials.edited(file, [place.source for place in here if place.source is not None])
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:
-            edited = with_helper(edited.source, names, materials)
+            edited = _with_helper(edited.source, names, materials)
             here_refused += edited.refused
         refused += (replace(one, file=file) for one in here_refused)
         if edited.source != before:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import libcst as cst
 
-from ampdbg.ops import CREATES, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
-from ampdbg.source.bindings import METADATA, TRANSPOSED, Bindings
+from ampdbg.ops import CREATES, MOVES, PRODUCTS, RANDOM
+from ampdbg.patch.tensor_names import TensorNames
+from ampdbg.source.bindings import METADATA
 from ampdbg.source.expressions import COMPREHENSIONS, bare, code_of, walk
 from ampdbg.source.imports import dotted
 from ampdbg.source.source_file import EditError
@@ -31,108 +32,6 @@ CONSUMERS = frozenset("sum list tuple max min any all sorted set dict".split())
 """Builtins that run a generator to its end before they return."""
 
 
-@dataclass(frozen=True)
-class TensorNames:
-    """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or other tensors.
-
-    With ``guesses`` a plain name of which nothing is known may be a tensor.
-    """
-
-    half: frozenset[str]
-    full: frozenset[str]
-    bindings: Bindings
-    guesses: bool = True
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether a trace has seen these lines."""
-        return bool(self.half or self.full)
-
-    def with_new(self, half: frozenset[str], full: frozenset[str]) -> TensorNames:
-        """The same with further names, new ones of the edit itself."""
-        return replace(self, half=(self.half | half) - full, full=(self.full | full) - half)
-
-    def is_half_element(self, node: cst.BaseExpression) -> bool:
-        """Whether ``x[i]`` is an element of a half tensor."""
-        is_half = code_of(node) in self.half
-        return is_half or (isinstance(node, cst.Subscript) and self.is_half_element(node.value))
-
-    def is_known_full(self, node: cst.BaseExpression) -> bool:
-        """Whether a trace saw other than half tensors there."""
-        code = code_of(node)
-        return code in self.full and code not in self.half
-
-    def is_tensor(self, node: cst.BaseExpression) -> bool:
-        """Whether arithmetic with it is arithmetic with tensors, as far as can be told."""
-        if (code := code_of(node)) in self.half or code in self.full:
-            return True
-        match node:
-            case cst.Name():
-                return self._may_be_tensor(node.value)
-            case cst.Attribute():
-                return node.attr.value in MOVES and self.is_tensor(node.value)
-            case cst.Subscript():
-                return not _is_metadata(node.value) and self.is_tensor(node.value)
-            case cst.Call():
-                return self._call_is_tensor(node)
-            case cst.BinaryOperation(operator=cst.MatrixMultiply()):
-                return True
-            case _:
-                return any(self.is_tensor(operand) for operand in _operands(node))
-
-    def _may_be_tensor(self, name: str) -> bool:
-        known = self.bindings
-        return (
-            self.guesses
-            and name not in known.numbers
-            and name not in known.imports
-            and name not in ("self", "cls", "super")
-        )
-
-    def _call_is_tensor(self, node: cst.Call) -> bool:
-        function = node.func
-        if origin := self.bindings.origin(function):
-            return not self.bindings.is_plain_module(origin)
-        if isinstance(function, cst.Attribute):
-            return not _is_metadata(function)
-        return isinstance(function, cst.Name) and function.value in self.bindings.local
-
-    def is_tensor_method(self, method: cst.Attribute) -> bool:
-        """Whether ``x.name`` in ``x.name(...)`` is a tensor's method, not that of a module or of the user's class."""
-        base, name = method.value, method.attr.value
-        if code_of(base) in self.half | self.full or name in METADATA:
-            return True
-        if isinstance(base, cst.Name):
-            return self._may_be_tensor(base.value) and (name in TENSOR_METHODS or name in MOVES or name.endswith("_"))
-        if isinstance(base, cst.Attribute) and not self.is_tensor(base):
-            # `self.decoder.norm(x)` is a module; `self.weight.t()` a tensor.
-            return name in MOVES
-        # A method of a call's or an operator's result.
-        return not _is_super(base)
-
-
-def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    match node:
-        case cst.BinaryOperation():
-            return [node.left, node.right]
-        case cst.UnaryOperation():
-            return [node.expression]
-        case cst.IfExp():
-            return [node.body, node.orelse]
-        case _:
-            return []
-
-
-def _is_metadata(node: cst.BaseExpression) -> bool:
-    if isinstance(node, cst.Call):
-        node = node.func
-    return isinstance(node, cst.Attribute) and node.attr.value in METADATA
-
-
-def _is_super(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "super"
-
-
 class Region(Enum):
     """Where a piece of code runs."""
 
@@ -145,9 +44,8 @@ class Action(Enum):
     """What an expression does by itself, its operands left out."""
 
     OPERATION = "computes with tensors"
-    MOVE = "moves, makes or casts a tensor"
     USERS_CALL = "runs code of the user's: a child module, a method, a function"
-    NOTHING = "names, numbers, containers"
+    NOTHING = "names, numbers, containers; moves, makes or casts a tensor"
 
 
 _CONDITIONAL: dict[type[cst.CSTNode], str] = {
@@ -177,8 +75,6 @@ def action_of(node: cst.CSTNode, names: TensorNames) -> Action:
     if isinstance(node, cst.BinaryOperation):
         computes = isinstance(node.operator, _OPERATORS) and names.is_tensor(node)
         return Action.OPERATION if computes else Action.NOTHING
-    if isinstance(node, cst.Attribute):
-        return Action.MOVE if node.attr.value in TRANSPOSED else Action.NOTHING
     return _action_of_call(node, names) if isinstance(node, cst.Call) else Action.NOTHING
 
 
@@ -191,14 +87,14 @@ def _action_of_call(call: cst.Call, names: TensorNames) -> Action:
     if viewed(call):
         return Action.NOTHING
     if isinstance(function, cst.Attribute) and names.is_tensor_method(function):
-        return _kind_by_name(function.attr.value)
+        return _action_by_name(function.attr.value)
     return Action.USERS_CALL
 
 
 def _action_of_import(origin: str, names: TensorNames) -> Action:
     module, _, name = origin.rpartition(".")
     if module in TORCH_FUNCTIONS and name[:1].islower():
-        return _kind_by_name(name)
+        return _action_by_name(name)
     return Action.NOTHING if names.bindings.is_plain_module(origin) else Action.USERS_CALL
 
 
@@ -210,20 +106,19 @@ def _action_of_builtin(name: str, call: cst.Call, names: TensorNames) -> Action:
     return Action.NOTHING if name in PLAIN_BUILTINS | BUILTIN_OPERATIONS | {"super"} else Action.USERS_CALL
 
 
-def _kind_by_name(name: str) -> Action:
-    if name in METADATA:
-        return Action.NOTHING
-    return Action.MOVE if name in MOVES or name in CREATES else Action.OPERATION
+def _action_by_name(name: str) -> Action:
+    return Action.NOTHING if name in METADATA | MOVES | CREATES else Action.OPERATION
 
 
 @dataclass(frozen=True)
-class Regions:
-    """The regions of the expressions in one statement.
+class PinnedLine:
+    """A line of simple statements that is pinned, and where its expressions run.
 
-    ``callees`` are the canonical texts of what is called in FP32. The statement's own operations run in FP32
-    where ``operations`` says so.
+    ``number`` is the first of its lines that a pin names. ``callees`` are the canonical texts of what is called in
+    FP32. The line's own operations run in FP32 where ``operations`` says so.
     """
 
+    number: int
     names: TensorNames
     callees: frozenset[str] = frozenset()
     operations: bool = False
@@ -273,12 +168,13 @@ class Regions:
             return False
         return action_of(node, self.names) is Action.USERS_CALL or called_name(node) in RANDOM or writes_in_place(node)
 
-    def has_product(self, node: cst.CSTNode) -> bool:
-        """Whether it holds what autocast runs in half: nothing to put into FP32 by the way."""
-        return any(
-            isinstance(item, cst.MatrixMultiply) or (isinstance(item, cst.Call) and called_name(item) in PRODUCTS)
-            for item in walk(node)
-        )
+
+def has_product(node: cst.CSTNode) -> bool:
+    """Whether it holds what autocast runs in half: nothing to put into FP32 by the way."""
+    return any(
+        isinstance(item, cst.MatrixMultiply) or (isinstance(item, cst.Call) and called_name(item) in PRODUCTS)
+        for item in walk(node)
+    )
 
 
 def called_name(call: cst.Call) -> str:

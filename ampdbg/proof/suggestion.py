@@ -11,12 +11,11 @@ from ampdbg.config import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.patch.by_name.helper import MODULE_NAME, module_text
+from ampdbg.patch.by_name.helper import MODULE_NAME, layers_of_one_tensor, module_text
+from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
-from ampdbg.patch.placements import lines_that_may_be_edited
-from ampdbg.patch.plan import WAYS, Materials, Patch, layers_of_one_tensor, planned, wider_than
-from ampdbg.patch.source_pins import Refused
+from ampdbg.patch.plan import WAYS, Materials, Patch, lines_that_may_be_edited, planned, wider_than
 from ampdbg.pinning.bisection import Bisected, bisected
 from ampdbg.pinning.pin_search import scales_of
 from ampdbg.pinning.pin_set import digest, tied_together

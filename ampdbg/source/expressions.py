@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ SCOPES = (cst.FunctionDef, cst.ClassDef, cst.Lambda)
 COMPREHENSIONS = (cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp)
 
 
+@functools.lru_cache(maxsize=4096)
 def canonical(code: str) -> str:
     """An expression without what does not matter: spaces, outer parentheses, the kind of quotes."""
     try:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ampdbg.patch.edits import CallPin, FunctionPin, SourcePin, StatementPin
+from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin
+from ampdbg.patch.tensor_names import NamesSeen
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py"))
@@ -17,30 +18,38 @@ NAMES = sorted(path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.
 _MARK = re.compile(r"[ ]+#! (pin|call|forward) ?(?P<callee>[\w.\[\]]+(?= |$))?(?P<names>.*)$")
 
 
-def marked(name: str) -> tuple[str, list[SourcePin]]:
-    """A fixture's source without its marks, and the pins that they stand for."""
+def marked(name: str) -> tuple[str, list[SourcePin], NamesSeen]:
+    """A fixture's source without its marks, the pins that they stand for, and what a trace saw."""
     return without_marks((FIXTURES / f"{name}.in.py").read_text(encoding="utf-8"))
 
 
-def without_marks(text: str) -> tuple[str, list[SourcePin]]:
-    """The text without its marks, and the pins."""
+def without_marks(text: str) -> tuple[str, list[SourcePin], NamesSeen]:
+    """The text without its marks, the pins, and the names."""
     lines = text.split("\n")
     found = [(number, line, match) for number, line in enumerate(lines, 1) if (match := _MARK.search(line))]
     stripped = [_MARK.sub("", line) for line in lines]
     pins = [_pin(number, line, match, stripped) for number, line, match in found]
-    return "\n".join(stripped), pins
+    half: dict[int, tuple[str, ...]] = {}
+    full: list[str] = []
+    for number, line, match in found:
+        names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
+        if "half" in names:
+            half[_first_line(number, match, stripped)] = names["half"]
+        full += names.get("full", ())
+    return "\n".join(stripped), pins, NamesSeen(half, tuple(full))
 
 
 def _pin(number: int, line: str, match: re.Match[str], lines: list[str]) -> SourcePin:
-    names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
-    half, full = names.get("half", ()), names.get("full", ())
     if match[1] == "forward":
-        return FunctionPin(re.split(r"[\s(:]", line)[1] + ".forward", half)
-    function = _function(number, lines)
-    half_on_line = {number: half} if half else ()
-    if match[1] == "call":
-        return CallPin(function, match["callee"], (number,), half_on_line, full)
-    return StatementPin(function, (number,), half_on_line, full)
+        return FunctionPin(re.split(r"[\s(:]", line)[1] + ".forward")
+    return LinePin(_function(number, lines), (number,), match["callee"] or "")
+
+
+def _first_line(number: int, match: re.Match[str], lines: list[str]) -> int:
+    """Where the names of a mark were seen: on its line, or in the forward of the class that it stands behind."""
+    if match[1] != "forward":
+        return number
+    return next((place for place in range(number, len(lines)) if "def forward" in lines[place - 1]), number)
 
 
 def _names(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.patch.diffs import unified_diff
-from ampdbg.patch.edits import StatementPin, edit_source
+from ampdbg.patch.edits import LinePin, edit_source
+from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.source.source_file import read_source
 from tests.source.test_source_file import corpus, name_of
 
@@ -25,7 +26,7 @@ def test_any_operations_can_be_pinned(file: Path) -> None:
     """The edits parse, and every line is edited or refused."""
     source = file.read_bytes()
     lines = sorted({node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.BinOp)})
-    pins = [StatementPin("", (line,)) for line in lines[:: max(1, len(lines) // 4)]]
+    pins = [LinePin("", (line,)) for line in lines[:: max(1, len(lines) // 4)]]
     edited = edit_source(source, pins)
     ast.parse(edited.source)
     assert edited.changed == (edited.source != source)
@@ -68,9 +69,9 @@ FILES = st.builds(
 
 
 def pinned(source: bytes, traced: bool) -> bytes:
-    names = ("x", "y", "q") if traced else ()
+    names = NamesSeen({0: ("x", "y", "q")} if traced else {})
     lines = source.decode("utf-8-sig").count("\n") + 1
-    return edit_source(source, [StatementPin("f", (line,), names) for line in range(1, lines + 1)]).source
+    return edit_source(source, [LinePin("f", (line,)) for line in range(1, lines + 1)], names).source
 
 
 @settings(max_examples=50)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.patch.edits import CallPin, FunctionPin, SourcePin, StatementPin, edit_source
+from ampdbg.patch.edits import FunctionPin, LinePin, SourcePin, edit_source
+from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.precision.emulation import cuda_on_cpu
 from tests.conftest import Golden
 from tests.patch.marked_source import FIXTURES, NAMES, marked, without_marks
@@ -20,8 +21,8 @@ from tests.patch.marked_source import FIXTURES, NAMES, marked, without_marks
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_edit_is_what_a_person_would_have_written(name: str, golden: Golden) -> None:
-    text, pins = marked(name)
-    edited = edit_source(text.encode(), pins)
+    text, pins, names = marked(name)
+    edited = edit_source(text.encode(), pins, names)
     assert edited.refused == ()
     assert edited.changed
     golden(FIXTURES / f"{name}.out.py", edited.source.decode())
@@ -58,8 +59,8 @@ class in_full_precision(torch.utils._python_dispatch.TorchDispatchMode):  # noqa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: str) -> None:
-    text, pins = marked(name)
-    edited = edit_source(text.encode(), pins).source.decode()
+    text, pins, names = marked(name)
+    edited = edit_source(text.encode(), pins, names).source.decode()
     assert not run_example(text, autocast=True).isfinite().all(), "the example shows no overflow"
     expected = run_example(text, autocast=False)
     largest = expected.abs().max().item()
@@ -71,29 +72,31 @@ def test_what_overflowed_before_is_finite_and_agrees_with_fp32_afterwards(name: 
 @pytest.mark.parametrize("name", NAMES)
 def test_pins_of_what_has_been_edited_change_nothing(name: str) -> None:
     """Another run, whose trace names the lines where they are now."""
-    text, pins = marked(name)
-    once = edit_source(text.encode(), pins).source
-    half, full = names_after(pins, once.decode())
+    text, pins, names = marked(name)
+    once = edit_source(text.encode(), pins, names).source
     lines = sorted({statement.lineno for statement in statements_in_blocks(once.decode())})
-    again = [StatementPin("", (line,), half, full) for line in lines]
-    again_calls = [replace(pin, lines=()) for pin in pins if isinstance(pin, CallPin)]
+    again = [LinePin("", (line,)) for line in lines]
+    again_calls = [replace(pin, lines=()) for pin in pins if isinstance(pin, LinePin) and pin.callee]
     again_forwards = [pin for pin in pins if isinstance(pin, FunctionPin)]
     assert again
-    assert edit_source(once, [*again, *again_calls, *again_forwards]).source == once
+    seen = names_after(names, once.decode())
+    assert edit_source(once, [*again, *again_calls, *again_forwards], seen).source == once
 
 
-def names_after(pins: list[SourcePin], text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def names_after(names: NamesSeen, text: str) -> NamesSeen:
     """What a trace of the edited file sees in half, and what it does not: all that a block assigns is in FP32."""
-    line_pins = [pin for pin in pins if not isinstance(pin, FunctionPin)]
-    by_line = [pin.half_names for pin in line_pins if not isinstance(pin.half_names, tuple)]
-    half = {name for names in by_line for on_line in names.values() for name in on_line}
+    half = {name for on_line in names.half.values() for name in on_line}
     made = {
         ast.unparse(target)
         for statement in statements_in_blocks(text)
         for target in (statement.targets if isinstance(statement, ast.Assign) else ())
     }
-    full = {name for pin in line_pins if isinstance(pin.full_names, tuple) for name in pin.full_names}
-    return tuple(sorted(half - made)), ("_", *sorted(full | made))
+    return seen_anywhere(sorted(half - made), ("_", *sorted({*names.full} | made)))
+
+
+def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSeen:
+    """Names that a trace saw, and not on any of the lines that are edited."""
+    return NamesSeen({0: half}, full)
 
 
 def statements_in_blocks(text: str) -> list[ast.stmt]:
@@ -119,21 +122,17 @@ AS_IN_OTHER_FILES: dict[str, Callable[[str], bytes]] = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("written", AS_IN_OTHER_FILES.values(), ids=AS_IN_OTHER_FILES.keys())
 def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callable[[str], bytes]) -> None:
-    text, pins = marked(name)
+    text, pins, names = marked(name)
     source = written(text)
     shift = source[: source.find(text.encode().split(b"\n")[0])].count(b"\n")
     pins = [moved(pin, shift) for pin in pins]
-    assert edit_source(source, pins).source == written((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"))
+    names = NamesSeen({number + shift: half for number, half in names.half.items()}, names.full)
+    assert edit_source(source, pins, names).source == written((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"))
 
 
 def moved(pin: SourcePin, shift: int) -> SourcePin:
     """The pin in a file that begins with ``shift`` more lines."""
-    if isinstance(pin, FunctionPin):
-        return pin
-    half = pin.half_names
-    if not isinstance(half, tuple):
-        half = {number + shift: names for number, names in half.items()}
-    return replace(pin, lines=tuple(line + shift for line in pin.lines), half_names=half)
+    return replace(pin, lines=tuple(line + shift for line in pin.lines)) if isinstance(pin, LinePin) else pin
 
 
 LEFT_ALONE = {
@@ -212,14 +211,14 @@ LEFT_ALONE = {
         "def f(self, x):\n    g = self.a(x) if self.on else 2.0\n    return self.b(x, g)  #! call self.b half: x, g",
         "g may be a number there",
     ),
-    "unnamed": ("class A:  #! forward half: x\n    def forward(self, *xs):\n        pass", "x is no named parameter"),
+    "unnamed": ("class A:  #! forward half: x\n    def forward(self, *x):\n        pass", "x is no named parameter"),
 }
 
 
 @pytest.mark.parametrize(("text", "reason"), LEFT_ALONE.values(), ids=LEFT_ALONE.keys())
 def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: str) -> None:
-    source, pins = without_marks(text + "\n")
-    edited = edit_source(source.encode(), pins)
+    source, pins, names = without_marks(text + "\n")
+    edited = edit_source(source.encode(), pins, names)
     assert edited.source == source.encode()
     assert not edited.changed
     (refused,) = edited.refused
@@ -230,42 +229,42 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
 
 def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
     source = b"import torch\n\ndef f(x):\n    y = x @ x\n    y.add_(x)\n    return y * x\n"
-    edited = edit_source(source, [StatementPin("f", (4, 5, 6), ("x", "y"))])
+    edited = edit_source(source, [LinePin("f", (4, 5, 6))], seen_anywhere(("x", "y")))
     assert [item.line for item in edited.refused] == [5]
     assert edited.source.count(b"enabled=False") == 2
 
 
 def test_a_line_that_is_not_in_the_file_is_named() -> None:
-    (refused,) = edit_source(b"x = 1\n", [StatementPin("f", (7,), ("x",))]).refused
+    (refused,) = edit_source(b"x = 1\n", [LinePin("f", (7,))], seen_anywhere(("x",))).refused
     assert (refused.line, refused.reason) == (7, "the file has 2 lines")
 
 
 def test_a_file_that_does_not_parse_is_named_with_its_line() -> None:
-    edited = edit_source(b"x = 1\ny = = 2\n", [StatementPin("f", (1,), ("x",))])
+    edited = edit_source(b"x = 1\ny = = 2\n", [LinePin("f", (1,))], seen_anywhere(("x",)))
     assert [item.line for item in edited.refused] == [2]
     assert not edited.changed
 
 
 def test_a_file_in_another_encoding_than_it_claims_is_refused() -> None:
-    (refused,) = edit_source("x = 'é'\n".encode("latin-1"), [StatementPin("f", (1,), ("x",))]).refused
+    (refused,) = edit_source("x = 'é'\n".encode("latin-1"), [LinePin("f", (1,))], seen_anywhere(("x",))).refused
     assert "cannot be decoded" in refused.reason
 
 
 def test_a_line_that_has_moved_to_another_function_is_refused() -> None:
     source = b"class A:\n    def g(self, x):\n        return x @ x\n"
-    (refused,) = edit_source(source, [StatementPin("A.forward", (3,), ("x",))]).refused
+    (refused,) = edit_source(source, [LinePin("A.forward", (3,))], seen_anywhere(("x",))).refused
     assert "the line is in A.g, not in A.forward" in refused.reason
 
 
 @pytest.mark.parametrize("function", ["", "g", "A.g", "A.g.<locals>.<listcomp>", "g.<locals>.<lambda>"])
 def test_functions_are_known_by_their_name_or_qualified_name(function: str) -> None:
     source = b"import torch\nclass A:\n    def g(self, x):\n        return x @ x\n"
-    assert edit_source(source, [StatementPin(function, (4,), ("x",))]).refused == ()
+    assert edit_source(source, [LinePin(function, (4,))], seen_anywhere(("x",))).refused == ()
 
 
 def test_random_numbers_are_drawn_in_the_order_that_they_were() -> None:
     source = b"import torch\nimport torch.nn.functional as F\ndef f(self, x):\n    return F.dropout(x) + self.g(x)\n"
-    edited = edit_source(source, [StatementPin("f", (4,), ("x",))]).source.decode()
+    edited = edit_source(source, [LinePin("f", (4,))], seen_anywhere(("x",))).source.decode()
     assert edited.index("F.dropout(x.float())") < edited.index("self.g(x)")
 
 
@@ -287,56 +286,56 @@ def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str) -> None:
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
 def test_an_import_for_types_alone_does_not_serve_at_run_time(test: str) -> None:
     source = f"import typing\nif {test}:\n    import torch\n\ndef f(x):\n    return x @ x\n".encode()
-    edited = edit_source(source, [StatementPin("f", (6,), ("x",))]).source
+    edited = edit_source(source, [LinePin("f", (6,))], seen_anywhere(("x",))).source
     assert edited.startswith(b"import typing\n\nimport torch\n")
 
 
 def test_a_call_in_a_function_of_a_qualified_name_is_pinned_in_that_function_alone() -> None:
     source = b"class A:\n    def f(self, x):\n        return self.a(x)\n\n"
     source += source.replace(b"class A", b"class B")
-    edited = edit_source(source, [CallPin("B.f", "self.a", (7,), half_names=("x",))]).source
+    edited = edit_source(source, [LinePin("B.f", (7,), "self.a")], seen_anywhere(("x",))).source
     assert edited.startswith(b"import torch\n\n" + source[: source.index(b"class B")])
     assert edited.count(b"enabled=False") == 1
 
 
 def test_the_device_is_that_of_what_a_call_is_given_where_no_trace_was_made() -> None:
     source = b"import torch\nfrom torch import nn\ndef f(self, h):\n    y, _ = self.a(2, key=h)\n    return y\n"
-    edited = edit_source(source, [CallPin("f", "self.a", (4,))])
+    edited = edit_source(source, [LinePin("f", (4,), "self.a")])
     assert edited.refused == ()
     assert b"with torch.autocast(device_type=h.device.type, enabled=False):" in edited.source
 
 
 def test_a_parameter_of_a_whole_function_that_may_be_a_number_is_cast_only_where_it_is_none() -> None:
     source = b"import torch\ndef f(x, scale=1.0, gate=None):\n    return x * scale\n"
-    edited = edit_source(source, [FunctionPin("f", ("x", "scale", "gate"))]).source
+    edited = edit_source(source, [FunctionPin("f")], NamesSeen({3: ("x", "scale", "gate")})).source
     assert b"        if not isinstance(scale, (int, float)):\n            scale = scale.float()\n" in edited
     assert b"        if gate is not None:\n            gate = gate.float()\n" in edited
 
 
 def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_name() -> None:
     source = b"import torch\ndef f(self, n, x):\n    rows = [self.a(x)]\n    return torch.cat(rows).sum()\n"
-    edited = edit_source(source, [StatementPin("f", (4,), full_names=("x",))])
+    edited = edit_source(source, [LinePin("f", (4,))], seen_anywhere(full=("x",)))
     assert edited.refused == ()
     assert b"    with torch.autocast(device_type=x.device.type, enabled=False):\n" in edited.source
 
 
 def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:
     source = b"import torch\ndef f(self, h):\n    a = h * h\n    self.last = h\n    b = h + a\n    return b\n"
-    edited = edit_source(source, [StatementPin("f", (3, 5), ("h", "a"))]).source
+    edited = edit_source(source, [LinePin("f", (3, 5))], seen_anywhere(("h", "a"))).source
     assert b"\n    self.last = h\n" in edited
 
 
 @pytest.mark.parametrize("element", ['d["a"]', "d['a']"])
 def test_what_the_device_is_taken_from_keeps_its_quotes(element: str) -> None:
     source = f"import torch\ndef f(d):\n    return {element} * 2.0\n".encode()
-    edited = edit_source(source, [StatementPin("f", (3,), (element,))]).source.decode()
+    edited = edit_source(source, [LinePin("f", (3,))], seen_anywhere((element,))).source.decode()
     assert f"device_type={element}.device.type, enabled=False" in edited
     assert f"return {element}.float() * 2.0" in edited
 
 
 def test_a_function_is_wrapped_by_its_whole_qualified_name() -> None:
     source = b"import torch\ndef f(x):\n    return x * x\nclass A:\n    def f(self, x):\n        return x * x\n"
-    edited = edit_source(source, [FunctionPin("f", ("x",))])
+    edited = edit_source(source, [FunctionPin("f")], NamesSeen({3: ("x",)}))
     assert edited.refused == ()
     assert edited.source.startswith(b"import torch\ndef f(x):\n    with torch.autocast(")
     assert edited.source.count(b"enabled=False") == 1

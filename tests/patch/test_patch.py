@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from ampdbg.config import load_config
-from ampdbg.patch.own_lines import OwnLines
-from ampdbg.patch.placements import lines_that_may_be_edited, lines_title
-from ampdbg.patch.plan import Materials, Patch, planned
+from ampdbg.patch.own_lines import LibraryCall, OwnLines
+from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
 from ampdbg.record.findings import Source
@@ -55,9 +55,9 @@ class Written:
         site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
         return Pin(module, own=name.endswith(":own"), sites=(site,))
 
-    def planned(self, *pins: Pin) -> Patch:
-        """The patch."""
-        lines = OwnLines({}, frozenset())
+    def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], LibraryCall] = MappingProxyType({})) -> Patch:
+        """The patch; ``calls`` lead to lines of an installed library."""
+        lines = OwnLines({}, frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
         with names_seen(wanted) as names, cuda_on_cpu(), torch.autocast("cpu", dtype=torch.float16):
             self.model(torch.ones(2, 3, 4))
@@ -407,3 +407,31 @@ def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
     taking_half = LONG_FORWARD.replace("h = x.half()", "h = x").replace("self.tower(x)", "self.tower(x.half())")
     net = write(taking_half.replace("{lines}", "        h = h + h"))
     assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
+
+
+TWO_CALLS = """\
+class Net(nn.Module):
+    def forward(self, x):
+        first = energy(x.half())
+        second = energy(x.half() + first)
+        return first + second
+
+
+def energy(x):
+    return x * x
+
+
+def build():
+    return Net()
+"""
+
+
+def test_a_librarys_function_that_is_called_on_two_lines_is_wrapped_on_both(write: Write, tmp_path: Path) -> None:
+    net = write(TWO_CALLS)
+    library = str(tmp_path / "site-packages" / "energies.py")
+    sites = tuple(PinSite("forward", "", "aten.mul.Tensor", Source(library, at, "f", ""), 1e6) for at in (3, 4))
+    called = {3: net.line("first = energy"), 4: net.line("second = energy")}
+    calls = {(library, at): LibraryCall(str(net.file), line, "forward", "energy") for at, line in called.items()}
+    patch = net.planned(Pin("", own=True, sites=sites), calls=calls)
+    assert titles(patch) == ["energy() on lines 9 to 10 of net.py"]
+    assert net.changed(patch).count("energy(") == 2

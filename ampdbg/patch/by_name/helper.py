@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import libcst as cst
 import torch
@@ -54,6 +54,12 @@ def takes_one_tensor(module: nn.Module) -> bool:
         return False
     parameters = list(inspect.signature(kind.forward).parameters.values())
     return [item.kind for item in parameters[1:]] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def layers_of_one_tensor(names: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    """Those of the pins that are plain layers, called with one tensor."""
+    modules = dict(model.named_modules())
+    return tuple(name for name in names if name in modules and takes_one_tensor(modules[name]))
 
 
 def module_text(names: Sequence[str], *, one_tensor: Collection[str] = ()) -> str:

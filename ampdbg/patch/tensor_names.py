@@ -1,0 +1,133 @@
+"""Which expressions hold tensors, in half or not: as a trace saw it, and as the source tells where it saw nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import libcst as cst
+
+from ampdbg.ops import MOVES, TENSOR_METHODS
+from ampdbg.source.bindings import METADATA, Bindings
+from ampdbg.source.expressions import canonical, code_of
+
+
+@dataclass(frozen=True)
+class NamesSeen:
+    """What a trace of a file saw: names, attributes, elements (``batch["x"]``) and calls, as they stand in the source.
+
+    ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
+    tensors and nowhere half ones. Without any of either, nothing is known, and every operand is cast.
+    """
+
+    half: Mapping[int, Collection[str]] = field(default_factory=dict)
+    full: Collection[str] = ()
+
+    def on(self, lines: range, bindings: Bindings) -> TensorNames:
+        """What is known of the names on some lines; where the trace saw none of these, what it saw on others counts."""
+        known = self.half.keys() & set(lines) or self.half.keys()
+        half = frozenset(canonical(code) for number in known for code in self.half[number])
+        return TensorNames(half, frozenset(map(canonical, self.full)) - half, bindings)
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or other tensors.
+
+    With ``guesses`` a plain name of which nothing is known may be a tensor.
+    """
+
+    half: frozenset[str]
+    full: frozenset[str]
+    bindings: Bindings
+    guesses: bool = True
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a trace has seen these lines."""
+        return bool(self.half or self.full)
+
+    def with_new(self, name: str, *, is_full: bool) -> TensorNames:
+        """The same with a new name, one of the edit itself."""
+        half, full = self.half - {name}, self.full - {name}
+        return replace(self, half=half, full=full | {name}) if is_full else replace(self, half=half | {name}, full=full)
+
+    def is_half_element(self, node: cst.BaseExpression) -> bool:
+        """Whether ``x[i]`` is an element of a half tensor."""
+        is_half = code_of(node) in self.half
+        return is_half or (isinstance(node, cst.Subscript) and self.is_half_element(node.value))
+
+    def is_known_full(self, node: cst.BaseExpression) -> bool:
+        """Whether a trace saw other than half tensors there."""
+        code = code_of(node)
+        return code in self.full and code not in self.half
+
+    def is_tensor(self, node: cst.BaseExpression) -> bool:
+        """Whether arithmetic with it is arithmetic with tensors, as far as can be told."""
+        if (code := code_of(node)) in self.half or code in self.full:
+            return True
+        match node:
+            case cst.Name():
+                return self._may_be_tensor(node.value)
+            case cst.Attribute():
+                return node.attr.value in MOVES and self.is_tensor(node.value)
+            case cst.Subscript():
+                return not _is_metadata(node.value) and self.is_tensor(node.value)
+            case cst.Call():
+                return self._call_is_tensor(node)
+            case cst.BinaryOperation(operator=cst.MatrixMultiply()):
+                return True
+            case _:
+                return any(self.is_tensor(operand) for operand in _operands(node))
+
+    def _may_be_tensor(self, name: str) -> bool:
+        known = self.bindings
+        return (
+            self.guesses
+            and name not in known.numbers
+            and name not in known.imports
+            and name not in ("self", "cls", "super")
+        )
+
+    def _call_is_tensor(self, node: cst.Call) -> bool:
+        function = node.func
+        if origin := self.bindings.origin(function):
+            return not self.bindings.is_plain_module(origin)
+        if isinstance(function, cst.Attribute):
+            return not _is_metadata(function)
+        return isinstance(function, cst.Name) and function.value in self.bindings.local
+
+    def is_tensor_method(self, method: cst.Attribute) -> bool:
+        """Whether ``x.name`` in ``x.name(...)`` is a tensor's method, not that of a module or of the user's class."""
+        base, name = method.value, method.attr.value
+        if code_of(base) in self.half | self.full or name in METADATA:
+            return True
+        if isinstance(base, cst.Name):
+            return self._may_be_tensor(base.value) and (name in TENSOR_METHODS or name in MOVES or name.endswith("_"))
+        if isinstance(base, cst.Attribute) and not self.is_tensor(base):
+            # `self.decoder.norm(x)` is a module; `self.weight.t()` a tensor.
+            return name in MOVES
+        # A method of a call's or an operator's result.
+        return not _is_super(base)
+
+
+def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    match node:
+        case cst.BinaryOperation():
+            return [node.left, node.right]
+        case cst.UnaryOperation():
+            return [node.expression]
+        case cst.IfExp():
+            return [node.body, node.orelse]
+        case _:
+            return []
+
+
+def _is_metadata(node: cst.BaseExpression) -> bool:
+    if isinstance(node, cst.Call):
+        node = node.func
+    return isinstance(node, cst.Attribute) and node.attr.value in METADATA
+
+
+def _is_super(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "super"
