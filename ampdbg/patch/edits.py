@@ -109,15 +109,17 @@ class _Rewriter(cst.CSTTransformer):
                 self.wholes[id(function)] = function
             except EditError as error:
                 self.refused.append(Refused(0, str(error)))
-        line_pins = [pin for pin in pins if isinstance(pin, LinePin)]
-        for pin, number in [(pin, number) for pin in line_pins for number in sorted(set(pin.lines))]:
-            try:
-                self._mark_line(pin, number)
-            except EditError as error:
-                self.refused.append(Refused(number, str(error)))
+        for pin in pins:
+            if isinstance(pin, LinePin):
+                for number in sorted(set(pin.lines)):
+                    self._mark_line(pin, number)
 
     def _mark_line(self, pin: LinePin, number: int) -> None:
-        located = _located(pin, number, self.source)
+        try:
+            located = _located(pin, number, self.source)
+        except EditError as error:
+            self.refused.append(Refused(number, str(error)))
+            return
         if any(id(function) in self.wholes for function in located.place.functions):
             return
         key, callees = id(located.line), frozenset({canonical(pin.callee)} if pin.callee else ())
