@@ -25,7 +25,7 @@ class Observer:
         """An experiment has ended."""
 
     def stage(self, doing: str) -> None:
-        """A part of planning or proving a patch is about to run; "" says only that the last one still goes on."""
+        """A part of planning or proving a patch is about to run."""
 
 
 UNOBSERVED = Observer()

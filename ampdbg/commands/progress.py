@@ -79,8 +79,7 @@ class Lines(Observer):
             say(_trial_line(self._trials, trial))
 
     def stage(self, doing: str) -> None:
-        if doing:
-            say(doing)
+        say(doing)
 
 
 class LiveBar(Observer):
@@ -117,8 +116,7 @@ class LiveBar(Observer):
 
     def stage(self, doing: str) -> None:
         self._bar.stop()
-        if doing:
-            say(doing)
+        say(doing)
 
     def _is_due(self) -> bool:
         now = time.monotonic()

@@ -1,107 +1,186 @@
-"""Runs the experiments of a proof, in whatever process it is called, and returns what came out."""
+"""An experiment of a proof: a job in a process of its own, and what came out of it; both sides of the process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pickle
+import signal
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from ampdbg.agreement import is_finite
-from ampdbg.errors import AmpdbgError, WorkloadError
+from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import health_of
-from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line
-from ampdbg.proof.overlay import overlaid, prepared_with
+from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line, overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
 from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, rewound, weights_of
+from ampdbg.workload import Workload
 from ampdbg.workload.losses import call_model
-
-Load = Callable[[Run], Sequence[FailingStep]]
-"""The failing steps; called once the workload is built, whose classes a batch may need."""
 
 FURTHER_BATCHES = 3
 """The patch is tried on so many batches besides those of the failing steps."""
 
+ENDING = 30.0
+"""Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
 
-def perform(job: Job, load: Load, observer: Observer) -> Seen:
-    """Runs the job with its files in the place of those on disk.
+# Imports are to be found where they are in this process. `python -m` would look into the working folder first,
+# where a file may have the name of a module of Python's own.
+_START = (
+    "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); from ampdbg.proof.experiments import main; main()"
+)
+
+
+def in_fresh_process(job: Job, steps: Path, observer: Observer) -> Seen:
+    """Runs a job in a process of its own; its failure or crash is the ``failure`` of what was seen.
+
+    Args:
+        job: what to run.
+        steps: the file with the failing steps.
+        observer: sees what the process is about to run.
+    """
+    with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
+        task, result, output = (Path(name, part) for part in ("task", "result", "output"))
+        try:
+            task.write_bytes(pickle.dumps((job, steps, torch.get_num_threads(), sys.argv)))
+            with _started(job.config.start, task, result, output) as child:
+                for line in child.stdout or ():
+                    observer.stage(line.strip())
+                failure = _ended(child)
+        except OSError as error:
+            return Seen(failure=f"no process can be started: {error}")
+        if result.exists():
+            seen: Seen = pickle.loads(result.read_bytes())
+            return seen
+        return Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
+
+
+@contextlib.contextmanager
+def _started(working_folder: Path, task: Path, result: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
+    """The process, in one group with workers that it starts; whatever happens on this side, they end with it."""
+    command = [sys.executable, "-c", _START, str(task), str(result), os.pathsep.join(sys.path)]
+    with output.open("wb") as stderr:
+        child = subprocess.Popen(
+            command,
+            cwd=working_folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+    with child:
+        try:
+            yield child
+        finally:
+            if child.poll() is None:
+                _kill(child)
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    if sys.platform == "win32":
+        child.kill()
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _ended(child: subprocess.Popen[str]) -> str:
+    """How the process ended, where it has left no result."""
+    try:
+        code = child.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        return "its process does not end"
+    return (
+        f"its process ended by a signal: {signal.strsignal(-code)}"
+        if code < 0
+        else f"its process ended with exit code {code}"
+    )
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+# The side that runs in the process
+
+
+def main() -> None:
+    """Takes a task and the path of the result from the command line; writes a line to stdout for each stage."""
+    task, result = map(Path, sys.argv[1:3])
+    stages = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the user's code prints goes to stderr
+    # The user's code is to find the command line that it has found before.
+    job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
+    torch.set_num_threads(threads)
+    seen = perform(job, steps, _StagesTo(stages))
+    whole = result.with_suffix(".part")
+    whole.write_bytes(pickle.dumps(seen))
+    os.replace(whole, result)
+
+
+class _StagesTo(Observer):
+    def __init__(self, stages: IO[str]) -> None:
+        self._stages = stages
+
+    def stage(self, doing: str) -> None:
+        print(doing, file=self._stages, flush=True)
+
+
+def perform(job: Job, steps: Path, observer: Observer) -> Seen:
+    """Runs the job with its files in the place of those on disk; ``steps`` is the file with the failing steps.
 
     Whatever the user's code or its patched form raises is the ``failure`` of what was seen.
-
-    Raises:
-        BrokenPipeError: the observer has gone.
     """
     with overlaid(job.patched.files) as taken:
         try:
-            seen = KINDS[job.kind](job, load, observer)
-        except BrokenPipeError:
-            raise
+            seen = _seen(job, steps, observer)
         except AmpdbgError as error:
             return Seen(failure=first_line(error))
         except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
             return Seen(failure=f"{type(error).__name__}: {first_line(error)}")
-        unused = tuple(path.name for path in job.patched.files if path not in taken)
-    return seen.model_copy(update={"unused": unused})
+        return replace(seen, unused=tuple(path.name for path in job.patched.files if path not in taken))
 
 
-def _patched(job: Job, load: Load, observer: Observer) -> Seen:
-    observer.stage("building the workload with the patch")
+def _seen(job: Job, file: Path, observer: Observer) -> Seen:
+    is_patched = job.kind == "patched"
     with prepared_with(job.patched, job.config) as run:
-        steps = _fitting(load(run), run)
-        observer.stage("the failing step with the patch")
-        tried = tuple(_try(run, *each, job) for each in zip(steps, job.scales, strict=True))
-        if not all(one.healthy for one in tried):
+        steps = _fitting(load_steps(file, run.workload), run)
+        tried = tuple(_each_tried(run, steps, job))
+        if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
             return Seen(tried=tried)
-        observer.stage("further batches with the patch")
         with weights_of(run.workload.model, steps[0]):
-            further, failure = _further(run, steps[0], tried[0].scale, job)
-            use = step_use(run, steps[0])
-            raised = raised_in_eval_mode(run, steps[0])
+            further, further_failure = (
+                _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
+            )
+            uses = _uses(run, steps[0], {"patched": False} if is_patched else {"unpatched": False, "float32": True})
+            eval_failure = raised_in_eval_mode(run, steps[0])
+    if is_patched:
+        runs = {"patched": trained_with_the_patch(job, tried, observer)}
+    else:
+        runs = reference_runs(job, uses, observer)
     return Seen(
         tried=tried,
         further=further,
-        further_failure=failure,
-        eval_failure=raised,
-        runs={"patched": trained_with_the_patch(job, tried, observer)},
-        uses={"patched": use} if use else {},
+        further_failure=further_failure,
+        eval_failure=eval_failure,
+        runs=runs,
+        uses=uses,
     )
-
-
-def _dropped(job: Job, load: Load, observer: Observer) -> Seen:
-    """Ends at the first step that is unhealthy: that one is enough."""
-    with prepared_with(job.patched, job.config) as run:
-        tried: list[Tried] = []
-        for each in zip(_fitting(load(run), run), job.scales, strict=True):
-            tried.append(_try(run, *each, job))
-            if not tried[-1].healthy:
-                break
-    return Seen(tried=tuple(tried))
-
-
-def _reference(job: Job, load: Load, observer: Observer) -> Seen:
-    observer.stage("the failing step without the patch")
-    with prepared_with(job.patched, job.config) as run:
-        steps = _fitting(load(run), run)
-        tried = tuple(_try(run, *each, job) for each in zip(steps, job.scales, strict=True))
-        with weights_of(run.workload.model, steps[0]):
-            ways = {"unpatched": step_use(run, steps[0]), "float32": step_use(run, steps[0], in_fp32=True)}
-            raised = raised_in_eval_mode(run, steps[0])
-    uses = {name: use for name, use in ways.items() if use is not None}
-    return Seen(tried=tried, eval_failure=raised, runs=reference_runs(job, uses, observer), uses=uses)
-
-
-KINDS: dict[str, Callable[[Job, Load, Observer], Seen]] = {
-    "patched": _patched,
-    "dropped": _dropped,
-    "reference": _reference,
-}
 
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
@@ -109,6 +188,15 @@ def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
     if any([weight.shape for weight in step.snapshot.weights] != shapes for step in steps):
         raise WorkloadError("the model has other parameters than the failing step")
     return steps
+
+
+def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tried]:
+    """The failing steps; but for the reference, the first that is unhealthy is enough."""
+    for failing, scales in zip(steps, job.scales, strict=True):
+        tried = _try(run, failing, scales, job)
+        yield tried
+        if not tried.healthy and job.kind != "reference":
+            return
 
 
 def _try(run: Run, failing: FailingStep, scales: ScaleRange, job: Job) -> Tried:
@@ -137,8 +225,11 @@ def _tried(replays: PinnedReplays, failing: FailingStep, job: Job) -> Tried:
     )
 
 
-def _further(run: Run, failing: FailingStep, scale: float, job: Job) -> tuple[tuple[Tried, ...], str]:
+def _further(
+    run: Run, failing: FailingStep, scale: float, job: Job, observer: Observer
+) -> tuple[tuple[Tried, ...], str]:
     """The step on the batches that come after its own, where FP32 is finite on them; and why there were no more."""
+    observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:
         for snapshot in further_steps(run, failing, FURTHER_BATCHES):
@@ -157,21 +248,25 @@ def _further(run: Run, failing: FailingStep, scale: float, job: Job) -> tuple[tu
 def raised_in_eval_mode(run: Run, failing: FailingStep) -> str:
     """What one forward pass in eval mode raises, in a line; "" where it runs.
 
-    It is that of the step's first batch, under the run's autocast and without a graph. Mode, buffers and random state
-    are put back; the model must have the step's weights.
+    It is that of the step's first batch, under the run's autocast and without a graph. All that the model holds is put
+    back, its mode too; it must have the step's weights.
     """
-    model, user = run.workload.model, run.workload.user
+    model, user, is_training = run.workload.model, run.workload.user, run.workload.model.training
     try:
         with (
             rewound(model, failing.snapshot),
             user.running(type(model).__name__),
-            _in_eval_mode(model),
             torch.no_grad(),
             run.mode.forward(),
         ):
-            _forward(run, failing.snapshot.batches[0])
+            try:
+                model.eval()
+                _forward(run, failing.snapshot.batches[0])
+            finally:
+                # A method of the user's own may do more than to set the mode, and undo that here.
+                model.train(is_training)
     except AmpdbgError as error:
-        return str(error).partition("\n")[0]
+        return first_line(error)
     return ""
 
 
@@ -183,28 +278,19 @@ def _forward(run: Run, batch: Any) -> None:
         run.workload.step.call(batch, 0)
 
 
-@contextlib.contextmanager
-def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    is_training = model.training
-    try:
-        model.eval()
-        yield
-    finally:
-        # A method of the user's own may do more than to set the mode, and undo that in the same way.
-        model.train(is_training)
-        for module, mode in before:
-            module.training = mode
-
-
 # What one step takes on this machine: its time, what it keeps for the backward pass, the GPU's peak memory
-
 
 TIMED_STEPS = 3
 """The median of so many steps is the time of one; an untimed one goes before them."""
 
 View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 """The offset, shape and strides by which a tensor looks at its memory."""
+
+
+def _uses(run: Run, failing: FailingStep, ways: Mapping[str, bool]) -> dict[str, StepUse]:
+    """What the step takes by each way that it runs; ``ways`` says of each whether that is in FP32."""
+    uses = {name: step_use(run, failing, in_fp32=in_fp32) for name, in_fp32 in ways.items()}
+    return {name: use for name, use in uses.items() if use is not None}
 
 
 def step_use(run: Run, failing: FailingStep, *, in_fp32: bool = False) -> StepUse | None:
@@ -254,3 +340,41 @@ def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     torch.cuda.reset_peak_memory_stats(run.device)
     replay_step(run, failing.snapshot, manner)
     return torch.cuda.max_memory_allocated(run.device)
+
+
+# The failing steps, written to a file
+
+
+def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
+    """Writes the steps with their batches, random states, buffers, attributes and weights.
+
+    Raises:
+        AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
+    """
+    try:
+        torch.save([_compact(step) for step in steps], path)
+    except Exception as error:
+        # Pickling runs the code of whatever a batch holds, which may raise anything.
+        raise AmpdbgError(first_line(error)) from error
+
+
+def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
+    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
+
+    Args:
+        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
+            (``weights_only=False``), which a batch of any class needs.
+        workload: it is built, so that the modules that define those classes can be found.
+
+    Raises:
+        AmpdbgError: a class of a batch is not to be found in this process.
+    """
+    try:
+        with workload.user.running("reading the failing steps"):
+            return tuple(torch.load(path, weights_only=False))
+    except UserCodeError as error:
+        raise AmpdbgError(first_line(error.__cause__ or error)) from error
+
+
+def _compact(step: FailingStep) -> FailingStep:
+    return replace(step, snapshot=replace(step.snapshot, state=step.snapshot.state.for_another_model()))

@@ -1,17 +1,25 @@
-"""The experiments of a proof, as a process is given them, and their results, as it returns them."""
+"""The experiments of a proof: as a process is given them, in force in it, and their results as it returns them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import importlib.util
+import io
+import linecache
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from importlib.util import decode_source
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
+from unittest.mock import patch
 
 from ampdbg.config import Config
 from ampdbg.errors import text_of
 from ampdbg.replay.investigation import ScaleRange
+from ampdbg.replay.run import Run, prepared
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,8 @@ class Job:
     withheld: frozenset[int] = field(default_factory=frozenset)
 
 
-class _Seen(BaseModel):
-    # NaN is what a proof is about; it passes through JSON by name.
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
-
-
-class Tried(_Seen):
+@dataclass(frozen=True)
+class Tried:
     """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code."""
 
     step: int
@@ -89,7 +93,8 @@ class Tried(_Seen):
     fp32_grad_norm: float
 
 
-class Trained(_Seen):
+@dataclass(frozen=True)
+class Trained:
     """A training run: the loss of each step, the steps whose update was skipped, the last loss scale.
 
     It was to have so many ``steps``. ``faults`` are codes and messages of findings that speak against the patch,
@@ -105,7 +110,8 @@ class Trained(_Seen):
     failure: str = ""
 
 
-class Seen(_Seen):
+@dataclass(frozen=True)
+class Seen:
     """What a process saw of its job.
 
     ``failure`` is why it could not be run at all. ``unused`` names patched files that were never imported,
@@ -119,10 +125,76 @@ class Seen(_Seen):
     further: tuple[Tried, ...] = ()
     further_failure: str = ""
     eval_failure: str = ""
-    runs: Mapping[str, Trained] = {}
-    uses: Mapping[str, StepUse] = {}
+    runs: Mapping[str, Trained] = field(default_factory=dict)
+    uses: Mapping[str, StepUse] = field(default_factory=dict)
 
 
 def first_line(error: BaseException) -> str:
     """What an error says, in a line; its type where it says nothing."""
     return text_of(error).strip().partition("\n")[0] or type(error).__name__
+
+
+# A patch in force
+
+
+@contextlib.contextmanager
+def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
+    """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
+    with prepared(patched.config_of(config)) as run:
+        if patched.pins_file is not None:
+            _imported(patched.pins_file).pin_fp32(run.workload.model)
+        yield run
+
+
+def _imported(file: Path) -> ModuleType:
+    """The file as a module that no other import meets."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
+    """Imports take these bytes instead of what the files hold, and tracebacks and traces show their lines.
+
+    It makes no difference how a file is imported: by path, by name, as part of a package. No bytecode is read or
+    written for it. A module that was imported before stays as it is: this is for a process that has imported none.
+
+    Args:
+        files: the bytes of each file, encoded as the file says, by path.
+
+    Yields:
+        The paths, as they were given, of the files that have been imported by now.
+    """
+    given = {_key(path): path for path in files}
+    taken: set[Path] = set()
+    shown: set[str] = set()
+    original = SourceFileLoader.get_code
+
+    def get_code(loader: SourceFileLoader, fullname: str) -> CodeType | None:
+        path = loader.get_filename(fullname)
+        file = given.get(_key(path))
+        if file is None:
+            return original(loader, fullname)
+        source = files[file]
+        code: CodeType = loader.source_to_code(source, path)
+        # inspect, tracebacks and traces take a line from linecache. Without a time it is not held against the disk.
+        linecache.cache[path] = (len(source), None, io.StringIO(decode_source(source)).readlines(), path)
+        shown.add(path)
+        taken.add(file)
+        return code
+
+    try:
+        with patch.object(SourceFileLoader, "get_code", get_code):
+            yield taken
+    finally:
+        for path in shown:
+            linecache.cache.pop(path, None)
+
+
+def _key(path: str | Path) -> str:
+    """Two spellings of one file have one key."""
+    return os.path.normcase(os.path.realpath(path))

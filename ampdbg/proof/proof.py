@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import math
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
-from ampdbg.proof.jobs import Job, Patched, Seen
-from ampdbg.proof.process import in_fresh_process, save_steps
-from ampdbg.proof.training_runs import why_nothing_was_trained
-from ampdbg.proof.verdict import (
-    further_batches,
-    in_eval_mode,
-    losses_as_in_fp32,
-    same_in_fp32,
-    training_run,
-    use_of_a_step,
-    with_the_patch,
-    without_a_unit,
-)
+from ampdbg.proof.experiments import in_fresh_process, save_steps
+from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.training_runs import OfAStep, last_quarter, why_nothing_was_trained
+from ampdbg.quantities import byte_size, counted, duration, scale
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.replay.snapshot import FailingStep
 
-Perform = Callable[[Job], Seen]
+SAME_FUNCTION = 1e-3
+"""In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
 
 
 def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patched], observer: Observer) -> Proof:
@@ -55,14 +49,14 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
         except AmpdbgError as why:
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
-        perform = functools.partial(in_fresh_process, steps=steps, observer=observer)
-        return _proof(job, without, perform, recorded=_fp32_losses(failing), observer=observer)
+        return _proof(job, steps, _fp32_losses(failing), without, observer)
 
 
 def _proof(
-    job: Job, without: Mapping[str, Patched], perform: Perform, *, recorded: Mapping[int, float], observer: Observer
+    job: Job, steps: Path, recorded: Mapping[int, float], without: Mapping[str, Patched], observer: Observer
 ) -> Proof:
-    patched = perform(job)
+    observer.stage("the failing step with the patch")
+    patched = in_fresh_process(job, steps, observer)
     cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
@@ -71,18 +65,19 @@ def _proof(
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
             observer.stage(f"the failing step without {title}")
-            dropped[title] = perform(replace(job, kind="dropped", patched=rest))
+            dropped[title] = in_fresh_process(replace(job, kind="dropped", patched=rest), steps, observer)
+    observer.stage("the failing step without the patch")
     job = replace(job, train_steps=trained.steps, withheld=frozenset(trained.skipped))
-    reference = perform(replace(job, kind="reference", patched=Patched()))
-    steps = [*cured, same_in_fp32(patched, reference, recorded)]
-    steps += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
-    steps += [further_batches(patched), in_eval_mode(patched, reference)]
+    reference = in_fresh_process(replace(job, kind="reference", patched=Patched()), steps, observer)
+    shown = [*cured, same_in_fp32(patched, reference, recorded)]
+    shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
+    shown += [further_batches(patched), in_eval_mode(patched, reference)]
     nothing_trained = why_nothing_was_trained(job.config.precision, trained, patched.tried)
-    steps.append(training_run(trained, asked, nothing_trained))
+    shown.append(training_run(trained, asked, nothing_trained))
     if "float32" in reference.runs:
-        steps.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
-    steps += use_of_a_step({**patched.uses, **reference.uses})
-    return Proof(all(step.passed for step in steps), tuple(steps))
+        shown.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
+    shown += use_of_a_step({**patched.uses, **reference.uses})
+    return Proof(all(step.passed for step in shown), tuple(shown))
 
 
 def _fp32_losses(failing: Sequence[FailingStep]) -> dict[int, float]:
@@ -93,3 +88,188 @@ def _fp32_losses(failing: Sequence[FailingStep]) -> dict[int, float]:
         for replay in step.made.replays
         if replay.dtype == "float32" and not replay.rounded and not replay.error
     }
+
+
+# What the experiments say about the patch: each a step of the proof, passed or not
+
+
+def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
+    """Whether it can be imported, is imported, and makes each failing step healthy."""
+    what, done = _in_force(patched)
+    if seen.failure:
+        yield ProofStep(what, False, seen.failure)
+        return
+    if seen.unused:
+        yield ProofStep(what, False, f"the run does not import {', '.join(seen.unused)}")
+        return
+    yield ProofStep(what, True, done)
+    for one in seen.tried:
+        yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
+
+
+def _in_force(patched: Patched) -> tuple[str, str]:
+    """What is proven, and how it came into force."""
+    if patched.pins_file is not None:
+        return "this file", f"imported, and called with the model: {patched.pins_file.stem}.pin_fp32(model)"
+    if patched.pins:
+        return "these pins", "in force, and the model built"
+    return "the patched code", "imported, and the model built"
+
+
+def without_a_unit(title: str, seen: Seen) -> ProofStep:
+    """Whether the failing step fails when a part of the patch is left out: else it is not needed."""
+    name = f"without {title}"
+    if seen.failure:
+        return ProofStep(name, False, f"could not be run: {seen.failure}")
+    bad = next((one for one in seen.tried if not one.healthy), None)
+    if bad is None:
+        return ProofStep(name, False, f"not needed: {_state(seen.tried[0])}" if seen.tried else "not run")
+    return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
+
+
+def same_in_fp32(patched: Seen, reference: Seen, recorded: Mapping[int, float]) -> ProofStep:
+    """Whether the model computes what it did, as FP32 shows it; ``recorded`` are FP32's losses as the run was made.
+
+    Those were made in another process: what they differ by from this one's is what the code varies by itself.
+    """
+    name = "the model's function"
+    if reference.failure:
+        return ProofStep(name, False, f"could not be compared: {reference.failure}")
+    for now, before in zip(patched.tried, reference.tried, strict=True):
+        share = _allowed(before.fp32_loss, recorded.get(before.step, before.fp32_loss))
+        for what, one, other in (
+            ("loss", now.fp32_loss, before.fp32_loss),
+            ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
+        ):
+            if not math.isclose(one, other, rel_tol=share):
+                told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
+                return ProofStep(name, False, told)
+    losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
+    return ProofStep(name, True, f"unchanged: in FP32 the loss is {losses} with and without the patch")
+
+
+def _allowed(loss: float, recorded: float) -> float:
+    return max(SAME_FUNCTION, NOISE_FLOORS * abs(loss - recorded) / abs(loss)) if loss else SAME_FUNCTION
+
+
+def further_batches(seen: Seen) -> ProofStep:
+    """Whether the patch also holds on batches that it was not made for."""
+    healthy = sum(one.healthy for one in seen.further)
+    bad = next((one for one in seen.further if not one.healthy), None)
+    if not seen.further:
+        return ProofStep("further batches", True, f"none to try: {seen.further_failure or 'FP32 fails on them'}")
+    why = f"; {bad.why}" if bad else ""
+    return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
+
+
+def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
+    """Whether the patched model still runs in eval mode, where code takes branches that no step of training does."""
+    name = "in eval mode"
+    if not patched.eval_failure:
+        return ProofStep(name, True, "the failing step's batch runs through")
+    if reference.eval_failure:
+        return ProofStep(name, True, f"not run: the unpatched model raises too ({reference.eval_failure})")
+    return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
+
+
+def training_run(trained: Trained, asked: int, nothing_trained: str = "") -> ProofStep:
+    """Whether a run with the patch shows no finding of precision.
+
+    Args:
+        trained: the run.
+        asked: how many steps it was to have, were it not for a loss scale that has to settle.
+        nothing_trained: why no step of it was taken; "" where one was.
+    """
+    name = f"training {counted(trained.steps, 'step')}"
+    wrong = trained.failure or next(iter(trained.faults), nothing_trained)
+    if wrong:
+        return ProofStep(name, False, wrong)
+    longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
+    beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
+    skipped = counted(len(trained.skipped), "skipped step")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{longer}")
+
+
+def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:
+    """Whether the losses of the run stay as near to FP32's as those of two FP32 runs that differ by rounding.
+
+    The loss of a step that was skipped is no evidence: early in a run it is that of weights which nothing has trained.
+    """
+    name = "its losses"
+    if float32.failure or not _finite(float32):
+        return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
+    if len(trained.losses) < len(float32.losses):
+        return ProofStep(name, False, f"the run ended after {counted(len(trained.losses), 'step')}")
+    compared = last_quarter(taken(trained.losses, trained.skipped))
+    if not compared:
+        return ProofStep(name, True, "not compared: no step was taken")
+    apart = distance(trained.losses, float32.losses, trained.skipped)
+    if math.isnan(apart):
+        return ProofStep(name, False, f"not finite: the last is {_number(compared[-1])}")
+    were_taken = " taken" if trained.skipped else ""
+    over = f"the last step{were_taken}"
+    if len(compared) > 1:
+        over = f"median of the last {len(compared)} steps{were_taken}"
+    said = f"{_percent(apart)} from FP32's ({over})"
+    if rounded is None or not _finite(rounded):
+        return ProofStep(name, True, said)
+    noise = distance(rounded.losses, float32.losses, trained.skipped)
+    said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
+    return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
+
+
+def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
+    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
+
+    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
+    """
+    pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
+    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+        return math.nan
+    return statistics.median(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
+
+
+def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
+    """What there is of the steps whose update was made."""
+    return [one for number, one in enumerate(steps) if number not in skipped]
+
+
+def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
+    """Time and memory of a step with the patch beside the others, in a line; nothing is judged by it."""
+    if "patched" not in uses:
+        return
+    told = []
+    for shown, word in _USES:
+        values = {name: shown(use) for name, use in uses.items()}
+        others = ", ".join(f"{_WAYS[name]} {value}" for name, value in values.items() if name in _WAYS and value)
+        if values["patched"]:
+            told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
+    yield ProofStep("time and memory of a step", True, "; ".join(told))
+
+
+_WAYS = {"unpatched": "unpatched", "float32": "FP32"}
+
+_USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
+    (lambda use: duration(use.seconds), ""),
+    (lambda use: byte_size(use.saved_bytes), " kept for the backward pass"),
+    (lambda use: "" if use.peak_bytes is None else byte_size(use.peak_bytes), " at the peak"),
+)
+
+
+def _state(one: Tried) -> str:
+    if not one.healthy:
+        return one.why
+    return f"healthy; loss {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+
+
+def _finite(run: Trained) -> bool:
+    return bool(run.losses) and all(map(math.isfinite, run.losses))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
+
+
+def _number(value: float) -> str:
+    """So many digits that half's rounding shows."""
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.5g}"

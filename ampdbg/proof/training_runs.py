@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -14,24 +15,24 @@ from ampdbg.config import Config, LossScale, Precision
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError
 from ampdbg.formats import FLOAT16
-from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.observer import Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounding_to
-from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, first_line
-from ampdbg.proof.overlay import prepared_with
-from ampdbg.proof.verdict import disproves
+from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, first_line, prepared_with
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
 from ampdbg.replay.passes import loss_of, run_pass
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.loop import train, update_weights
 
+OfAStep = TypeVar("OfAStep")
+
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
 
-
 LONGEST_EXTRA_RUN = 120.0
 """Seconds that the training run may take which shows how far apart two runs in FP32 are."""
-
 
 SPARE = 2
 """A later batch may need a lower loss scale than the failing steps do: so many halvings are allowed for it."""
@@ -77,51 +78,56 @@ def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer)
     """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
     for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
         observer.stage(f"{steps} steps with the patch")
-        trained = _trained(replace(job, train_steps=steps), observer)
+        trained = _trained(replace(job, train_steps=steps))
         if not trained.failure:
             break
     return trained
 
 
-def reference_runs(job: Job, uses: dict[str, StepUse], observer: Observer) -> dict[str, Trained]:
+def reference_runs(job: Job, uses: Mapping[str, StepUse], observer: Observer) -> dict[str, Trained]:
     """The runs without the patch: in FP32, and in FP32 from rounded weights unless that takes long."""
     observer.stage(f"{job.train_steps} steps in FP32")
-    runs = {"float32": _trained_in_fp32(job, observer, is_rounded=False)}
+    runs = {"float32": _trained_in_fp32(job)}
     if "float32" in uses and uses["float32"].seconds * job.train_steps < LONGEST_EXTRA_RUN:
         observer.stage(f"{job.train_steps} steps in FP32 from rounded weights")
-        runs["rounded"] = _trained_in_fp32(job, observer, is_rounded=True)
+        runs["rounded"] = _trained_in_fp32(job, is_rounded=True)
     return runs
 
 
-def _trained_in_fp32(job: Job, observer: Observer, *, is_rounded: bool) -> Trained:
+def _trained_in_fp32(job: Job, *, is_rounded: bool = False) -> Trained:
     try:
-        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded, observer=observer)
+        losses = fp32_losses(_longer(job), withheld=job.withheld, is_rounded=is_rounded)
     except AmpdbgError as error:
         return Trained(steps=job.train_steps, failure=first_line(error))
     return Trained(steps=job.train_steps, losses=losses)
 
 
-class _SignsOfLife(Observer):
-    """Of a training run within a proof only that it goes on is passed on."""
+def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
+    """Whether a finding in the run with the patch disproves the patch; ``steps`` are those of the run.
 
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+    A warning does not: its step agrees with FP32. Neither does what the loss scale went through in a run whose last
+    steps were taken: gradients that grow take a few skips, and one of 1e-15 is lost at any scale.
+    """
+    code = CODES[finding.code]
+    if finding.severity != "error" or not code.counts_against_a_patch:
+        return False
+    end = last_quarter(steps)
+    goes_on = bool(end) and all(math.isfinite(step.loss) and not step.skipped for step in end)
+    return not (code.passes and goes_on)
 
-    def step(self, step: Step) -> None:
-        self._observer.stage("")
 
-    def replay(self, step: int, doing: str) -> None:
-        self._observer.stage("")
+def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
+    """What there is of the last quarter of the steps, rounded up."""
+    return steps[len(steps) * 3 // 4 :]
 
 
-def _trained(job: Job, observer: Observer) -> Trained:
+def _trained(job: Job) -> Trained:
     """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
     failure = ""
     try:
         record = train(
             _longer(job),
             prepare=functools.partial(prepared_with, job.patched),
-            observer=_SignsOfLife(observer),
             replays=REPLAYED_STEPS,
         )
     except AmpdbgError as error:
@@ -156,7 +162,6 @@ def fp32_losses(
     *,
     withheld: Collection[int] = (),
     is_rounded: bool = False,
-    observer: Observer = UNOBSERVED,
 ) -> tuple[float, ...]:
     """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
 
@@ -166,7 +171,6 @@ def fp32_losses(
             the same updates is comparable.
         is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
             difference that training in that dtype could make.
-        observer: gets a sign of life after each step.
 
     Raises:
         WorkloadError: a target cannot be used, or the device is not there.
@@ -183,7 +187,6 @@ def fp32_losses(
             losses.append(_accumulated(run, tuple(itertools.islice(batches, config.train.accumulate))))
             if number not in withheld:
                 update_weights(run, without_scale)
-            observer.stage("")
     return tuple(losses)
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from ampdbg.config import Config, load_config
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.proof.experiments import perform
-from ampdbg.proof.jobs import Job, Patched, Seen
-from ampdbg.proof.process import load_steps
+from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.replays import Investigation
@@ -116,8 +114,3 @@ def _patched(given: Mapping[Path, bytes] | Patched) -> Patched:
 def step_of(proof: Proof, name: str) -> ProofStep:
     """The step of that name."""
     return next(step for step in proof.steps if step.name == name)
-
-
-def performed_here(job: Job, steps: Path, observer: Observer) -> Seen:
-    """In the place of ``in_fresh_process``, which takes seconds to start one: what is tested is what a job shows."""
-    return perform(job, lambda run: load_steps(steps, run.workload), observer)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config import load_config
-from ampdbg.proof.training_runs import fp32_losses
-from ampdbg.proof.verdict import distance, last_quarter
+from ampdbg.proof.proof import distance
+from ampdbg.proof.training_runs import fp32_losses, last_quarter
 from ampdbg.training.loop import train
-from tests.observing import observing
 from tests.proof.overflowing import CONFIG, written
 
 
@@ -35,12 +34,6 @@ def test_withheld_updates_leave_the_weights(tmp_path: Path) -> None:
 def test_rounded_weights_make_a_small_difference(tmp_path: Path) -> None:
     config = written(tmp_path)
     assert 0 < distance(fp32_losses(config, is_rounded=True), fp32_losses(config)) < 1e-2
-
-
-def test_each_step_is_told(tmp_path: Path) -> None:
-    told: list[str] = []
-    fp32_losses(written(tmp_path), observer=observing(stage=told.append))
-    assert len(told) == 3
 
 
 @pytest.mark.parametrize(("count", "last"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (200, 50)])

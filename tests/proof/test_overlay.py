@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from ampdbg.probes.source_lines import source_of
-from ampdbg.proof.overlay import overlaid
+from ampdbg.proof.jobs import overlaid
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import torch
 from ampdbg.config import Config, load_config
 from ampdbg.patch.by_name.helper import module_text
 from ampdbg.proof import proof as proof_module
+from ampdbg.proof.experiments import perform
 from ampdbg.proof.jobs import Patched
 from ampdbg.record.pins import Proof
 from ampdbg.replay.run import prepared
@@ -26,7 +27,6 @@ from tests.proof.overflowing import (
     NET,
     OVERFLOWS,
     failing_steps,
-    performed_here,
     proven,
     step_of,
     written,
@@ -38,7 +38,7 @@ TITLE = "line 15 of net.py"
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started: what is tested is what the experiments say, and a process takes seconds to start."""
-    monkeypatch.setattr(proof_module, "in_fresh_process", performed_here)
+    monkeypatch.setattr(proof_module, "in_fresh_process", perform)
 
 
 def failed(proof: Proof) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     assert "loss NaN: mm (scaling.py:6)" in step_of(proof, "without line 6 of scaling.py").detail
     assert step_of(proof, "further batches").detail == "3 of 3 healthy"
     assert step_of(proof, "training 8 steps").detail == "healthy; loss scale 1,024, 0 skipped steps"
-    assert stages[0] == "building the workload with the patch"
+    assert stages[0] == "the failing step with the patch"
     assert "8 steps in FP32" in stages
     assert capfd.readouterr() == ("", "")
     assert path.read_bytes() == scaling.encode("latin-1")
@@ -291,7 +291,7 @@ def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("at", ["the failing step with the patch", ""], ids=["a replay", "the training run"])
+@pytest.mark.parametrize("at", ["further batches with the patch", "8 steps with the patch"])
 def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) -> None:
     config = written(tmp_path)
     failing, finders = failing_steps(config), list(sys.meta_path)

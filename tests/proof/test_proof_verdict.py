@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,7 @@ import pytest
 
 from ampdbg.config import Config, LossScale, Precision, TargetSpec
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
-from ampdbg.proof.training_runs import steps_to_train, why_nothing_was_trained
-from ampdbg.proof.verdict import (
-    disproves,
+from ampdbg.proof.proof import (
     further_batches,
     in_eval_mode,
     losses_as_in_fp32,
@@ -22,6 +21,7 @@ from ampdbg.proof.verdict import (
     with_the_patch,
     without_a_unit,
 )
+from ampdbg.proof.training_runs import disproves, steps_to_train, why_nothing_was_trained
 from ampdbg.record.codes import CODES, GRADIENTS
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.run import Step
@@ -116,30 +116,30 @@ def test_only_what_the_patch_breaks_in_eval_mode_fails(patched: str, unpatched: 
 @pytest.mark.parametrize(
     ("trained", "passed", "detail"),
     [
-        (Trained(scale=65536, skipped=(0,)), True, "healthy; loss scale 65,536, 1 skipped step"),
-        (Trained(scale=1, faults=("forward-overflow: x",)), False, "forward-overflow: x"),
+        (Trained(scale=65536.0, skipped=(0,)), True, "healthy; loss scale 65,536, 1 skipped step"),
+        (Trained(scale=1.0, faults=("forward-overflow: x",)), False, "forward-overflow: x"),
         (Trained(failure="step raised KeyError"), False, "step raised KeyError"),
     ],
     ids=["healthy", "a finding", "an error"],
 )
 def test_a_run_with_the_patch_must_show_no_finding_of_precision(trained: Trained, passed: bool, detail: str) -> None:
-    step = training_run(trained.model_copy(update={"steps": 50}), 50)
+    step = training_run(replace(trained, steps=50), 50)
     assert (step.name, step.passed, step.detail) == ("training 50 steps", passed, detail)
 
 
 def test_findings_that_no_pin_cures_are_named() -> None:
-    trained = Trained(steps=5, scale=8, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
+    trained = Trained(steps=5, scale=8.0, beside=("misuse-clip-scaled", "misuse-clip-scaled"))
     assert training_run(trained, 5).detail == "healthy, but for misuse-clip-scaled; loss scale 8, 0 skipped steps"
 
 
 def test_a_run_that_was_made_longer_says_so() -> None:
-    step = training_run(Trained(steps=14, scale=1024, skipped=(0, 1)), 6)
+    step = training_run(Trained(steps=14, scale=1024.0, skipped=(0, 1)), 6)
     assert step.name == "training 14 steps"
     assert step.detail == "healthy; loss scale 1,024, 2 skipped steps; 8 more than asked for, as the scale settles"
 
 
 def test_a_run_of_skipped_steps_alone_fails() -> None:
-    skipped = Trained(steps=2, losses=(1.5, 1.6), skipped=(0, 1), scale=32768)
+    skipped = Trained(steps=2, losses=(1.5, 1.6), skipped=(0, 1), scale=32768.0)
     why = why_nothing_was_trained(Precision(), skipped, [tried(scale=65536.0)])
     step = training_run(skipped, 2, why)
     assert not step.passed
@@ -150,7 +150,7 @@ def test_a_run_of_skipped_steps_alone_fails() -> None:
     assert why_nothing_was_trained(Precision(), skipped, [tried(scale=1024.0)]).endswith(" --set train.steps=10")
     static = why_nothing_was_trained(Precision(loss_scale=65536.0), skipped, [tried(scale=256.0)])
     assert static.endswith("the loss scale of 32768 is too large for the gradients: --set precision.loss_scale=256")
-    one_taken = skipped.model_copy(update={"skipped": (0,)})
+    one_taken = replace(skipped, skipped=(0,))
     assert why_nothing_was_trained(Precision(), one_taken, [tried()]) == ""
 
 
@@ -186,7 +186,7 @@ def test_a_run_is_longer_where_the_scale_would_take_most_of_it(
 
 
 def test_one_step_is_told_as_one() -> None:
-    assert training_run(Trained(steps=1, scale=8), 1).name == "training 1 step"
+    assert training_run(Trained(steps=1, scale=8.0), 1).name == "training 1 step"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 1), None).detail == "1% from FP32's (the last step)"
     assert losses_as_in_fp32(curve(1.01, 1), curve(1.0, 2), None).detail == "the run ended after 1 step"
 
@@ -195,7 +195,7 @@ def test_losses_of_skipped_steps_are_no_evidence() -> None:
     trained = Trained(losses=(1.0, 1.0, 2.0, 1.0), skipped=(0, 1, 3))
     step = losses_as_in_fp32(trained, curve(1.0, 4), curve(1.0, 4))
     assert (step.passed, step.detail.partition(";")[0]) == (False, "1e+02% from FP32's (the last step taken)")
-    none = losses_as_in_fp32(curve(1.0, 2).model_copy(update={"skipped": (0, 1)}), curve(9.0, 2), None)
+    none = losses_as_in_fp32(replace(curve(1.0, 2), skipped=(0, 1)), curve(9.0, 2), None)
     assert (none.passed, none.detail) == (True, "not compared: no step was taken")
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from ampdbg.config import load_config
 from ampdbg.proof import proof
+from ampdbg.proof.experiments import perform
 from ampdbg.proof.suggestion import suggest
 from ampdbg.report.handover import content
-from tests.proof.overflowing import performed_here
 
 NET = """\
 import torch
@@ -57,7 +57,7 @@ ADDED = """\
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for the proof: it takes seconds to start one."""
-    monkeypatch.setattr(proof, "in_fresh_process", performed_here)
+    monkeypatch.setattr(proof, "in_fresh_process", perform)
 
 
 def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
