@@ -1,12 +1,14 @@
 """Precision levels, in Apex's words: what each is called, the mode that trains at it, and the format it lowers to.
 
-A new level is a line here and a file of :mod:`ampdbg.precision.modes` (no torch here).
+A new level is a file of :mod:`ampdbg.precision.modes` (no torch here).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ampdbg.formats import FLOAT16, FLOAT32, FORMATS, FloatFormat
@@ -14,16 +16,25 @@ from ampdbg.formats import FLOAT16, FLOAT32, FORMATS, FloatFormat
 
 @dataclass(frozen=True)
 class Level:
-    """A value of ``precision.level``: ``mode`` names its module in ``ampdbg.precision.modes``."""
+    """A value of ``precision.level``: ``mode`` names its file in ``ampdbg/precision/modes``, which holds the rest."""
 
+    name: str
     words: str
     mode: str
     lowers: bool = True
 
 
+def levels_of(modes: Path) -> Iterator[Level]:
+    """What each file of modes says of its level in a literal ``LEVEL``, read and not run: the files import torch."""
+    for file in modes.glob("*.py"):
+        for line in ast.parse(file.read_bytes()).body:
+            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "LEVEL":
+                yield Level(mode=file.stem, **ast.literal_eval(line.value))
+
+
 LEVELS: Mapping[str, Level] = {
-    "O0": Level("FP32", "fp32", lowers=False),
-    "O1": Level("autocast", "autocast"),
+    level.name: level
+    for level in sorted(levels_of(Path(__file__).parent / "precision" / "modes"), key=lambda level: level.name)
 }
 
 CHOICES = ", ".join(f"{name} ({level.words})" for name, level in LEVELS.items())

@@ -10,7 +10,7 @@ import torch
 import ampdbg.precision.modes
 from ampdbg.config import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
-from ampdbg.levels import LEVELS, format_of_config
+from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
 from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.precision.modes.autocast import StaticLossScaler
 
@@ -25,6 +25,11 @@ def test_every_level_has_a_mode_and_every_mode_a_level() -> None:
     assert {type(mode(level)).__module__.rpartition(".")[2] for level in LEVELS} == {
         path.stem for path in Path(str(ampdbg.precision.modes.__file__)).parent.glob("*.py")
     } - {"__init__"}
+
+
+def test_a_level_is_read_from_the_file_of_its_mode_which_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text('import nothing\n\nLEVEL = {"name": "O3", "words": "all half"}\nMODE = None\n')
+    assert list(levels_of(tmp_path)) == [Level("O3", "all half", mode="half")]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Precision modes, a file each: what a step lowers, casts and scales at each level of :mod:`ampdbg.levels`."""
+"""Precision modes, a file each: what a step lowers, casts and scales at one level.
+
+``MODE`` is the file's class. ``LEVEL`` is a literal, which :mod:`ampdbg.levels` reads: ``name`` as the config takes it,
+``words`` for messages, and ``lowers`` False where every op computes in FP32.
+"""
 
 from __future__ import annotations
 

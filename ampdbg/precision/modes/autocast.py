@@ -9,6 +9,8 @@ import torch
 
 from ampdbg.precision.modes import PrecisionMode
 
+LEVEL = {"name": "O1", "words": "autocast"}
+
 
 class Autocast(PrecisionMode):
     """Each op computes in the dtype that autocast's lists give it."""

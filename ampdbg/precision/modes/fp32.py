@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ampdbg.precision.modes import PrecisionMode
 
+LEVEL = {"name": "O0", "words": "FP32", "lowers": False}
+
 
 class FP32(PrecisionMode):
     """The reference that every other mode is compared with."""
