@@ -7,7 +7,7 @@ import platform
 import torch
 
 from ampdbg import __version__
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
 from ampdbg.formats import FLOAT32
 from ampdbg.precision import half_kernels

@@ -16,7 +16,7 @@ from ampdbg.record.run import Record
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ampdbg.config import Config
+    from ampdbg.config.schema import Config
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
 NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
@@ -83,7 +83,7 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
 
 
 def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config:
-    from ampdbg.config import config_of_record, load_config
+    from ampdbg.config.file import config_of_record, load_config
 
     if record is None:
         return load_config(path, overrides)

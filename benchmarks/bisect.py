@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.pins import Search, Strategy
 from ampdbg.record.run import Record

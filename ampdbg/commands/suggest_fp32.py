@@ -109,7 +109,7 @@ def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bo
 
 def _warn_of_uncommitted(given: Given) -> None:
     """Which files the patch will be of is not known before the search; that it may not be written is said now."""
-    from ampdbg.config import parse_target
+    from ampdbg.config.targets import parse_target
     from ampdbg.patch.file_edits import uncommitted
 
     config = given.config

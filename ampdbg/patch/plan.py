@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
 from ampdbg.patch.by_name.helper import edit_factory, layers_of_one_tensor
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source

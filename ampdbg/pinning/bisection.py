@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.pin_search import search_pins

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ampdbg.agreement import is_finite, keeps_its_gradients
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FloatFormat
 from ampdbg.observer import Observer

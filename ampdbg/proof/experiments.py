@@ -27,7 +27,7 @@ from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, rewound, weights_of
-from ampdbg.workload import Workload
+from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
 
 FURTHER_BATCHES = 3

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Literal
 from unittest.mock import patch
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.errors import text_of
 from ampdbg.replay.investigation import ScaleRange
 from ampdbg.replay.run import Run, prepared

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ampdbg.config import Config, LossScale, Precision
+from ampdbg.config.schema import Config, LossScale, Precision
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError
 from ampdbg.formats import FLOAT16

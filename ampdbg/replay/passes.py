@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.workload import Workload
+from ampdbg.workload.build import Workload
 
 Losses = Mapping[str, torch.Tensor]
 """The losses of one micro-batch by name, each of shape ()."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.precision.pins import pin_fp32
 from ampdbg.replay.random_state import seeded
-from ampdbg.workload import Workload, build_workload
+from ampdbg.workload.build import Workload, build_workload
 
 
 @dataclass(frozen=True)

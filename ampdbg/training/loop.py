@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError, UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ampdbg.config import Config, TargetSpec, parse_target
-from ampdbg.config.targets import listed
+from ampdbg.config.schema import Config, TargetSpec
+from ampdbg.config.targets import listed, parse_target
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.batches import BatchSource
 from ampdbg.workload.checkpoints import load_checkpoint

@@ -10,7 +10,8 @@ from types import ModuleType
 
 from torch import nn
 
-from ampdbg.config import Config, config_of
+from ampdbg.config.file import config_of
+from ampdbg.config.schema import Config
 from ampdbg.config.targets import did_you_mean, listed, why_no_file
 from ampdbg.errors import ConfigError, WorkloadError
 from ampdbg.workload.targets import import_ahead

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ampdbg.config import Config, Target, TargetSpec
-from ampdbg.config.targets import did_you_mean, listed
+from ampdbg.config.schema import Config, TargetSpec
+from ampdbg.config.targets import Target, did_you_mean, listed
 from ampdbg.errors import WorkloadError
 from ampdbg.workload.user_code import UserCode
 

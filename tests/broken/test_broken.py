@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import ampdbg
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.errors import ConfigError, UserCodeError, WorkloadError
-from ampdbg.workload import build_workload
+from ampdbg.workload.build import build_workload
 from tests.broken.cases import BROKEN, BROKEN_CONFIGS, BROKEN_WORKLOADS, HEALTHY, Broken
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import ampdbg
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.pinning import bisection
 from ampdbg.record.file import read_record, write_record

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import ampdbg
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
 from ampdbg.patch import file_edits
 from ampdbg.proof import suggestion as suggestions

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampdbg.config import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train, load_config, parse_target
-from ampdbg.config.targets import defined_names
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
+from ampdbg.config.targets import defined_names, parse_target
 from ampdbg.errors import ConfigError
 from ampdbg.formats import FLOAT32
 
@@ -349,7 +350,7 @@ def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:
 def test_reading_a_config_imports_neither_torch_nor_the_targets(folder: Path) -> None:
     (folder / "workload.py").write_text("raise SystemExit\nNet = batches = 1\n")
     code = (
-        "import sys; from pathlib import Path; from ampdbg.config import load_config;"
+        "import sys; from pathlib import Path; from ampdbg.config.file import load_config;"
         "load_config(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder / "config.yaml")], check=False)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.patch.own_lines import LibraryCall, OwnLines
 from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record

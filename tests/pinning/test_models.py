@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from tests.models.test_outliers import OVERFLOWS, planted
 

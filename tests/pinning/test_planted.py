@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.pinning import pin_search
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.run import Record
 from tests.zoo.test_zoo import CASES, FILES, config_of

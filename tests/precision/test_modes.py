@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ampdbg.precision.modes
-from ampdbg.config import Precision
+from ampdbg.config.schema import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
 from ampdbg.precision.modes import PrecisionMode, mode_of

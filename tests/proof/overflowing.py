@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove

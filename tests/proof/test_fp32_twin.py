@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.proof.proof import distance
 from ampdbg.proof.training_runs import fp32_losses, last_quarter
 from ampdbg.training.loop import train

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.patch.by_name.helper import module_text
 from ampdbg.proof import proof as proof_module
 from ampdbg.proof.experiments import perform

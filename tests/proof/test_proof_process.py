@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import Config
+from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import experiments
 from ampdbg.proof.experiments import in_fresh_process

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ampdbg.config import Config, LossScale, Precision, TargetSpec
+from ampdbg.config.schema import Config, LossScale, Precision, TargetSpec
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.proof import (
     further_batches,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.proof.jobs import Job, Patched, Trained, Tried
 from ampdbg.proof.training_runs import trained_with_the_patch

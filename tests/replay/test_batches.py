@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.replay.copies import duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared

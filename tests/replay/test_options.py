@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.training.loop import profile_ranges, train
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.widening import lifted
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace

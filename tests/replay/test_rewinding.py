@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step

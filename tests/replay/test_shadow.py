@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.errors import UserCodeError
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.record.file import to_json

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.training.loop import profile_ranges, train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.proof.suggestion import suggest
 
 LIBRARY = """\

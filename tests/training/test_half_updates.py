@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from ampdbg.config import Config, load_config
+from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.loop import ComparedUpdates, train

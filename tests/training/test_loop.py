@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError, WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer

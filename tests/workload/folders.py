@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ampdbg.config import load_config
-from ampdbg.workload import Workload, build_workload
+from ampdbg.config.file import load_config
+from ampdbg.workload.build import Workload, build_workload
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload import Workload, tensor_leaves, to_device
+from ampdbg.workload.batches import tensor_leaves, to_device
+from ampdbg.workload.build import Workload
 from tests.workload.folders import CPU, build
 
 META = torch.device("meta")

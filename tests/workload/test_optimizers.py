@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ampdbg.errors import WorkloadError
-from ampdbg.workload import Workload
+from ampdbg.workload.build import Workload
 from tests.workload.folders import CONFIG, build
 
 TWO_LAYERS = """

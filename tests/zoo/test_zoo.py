@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.codes import CODES
 from ampdbg.record.file import from_json, to_json

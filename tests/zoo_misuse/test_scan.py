@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ampdbg.config import load_config
+from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.config import Precision
+from ampdbg.config.schema import Precision
 from ampdbg.formats import FORMATS, FloatFormat
 from ampdbg.levels import LEVELS
 
