@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from ampdbg.errors import ConfigError, RecordError
+from ampdbg.errors import ConfigError
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 
@@ -57,8 +56,8 @@ class Given:
 def read_given(config: str | Path | None, module: str | Path | None = None, **changes: Unpack[Changes]) -> Given:
     """Reads the one of ``config`` and ``module`` that is there.
 
-    A ``config`` may be a record, whose config is taken: its paths count from where the record was made, which is
-    to be the current folder.
+    A ``config`` may be a record (``.json``), whose config is taken: its paths count from where the record was made,
+    which is to be the current folder.
 
     Raises:
         ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
@@ -78,7 +77,7 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
     path = Path(config)
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(_no_config(path))
-    record = _record_at(path)
+    record = read_record(path) if path.suffix == ".json" else None
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
 
 
@@ -93,26 +92,6 @@ def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Conf
         return config_of_record(record.config, str(path), Path(record.config_folder), overrides)
     except ConfigError as error:
         raise ConfigError(f"{error}\n{NO_FOLDER}") from None
-
-
-def _record_at(path: Path) -> Record | None:
-    """The record in the file; None where it is a config, which may be written in JSON too."""
-    if path.suffix != ".json":
-        return None
-    try:
-        return read_record(path)
-    except RecordError:
-        if _is_json_config(path):
-            return None
-        raise
-
-
-def _is_json_config(path: Path) -> bool:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(data, dict) and "format" not in data
 
 
 def _no_config(path: Path) -> str:

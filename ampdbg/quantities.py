@@ -1,9 +1,10 @@
-"""How messages and reports write numbers: values, loss scales, shares, counts, sizes and durations."""
+"""How messages and reports write numbers, and what stands in data: names in a row, values, the paths of keys."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 WRITTEN_OUT = 10_000_000
 """Numbers from here on are written with an exponent."""
@@ -49,13 +50,28 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'es' if noun.endswith(('s', 'x', 'ch', 'sh')) else 's'}"
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
+def listed(names: Iterable[str], most: int = 4) -> str:
     """``a, b and c``; beyond ``most`` names the rest is counted."""
+    names = list(names)
     if len(names) > most:
         return f"{', '.join(names[:most])} and {len(names) - most} more"
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def dotted(path: Iterable[object]) -> str:
+    """``("precision", "pins", 0)`` is ``precision.pins[0]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+
+
+def shown(value: object, most: int = 60) -> str:
+    """A value as JSON and YAML write it, cut to ``most`` characters."""
+    try:
+        text = "nothing" if value is None else json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # YAML has dates and sets, also as keys
+        text = str(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def duration(seconds: float | None) -> str:

@@ -1,24 +1,29 @@
-"""Reads a config file and the ``--set`` options into a Config, or says everything that is wrong with them."""
+"""Reads a config file and the ``--set`` options into a Config, or says everything that is wrong with them.
+
+The values are those of ``yaml.safe_load`` with one exception: a plain ``3e-4`` is the number that YAML 1.2
+and everyone who writes it mean, where PyYAML (YAML 1.1) reads a string. Quote it to have a string.
+"""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
+import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from ampdbg.config.schema import Config, ConfigFile, TargetSpec
 from ampdbg.config.targets import did_you_mean, why_no_file
-from ampdbg.config.yaml_lines import KeyPath, YamlDocument, YamlError, read_yaml
 from ampdbg.errors import ConfigError
 from ampdbg.files import read_file
+from ampdbg.quantities import dotted, shown
 
 LARGEST_FILE = 2**20
 """Bytes."""
@@ -28,6 +33,8 @@ MOST_MISTAKES = 20
 
 # Options come after every line of the file.
 _AFTER_THE_FILE = 10**9
+
+KeyPath = tuple[object, ...]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -72,15 +79,9 @@ def config_of_record(resolved: Mapping[str, Any], source: str, folder: Path, ove
     A key that holds its default is taken as not given: a record does not tell the two apart, and an optimizer
     that is given would come before the model's own ``configure_optimizers``.
     """
-    given = {key: value for key, value in resolved.items() if value != _default(key)}
+    defaults = ConfigFile.model_construct().model_dump(mode="json")
+    given = {key: value for key, value in resolved.items() if value != defaults.get(key)}
     return config_of(given, source, folder, overrides)
-
-
-def _default(key: str) -> object:
-    """The default of a key as plain data."""
-    field = ConfigFile.model_fields.get(key)
-    value = field.default if field is not None else None
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def _checked(
@@ -162,8 +163,6 @@ class Place(NamedTuple):
     text: str
 
 
-Places = Mapping[KeyPath, Place]
-
 # Other names of the formats, too far from the config's for difflib.
 _SAID_AS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
@@ -193,14 +192,19 @@ def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
     return "\n  ".join([f"{source}: {len(ordered):,} mistakes", *map(str, ordered[:MOST_MISTAKES]), *more])
 
 
-def explain(error: ValidationError, places: Places) -> list[Mistake]:
+def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mistake]:
     """pydantic's errors as mistakes."""
-    spots = [_find(typing.cast(Mapping[str, Any], item)) for item in error.errors(include_url=False)]
-    spots.sort(key=lambda spot: place_of(spot.path, places).order)
-    return [_mistake(spot, places, is_shown=index < MOST_MISTAKES) for index, spot in enumerate(spots)]
+    items: list[Any] = error.errors(include_url=False)
+    paths = [tuple(part for part in item["loc"] if part not in _MARKERS) for item in items]
+    ordered = sorted(zip(paths, items, strict=True), key=lambda pair: place_of(pair[0], places).order)
+    return [
+        # Names that are near take a while to find.
+        Mistake(place_of(path, places), dotted(path), _explanation(path, item) if index < MOST_MISTAKES else "")
+        for index, (path, item) in enumerate(ordered)
+    ]
 
 
-def place_of(path: KeyPath, places: Places) -> Place:
+def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
     """Where ``path`` was given, or the nearest key above it that was."""
     while path not in places:
         as_written = (*path[:-1], str(path[-1]))  # a key that YAML reads as a number
@@ -210,37 +214,34 @@ def place_of(path: KeyPath, places: Places) -> Place:
     return places[path]
 
 
-def dotted(path: KeyPath) -> str:
-    """``("precision", "pins", 0)`` is ``precision.pins[0]``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+def _explanation(path: KeyPath, item: Mapping[str, Any]) -> str:
+    """What is wrong at ``path``, and what is allowed there."""
+    owner, field = _in_schema(path)
+    kind, given = item["type"], shown(item["input"])
+    section = _section(field.annotation) if field else None
+    mapping = f"a mapping with the keys {', '.join(section.model_fields)}" if section else ""
+    allowed = (field.description if field else "") or mapping
+    if kind == "missing":
+        return f"missing; needed: {allowed}"
+    if kind == "extra_forbidden":
+        return _unknown_key(path, owner)
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "invalid_key" or item["loc"][-1] == "[key]":
+        # YAML 1.1 reads on, off, yes and no as booleans, and dates and numbers as such.
+        return f"got {shown(path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
+    if kind in ("model_type", "model_attributes_type"):
+        is_target = section and issubclass(section, TargetSpec) and isinstance(item["input"], str)
+        written = f", written as {dotted(path)}: {{target: {item['input']}}}" if is_target else ""
+        return f"got {given}; allowed: {mapping}{written}"
+    hint = ""
+    if kind == "literal_error" and field and isinstance(item["input"], str):
+        hint = did_you_mean(_SAID_AS.get(item["input"], item["input"]), typing.get_args(field.annotation))
+    return f"got {given}; allowed: {allowed}{'.' if hint else ''}{hint}"
 
 
-@dataclass(frozen=True)
-class _Spot:
-    """A key path in the schema: its ``field``, and the ``owner`` section that has or would have it."""
-
-    path: KeyPath
-    owner: type[BaseModel]
-    field: FieldInfo | None
-    item: Mapping[str, Any]
-
-    @property
-    def allowed(self) -> str:
-        if self.field is None:
-            return ""
-        section = _section(self.field.annotation)
-        return self.field.description or (f"a mapping with the keys {_keys(section)}" if section else "")
-
-
-def _mistake(spot: _Spot, places: Places, *, is_shown: bool) -> Mistake:
-    # Names that are near take a while to find.
-    text = _EXPLAIN.get(spot.item["type"], _wrong_value)(spot) if is_shown else ""
-    return Mistake(place_of(spot.path, places), dotted(spot.path), text)
-
-
-def _find(item: Mapping[str, Any]) -> _Spot:
-    """Walks the schema along the error's location, leaving out pydantic's own markers such as ``<number>``."""
-    path = tuple(part for part in item["loc"] if part not in _MARKERS)
+def _in_schema(path: KeyPath) -> tuple[type[BaseModel], FieldInfo | None]:
+    """The section that has or would have the key, and the key's field; that of the sequence or mapping it is in."""
     owner: type[BaseModel] = ConfigFile
     field: FieldInfo | None = None
     for depth, part in enumerate(path):
@@ -249,7 +250,7 @@ def _find(item: Mapping[str, Any]) -> _Spot:
         if section is None or depth == len(path) - 1:
             break
         owner = section
-    return _Spot(path, owner, field, item)
+    return owner, field
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -259,21 +260,13 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((found for part in typing.get_args(annotation) if (found := _section(part))), None)
 
 
-def _keys(section: type[BaseModel]) -> str:
-    return ", ".join(section.model_fields)
-
-
-def _missing(spot: _Spot) -> str:
-    return f"missing; needed: {spot.allowed}"
-
-
-def _unknown_key(spot: _Spot) -> str:
-    key = str(spot.path[-1])
+def _unknown_key(path: KeyPath, owner: type[BaseModel]) -> str:
+    key = str(path[-1])
     elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
-    hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, spot.owner.model_fields)
-    if not hint and issubclass(spot.owner, TargetSpec):
-        hint = f" Arguments of the target go under args: {dotted(spot.path[:-1])}.args.{key}"
-    return f"unknown key; allowed: {_keys(spot.owner)}.{hint}"
+    hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, owner.model_fields)
+    if not hint and issubclass(owner, TargetSpec):
+        hint = f" Arguments of the target go under args: {dotted(path[:-1])}.args.{key}"
+    return f"unknown key; allowed: {', '.join(owner.model_fields)}.{hint}"
 
 
 def _dotted_fields(section: type[BaseModel], prefix: str = "") -> Iterable[str]:
@@ -284,50 +277,119 @@ def _dotted_fields(section: type[BaseModel], prefix: str = "") -> Iterable[str]:
             yield from _dotted_fields(inner, f"{prefix}{name}.")
 
 
-def _not_a_section(spot: _Spot) -> str:
-    section = _section(spot.field.annotation) if spot.field else ConfigFile
-    given, keys = spot.item["input"], _keys(section or ConfigFile)
-    written = ""
-    if section and issubclass(section, TargetSpec) and isinstance(given, str):
-        written = f", written as {dotted(spot.path)}: {{target: {given}}}"
-    return f"got {shown(given)}; allowed: a mapping with the keys {keys}{written}"
+# YAML, with the line of every key
 
 
-def _own_words(spot: _Spot) -> str:
-    return str(spot.item["ctx"]["error"])
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+
+# What PyYAML says, and what the person who typed it needs to hear.
+_EXPLANATIONS = (
+    ("character '\\t'", "a tab where YAML wants spaces; indent with spaces"),
+    ("mapping values are not allowed", "a ':' where no key can stand; check the indentation, or quote the value"),
+    ("expected <block end>", "the indentation does not match the lines above"),
+    ("could not find expected ':'", "a ':' is missing after a key"),
+    ("expected ',' or", "a bracket is not closed, or a comma is missing"),
+    ("expected the node content", "a value is missing, or a bracket is not closed"),
+    ("unexpected end of stream", "a quotation mark is not closed"),
+    ("could not determine a constructor", "a tag that is not plain YAML; write plain values"),
+    ("found undefined alias", "an alias (*name) without its anchor (&name)"),
+    ("found another document", "a second document ('---'); a config is one document"),
+    ("special characters are not allowed", "a control character that YAML does not allow"),
+    ("unhashable key", "a key that is a list or a mapping; keys are plain words"),
+)
 
 
-def _bad_key(spot: _Spot) -> str:
-    # YAML 1.1 reads on, off, yes and no as booleans, and dates and numbers as such.
-    return f"got {shown(spot.path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
+class YamlError(Exception):
+    """The text is no YAML that can be read; ``line`` counts from 1."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+        self.text = text
 
 
-def _wrong_value(spot: _Spot) -> str:
-    if spot.item["loc"][-1] == "[key]":
-        return _bad_key(spot)
-    given = spot.item["input"]
-    hint = ""
-    if isinstance(given, str) and spot.item["type"] == "literal_error" and spot.field:
-        hint = did_you_mean(_SAID_AS.get(given, given), map(str, typing.get_args(spot.field.annotation)))
-    return f"got {shown(given)}; allowed: {spot.allowed}{'.' if hint else ''}{hint}"
+@dataclass(frozen=True)
+class YamlDocument:
+    """Plain data, the line of every key path (the root's path is ``()``) and the keys given twice."""
+
+    data: Any
+    lines: dict[KeyPath, int]
+    duplicates: tuple[tuple[KeyPath, int, int], ...]
 
 
-_EXPLAIN: Mapping[str, Callable[[_Spot], str]] = {
-    "missing": _missing,
-    "extra_forbidden": _unknown_key,
-    "model_type": _not_a_section,
-    "model_attributes_type": _not_a_section,
-    "value_error": _own_words,
-    "invalid_key": _bad_key,
-}
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also knows YAML 1.2's floats, and says in which line a value is that it cannot make."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+            # SafeLoader looks `!!bool x` up in a table, and takes the match of `!!timestamp x` for granted.
+            given = str(node.value) if len(str(node.value)) <= 40 else f"{len(str(node.value))} characters"
+            kind = node.tag.rpartition(":")[2]
+            problem = f"a value that its YAML type {kind} does not allow ({given})"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
-def shown(value: object, most: int = 60) -> str:
-    """A value as the config would write it, cut to ``most`` characters."""
-    if value is None:
-        return "nothing"
+def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    r"""A string; JSON's ``"\ud83d\ude00"``, which ``--format yaml`` writes too, is one character."""
+    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _text)
+_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> YamlDocument:
+    """Reads one YAML document; an empty one has the data None.
+
+    Raises:
+        YamlError: the text is not YAML, or nested without end: an alias may contain itself.
+    """
     try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        text = str(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return YamlDocument(None, {(): 1}, ())
+        keys = list(_keys(node))  # before construction, which puts merged keys beside those that replace them
+        data = loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise _explained(error, text) from None
+    except RecursionError:
+        raise YamlError(1, "nested too deeply to be read") from None
+    duplicates = tuple((path, line, first) for path, line, first in keys if first is not None)
+    return YamlDocument(data, {(): _line(node)} | {path: line for path, line, _ in keys}, duplicates)
+
+
+def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, int | None]]:
+    """Each key and item below a node: its path, its line, and the line in which its mapping gave the key before."""
+    first: dict[tuple[str, str], int] = {}
+    for key, value, here in _children(node, path):
+        line = _line(key or value)
+        yield here, line, first.get((key.tag, key.value)) if key else None
+        if key:
+            first.setdefault((key.tag, key.value), line)
+        yield from _keys(value, here)
+
+
+def _children(node: yaml.Node, path: KeyPath) -> Iterator[tuple[yaml.ScalarNode | None, yaml.Node, KeyPath]]:
+    """The key (None in a sequence), value and path of everything directly in ``node``."""
+    if isinstance(node, yaml.SequenceNode):
+        yield from ((None, item, (*path, index)) for index, item in enumerate(node.value))
+    elif isinstance(node, yaml.MappingNode):
+        pairs = ((key, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
+        yield from ((key, value, (*path, key.value)) for key, value in pairs)
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _explained(error: yaml.YAMLError, text: str) -> YamlError:
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or error)
+    mark = getattr(error, "problem_mark", None)
+    # A ReaderError has an offset instead of a mark.
+    line = int(mark.line) + 1 if mark is not None else text.count("\n", 0, getattr(error, "position", 0)) + 1
+    explanation = next((meant for sign, meant in _EXPLANATIONS if sign in said), "")
+    return YamlError(line, f"not YAML: {explanation} ({said})" if explanation else f"not YAML: {said}")

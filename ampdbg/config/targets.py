@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from ampdbg.quantities import listed
+
 LONGEST_NAME = 255
 """Of a file, on every system in use."""
 
@@ -65,13 +67,6 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """Names in a row, the surplus counted: ``"a, b, c and 4 more"``."""
-    names = list(names)
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def why_absent(target: Target, folder: Path) -> str | None:
     """Why the target cannot be there, as far as can be told without running code; None when it can."""
     if target.file:
@@ -108,7 +103,7 @@ def _files_in(folder: Path, missing: str, pattern: str) -> str:
     close = get_close_matches(Path(missing).stem, by_stem, n=1)
     if close:
         return f" Did you mean {by_stem[close[0]]!r}?"
-    return f" There {'is' if len(beside) == 1 else 'are'} {listed(beside)}." if beside else ""
+    return f" There {'is' if len(beside) == 1 else 'are'} {listed(beside, most=8)}." if beside else ""
 
 
 def _without_colon(text: str) -> str:
@@ -127,7 +122,7 @@ def _why_absent_from_file(target: Target, path: Path) -> str | None:
     if defined is None or name in defined:
         return None
     public = [item for item in defined if not item.startswith("_")]
-    has = f"it defines {listed(public)}" if public else "it defines nothing"
+    has = f"it defines {listed(public, most=8)}" if public else "it defines nothing"
     return f"got {quoted(target.text)}, but {target.file} has no {name!r}; {has}.{did_you_mean(name, public)}"
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampdbg.errors import RecordError
 from ampdbg.files import read_file, replace_file
+from ampdbg.quantities import dotted, shown
 from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 LARGEST_FILE = 2**30
 """Bytes. The record of a model of ten thousand modules has 50 million."""
-
-_MOST_SHOWN = 40
 
 FOLDER = Path(".ampdbg")
 LATEST = FOLDER / "latest.json"
@@ -59,10 +58,10 @@ def from_json(text: str | bytes) -> Record:
     except ValueError as error:
         raise RecordError(f"not a record: {error}") from None
     if not isinstance(data, dict) or data.get("format") != RECORD_FORMAT:
-        raise RecordError(f'not a record: it has no "format": "{RECORD_FORMAT}"')
+        raise RecordError(f'not a record: it has no "format": "{RECORD_FORMAT}" (a config is a .yaml file)')
     if data.get("version") not in READABLE_VERSIONS:
         raise RecordError(
-            f"a record of version {_shown(data.get('version'))}; this ampdbg reads versions "
+            f"a record of version {shown(data.get('version'))}; this ampdbg reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Run the command again to make a new record."
         )
     try:
@@ -195,10 +194,10 @@ def _finite(value: Any) -> Any:
 def _first_mistake(error: ValidationError) -> str:
     """``steps[3].loss: got "low"; needed: a valid number``."""
     first = error.errors(include_url=False, include_context=False)[0]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    key = dotted(first["loc"])
     if first["type"] == "missing":
         return f"{key}: missing"
-    return f"{key}: got {_shown(first['input'])}; {first['msg'].replace('Input should be', 'needed:')}"
+    return f"{key}: got {shown(first['input'])}; {first['msg'].replace('Input should be', 'needed:')}"
 
 
 def _check_references(record: Record) -> None:
@@ -215,8 +214,3 @@ def _check_references(record: Record) -> None:
         for index, other in enumerate(indices):
             if other is not None and not 0 <= other < count:
                 raise RecordError(f"a damaged record: {name.format(index)}: got {other}; there are {count} findings")
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

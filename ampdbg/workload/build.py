@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampdbg.config.schema import Config, TargetSpec
-from ampdbg.config.targets import listed, parse_target
+from ampdbg.config.targets import parse_target
 from ampdbg.errors import WorkloadError
+from ampdbg.quantities import listed
 from ampdbg.workload.batches import BatchSource
 from ampdbg.workload.losses import StepFunction, choose_step, losses_in
 from ampdbg.workload.targets import Found, Importer, a, forget_user_modules
@@ -238,7 +239,7 @@ def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
         if odd:
             raise WorkloadError(f"{where}: {path.name} holds a tensor under {odd[0]!r:.80}; allowed: names to tensors")
         return dict(inner)
-    keys = f" with the keys {listed(map(str, saved))}" if saved else ""
+    keys = f" with the keys {listed(map(str, saved), most=8)}" if saved else ""
     kind = type(content).__name__
     raise WorkloadError(
         f"{where}: {path.name} holds no state dict but a {kind}{keys}; "

@@ -12,8 +12,9 @@ from torch import nn
 
 from ampdbg.config.file import config_of
 from ampdbg.config.schema import Config
-from ampdbg.config.targets import did_you_mean, listed, why_no_file
+from ampdbg.config.targets import did_you_mean, why_no_file
 from ampdbg.errors import ConfigError, WorkloadError
+from ampdbg.quantities import listed
 from ampdbg.workload.targets import import_ahead
 
 OPTIONAL: Mapping[str, str] = {"loss": "loss", "step": "training_step"}
@@ -113,4 +114,4 @@ def _instead(module: ModuleType, missing: str) -> str:
         for name, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__ and name not in CONVENTIONS
     ]
-    return did_you_mean(missing, own) or (f" It defines {listed(own)}." if own else "")
+    return did_you_mean(missing, own) or (f" It defines {listed(own, most=8)}." if own else "")

@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from ampdbg.config.schema import Config, TargetSpec
-from ampdbg.config.targets import Target, did_you_mean, listed
+from ampdbg.config.targets import Target, did_you_mean
 from ampdbg.errors import WorkloadError
+from ampdbg.quantities import listed
 from ampdbg.workload.user_code import UserCode
 
 
@@ -100,7 +101,7 @@ def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[st
         item for item in parameters[len(names) :] if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
     ]
     keywords = [item.name for item in by_name]
-    takes = f"it takes {listed(keywords) or 'none'}"
+    takes = f"it takes {listed(keywords, most=8) or 'none'}"
     if not any(item.kind is item.VAR_KEYWORD for item in parameters):
         unknown = [name for name in args if name not in keywords]
         if unknown:
@@ -271,7 +272,7 @@ def _lies_in(module: ModuleType | None, folder: Path) -> bool:
 def _has_no(owner: object, name: str) -> str:
     public = [item for item in dir(owner) if not item.startswith("_")]
     what = getattr(owner, "__name__", type(owner).__name__)
-    return f"{what} has no {name!r}.{did_you_mean(name, public) or f' It has {listed(public)}.'}"
+    return f"{what} has no {name!r}.{did_you_mean(name, public) or f' It has {listed(public, most=8)}.'}"
 
 
 def _leads_to(missing: str, wanted: str) -> bool:

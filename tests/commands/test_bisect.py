@@ -182,13 +182,6 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Cal
     )
 
 
-def test_a_config_may_be_written_in_json(here: Here, fake: Callable[[Record], Faked]) -> None:
-    faked = fake(found())
-    Path("config.json").write_text('{"model": {"target": "model.py:Net"}, "data": {"target": "model.py:build_data"}}')
-    assert here("bisect", "config.json").code == 1
-    assert faked.configs[0].model.target == "model.py:Net"
-
-
 def test_a_module_file_needs_no_config(here: Here, fake: Callable[[Record], Faked]) -> None:
     faked = fake(nothing_to_pin())
     result = here(*MODULE, "--set", "model.args.gain=2.0")

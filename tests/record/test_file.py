@@ -82,7 +82,7 @@ DAMAGED = {
     "a step without a scale": (changed(steps=[{"step": 0, "loss": 1.0}]), "steps[0].scale: missing"),
     "a step before the first": (changed(steps=[{"step": -1, "loss": 1.0}]), "steps[0].step: got -1; needed: "),
     "an environment that is a list": (changed(environment=[]), "a damaged record: environment: got []; "),
-    "a null for the steps": (changed(steps=None), "a damaged record: steps: got null; "),
+    "a null for the steps": (changed(steps=None), "a damaged record: steps: got nothing; "),
     "text for the losses": (changed(steps=[{**STEP, "losses": "x"}]), 'steps[0].losses: got "x"; '),
     "a finding that is not there": (
         changed(pins=[{"module": "m", "reason": 2}]),

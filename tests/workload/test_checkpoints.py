@@ -122,7 +122,7 @@ class Anything:
         (Anything(), "is damaged, or holds Python objects; allowed: tensors only"),
         ({"state_dict": STATE, "config": Anything()}, "is damaged, or holds Python objects; allowed: tensors only"),
         (torch.ones(3), "holds no state dict but a Tensor; allowed: names to tensors"),
-        ({"epoch": 3, "lr": 0.1}, "holds no state dict but a dict with the keys epoch, lr"),
+        ({"epoch": 3, "lr": 0.1}, "holds no state dict but a dict with the keys epoch and lr"),
         ({}, "holds no state dict but a dict"),
         ({3: torch.ones(3)}, "holds a tensor under 3; allowed: names to tensors"),
     ],

@@ -121,13 +121,13 @@ REFUSED = {
     "no model": ("def build_data(): ...\ndef make_model(): ...\n", f"{NO_CLASS} It defines make_model."),
     "two classes": (
         NET + TWO + DATA,
-        f"{SOURCE}it defines 2 nn.Module classes that take no arguments: Net, Other; needed: {ONE}",
+        f"{SOURCE}it defines 2 nn.Module classes that take no arguments: Net and Other; needed: {ONE}",
     ),
     "a class with arguments": (
         ARGUMENTS + "def build_data(): ...\n",
         f"{SOURCE}it defines no build_model(), and {NO_PLAIN_CLASS}: Net(width, depth); needed: {FACTORY_NEEDED}",
     ),
-    "no data": (NET + FACTORY, f"{NO_DATA} It defines Net, batches."),
+    "no data": (NET + FACTORY, f"{NO_DATA} It defines Net and batches."),
     "nothing": ("", f"{NO_CLASS}\n{NO_DATA}"),
 }
 
