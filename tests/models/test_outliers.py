@@ -169,13 +169,22 @@ OVERFLOWS = {
 }
 
 
+QUICK = ("t5", "gpt2 queries and keys", "llama, checkpointed", "vit", "whisper convolutions")
+"""One of each kind of overflow; the others take the same way, and are slow."""
+
+EACH = [
+    pytest.param(overflow, id=name, marks=() if name in QUICK else pytest.mark.slow)
+    for name, overflow in OVERFLOWS.items()
+]
+
+
 def planted(overflow: Overflow, share: float = 1.0, **changes: Any) -> Workload:
     """The workload with its outliers, or with a share of them; ``changes`` are to the model's arguments."""
     growth = {name: [factor * share, count] for name, (factor, count) in overflow.growth.items()}
     return replace(overflow.workload, args={**overflow.workload.args, "grow": growth, **changes})
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS.values(), ids=OVERFLOWS.keys())
+@pytest.mark.parametrize("overflow", EACH)
 def test_outliers_are_found_where_they_overflow(overflow: Overflow, tmp_path: Path) -> None:
     record = scanned(planted(overflow), tmp_path, 3)
     assert record.verdict == "precision"
@@ -192,7 +201,7 @@ def test_outliers_are_found_where_they_overflow(overflow: Overflow, tmp_path: Pa
     assert root.evidence["value"] > 65504
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS.values(), ids=OVERFLOWS.keys())
+@pytest.mark.parametrize("overflow", EACH)
 def test_outliers_that_fp16_can_hold_are_healthy(overflow: Overflow, tmp_path: Path) -> None:
     assert_healthy(scanned(planted(overflow, share=0.1), tmp_path, 3))
 

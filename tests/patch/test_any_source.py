@@ -74,7 +74,7 @@ def pinned(source: bytes, traced: bool) -> bytes:
     return edit_source(source, [LinePin("f", (line,)) for line in range(1, lines + 1)], names).source
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(source=FILES, traced=st.booleans())
 def test_edits_of_made_up_files_parse_and_keep_what_they_do_not_touch(source: bytes, traced: bool) -> None:
     read_source(source)
@@ -87,7 +87,7 @@ def test_edits_of_made_up_files_parse_and_keep_what_they_do_not_touch(source: by
 
 
 @needs_git
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(source=FILES, traced=st.booleans())
 def test_an_edit_applied_by_git_and_undone_gives_the_old_bytes(source: bytes, traced: bool) -> None:
     edited = pinned(source, traced)

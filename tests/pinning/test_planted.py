@@ -71,9 +71,9 @@ def assert_found(record: Record, *names: str) -> None:
     ("modules", "count"),
     [
         (50, 1),
-        (50, 3),
         (50, 8),
-        (500, 1),
+        pytest.param(50, 3, marks=pytest.mark.slow),
+        pytest.param(500, 1, marks=pytest.mark.slow),
         pytest.param(500, 4, marks=pytest.mark.slow),
         pytest.param(500, 8, marks=pytest.mark.slow),
         pytest.param(2000, 8, marks=pytest.mark.slow),
@@ -91,7 +91,7 @@ def test_guided_finds_the_planted_set(modules: int, count: int, tmp_path: Path) 
     ("modules", "count"),
     [
         (50, 1),
-        (50, 3),
+        pytest.param(50, 3, marks=pytest.mark.slow),
         pytest.param(50, 8, marks=pytest.mark.slow),
         pytest.param(500, 2, marks=pytest.mark.slow),
         pytest.param(2000, 1, marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 @given(records())
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_record_survives_json(record: Record) -> None:
     text = to_json(record)
     # By repr: NaN is not equal to itself, and 0 == 0.0 == False.
@@ -34,7 +34,7 @@ def test_every_record_survives_json(record: Record) -> None:
 
 
 @given(records())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_json_is_strict(record: Record) -> None:
     json.loads(to_json(record), parse_constant=refuse_constant)
 

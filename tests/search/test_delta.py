@@ -81,7 +81,7 @@ def test_tied_modules_are_one() -> None:
 
 
 @given(steps())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_the_planted_set_is_found_within_the_bound(step: Step) -> None:
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
