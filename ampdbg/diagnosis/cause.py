@@ -1,4 +1,4 @@
-"""The cause of an unhealthy step, decided by its replays: precision, mathematics, data, or not known.
+"""The cause of an unhealthy step, and the faults that a healthy one hides, decided by their replays.
 
 The order is that of DIAGNOSES: does the replay reproduce it at all, does FP32 diverge, is FP32 finite, and
 only then which FP16 op is the producer and which code its numbers mean.
@@ -10,14 +10,25 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
 from ampdbg.diagnosis.divergence import divergence, first_divergence
-from ampdbg.diagnosis.producers import UNKNOWN, culprit, finding_at, named, precision_cause, undecided
+from ampdbg.diagnosis.producers import (
+    FAR_FROM_FP32,
+    UNKNOWN,
+    Suspect,
+    culprit,
+    finding_at,
+    format_of,
+    named,
+    overflow,
+    precision_cause,
+    suspects,
+)
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer
+from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Record, Step
 
 LARGE = 1e15
@@ -60,11 +71,11 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite."""
     if made.reproduced == 0:
         message = f"none of {made.tries} replays reproduced the failure"
-        return undecided(made, message, evidence={"reproduced": made.reproduced, "tries": made.tries})
+        return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
     if made.replays[0].error:
-        return undecided(made, f"the replay of the step raised an error: {made.replays[0].error}")
+        return finding_at(UNKNOWN, made, f"the replay of the step raised an error: {made.replays[0].error}")
     if made.replays[1].error:
-        return undecided(made, f"the same step in FP32 raised an error: {made.replays[1].error}")
+        return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {made.replays[1].error}")
     diverging = first_divergence(made, record)
     if diverging is not None:
         return divergence(diverging, record)
@@ -72,7 +83,8 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return wrong_in_fp32_too(made)
     suspect = culprit(made)
     if suspect is None:
-        return undecided(made, "the step is finite in FP32, and no op was found where FP16 goes wrong")
+        low = format_of(made.replays[0].dtype).short
+        return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     return precision_cause(suspect)
 
 
@@ -86,18 +98,21 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     if fp64.loss == math.inf and made.replays[1].loss == math.inf:
         share = f": {producer.inf} of {producer.size} values" if producer else ""
         message = f"the loss is infinite in FP32 and FP64 too{where}{share}"
-        return finding_at("infinite-loss", made, producer, message)
-    return finding_at("true-nan", made, producer, f"the step is not finite in FP32 and FP64 either{where}")
+        return finding_at("infinite-loss", made, message, producer)
+    return finding_at("true-nan", made, f"the step is not finite in FP32 and FP64 either{where}", producer)
 
 
 def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, error: str) -> Finding:
-    """The finding of a step that FP32 does not come through either, though its mathematics may: not FP16's fault."""
+    """The finding of a step that FP32 does not come through either, though its mathematics may: no pin helps."""
     largest = producer.input_largest if producer and producer.input_largest > LARGE else None
     of = f" on values of up to {number(largest)}" if largest else ""
-    limit = "its values exceed FP32's range, not only FP16's" if largest else "FP32 rounds too coarsely, not only FP16"
+    low = format_of(made.replays[0].dtype).short
+    limit = (
+        f"its values exceed FP32's range, not only {low}'s" if largest else f"FP32 rounds too coarsely, not only {low}"
+    )
     why = f"FP64 raised an error: {error}" if error else f"it is finite in FP64: {limit}"
     message = f"the step is not finite in FP32 either{where}{of}; {why}"
-    found = undecided(made, message, producer, {"finite_in_fp32": False, "largest": largest})
+    found = finding_at(UNKNOWN, made, message, producer, finite_in_fp32=False, largest=largest)
     return replace(found, remedy=TOO_LARGE if largest else TOO_COARSE)
 
 
@@ -111,3 +126,74 @@ def _starts_in(made: Investigation) -> Producer | None:
 def _is_explained(step: Step, record: Record) -> bool:
     spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
     return step.step >= spoilt or blamed_in_batch(step, record) is not None
+
+
+# Faults behind a finite loss and finite gradients: overflow that erases itself, lost gradients, lost precision
+
+
+def hidden_faults(record: Record) -> Iterator[Finding]:
+    """What the last step of a run that looks healthy hides."""
+    for made in record.investigations:
+        if made.why == "end" and _can_be_judged(made):
+            yield from _faults(made)
+
+
+def _can_be_judged(made: Investigation) -> bool:
+    """Code that does not compute the same again cannot be compared with FP32."""
+    return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
+
+
+def _faults(made: Investigation) -> Iterator[Finding]:
+    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
+    # Without its noise floor a difference says nothing.
+    is_far = floor is not None and not agrees(low, fp32, floor)
+    hidden = next((suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant), None)
+    if hidden is not None:
+        yield _silent_overflow(hidden, is_far)
+    if (low.lost_energy or 0.0) > LOST_ENERGY:
+        yield _underflow(made)
+    elif is_far and hidden is None:
+        yield _precision_loss(made)
+
+
+def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
+    low, fp32 = suspect.made.replays[:2]
+    harmless = not is_far and _changes_nothing(suspect)
+    result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
+    message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
+    if harmless:
+        message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
+    evidence = {"value": suspect.value, **_against_fp32(low, fp32)}
+    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
+    if harmless:
+        return replace(found, severity="info", remedy="")
+    return found if is_far else replace(found, severity="warning")
+
+
+def _changes_nothing(suspect: Suspect) -> bool:
+    """Whether a gradient overflowed where FP32 makes a zero of it too, as behind a ReLU: all gradients still agree."""
+    distance = suspect.made.replays[0].gradient_distance
+    return suspect.producer.phase == "backward" and distance is not None and distance <= AGREEMENT
+
+
+def _underflow(made: Investigation) -> Finding:
+    low = made.replays[0]
+    flushes = f"{format_of(low.dtype).short} flushes {low.lost_energy or 0.0:.0%} of the gradient's energy to zero"
+    message = f"at a loss scale of {number(low.scale)}, {flushes}"
+    lost = low.lost[:20]
+    return finding_at("gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost)
+
+
+def _precision_loss(made: Investigation) -> Finding:
+    low, fp32 = made.replays[:2]
+    where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
+    message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
+    return finding_at(FAR_FROM_FP32, made, message, made.first_far, **_against_fp32(low, fp32))
+
+
+def _losses(low: Replay, fp32: Replay) -> str:
+    return f"the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32"
+
+
+def _against_fp32(low: Replay, fp32: Replay) -> dict[str, object]:
+    return {"loss": low.loss, "loss_in_fp32": fp32.loss, "gradient_distance": low.gradient_distance}

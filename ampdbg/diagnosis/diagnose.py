@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ampdbg.diagnosis.cause import nonfinite_loss
-from ampdbg.diagnosis.hidden import hidden_faults
+from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, lost_updates, spoilt_weights, weights_nonfinite

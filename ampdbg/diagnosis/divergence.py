@@ -36,7 +36,7 @@ def divergence(made: Investigation, record: Record) -> Finding:
     losses = [step.loss for step in record.steps[: made.step] if math.isfinite(step.loss)]
     reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
     message = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
-    return finding_at("divergence", made, None, message, {"continuation": list(made.continuation)})
+    return finding_at("divergence", made, message, continuation=list(made.continuation))
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ampdbg.agreement import is_finite
@@ -11,7 +11,7 @@ from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, POLES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
-from ampdbg.record.findings import Finding, Severity
+from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Producer, Replay
 
 NEAR = 0.9
@@ -23,8 +23,6 @@ OVERFLOWS = {"forward": "forward-overflow", "backward": "gradient-overflow"}
 FAR_FROM_FP32, UNKNOWN = "precision-loss", "unknown"
 
 CAST_NAMES = {"forward": "the cast to half", "backward": "the cast of a gradient to half"}
-
-NO_EVIDENCE: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Suspect:
     @property
     def format(self) -> FloatFormat:
         """The format that it computes in."""
-        return FORMATS.get(self.producer.dtype, FLOAT16)
+        return format_of(self.producer.dtype)
 
     @property
     def overflows(self) -> bool:
@@ -105,15 +103,20 @@ def suspects(made: Investigation) -> list[Suspect]:
 
 def culprit(made: Investigation) -> Suspect | None:
     """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be."""
-    phases = ("forward",) if made.why == "loss" else ("backward",) if survived_scale(made) else ("forward", "backward")
+    phases = ("forward",) if made.why == "loss" else ("backward",) if survivor(made) else ("forward", "backward")
     found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
     return next((suspect for suspect in found if not suspect.is_constant), next(iter(found), None))
 
 
-def survived_scale(made: Investigation) -> float | None:
-    """The highest of the lower loss scales that were tried at which everything is finite."""
+def survivor(made: Investigation) -> Replay | None:
+    """The replay at the highest of the lower loss scales that were tried at which everything is finite."""
     low = made.replays[0]
-    return next((replay.scale for replay in made.replays[2:] if replay.dtype == low.dtype and is_finite(replay)), None)
+    return next((replay for replay in made.replays[2:] if replay.dtype == low.dtype and is_finite(replay)), None)
+
+
+def format_of(dtype: str) -> FloatFormat:
+    """The format of a replay or of an op in it; FP16 where it is one of another version."""
+    return FORMATS.get(dtype, FLOAT16)
 
 
 def _flushed(suspect: Suspect) -> str:
@@ -144,23 +147,24 @@ def _cancels(suspect: Suspect) -> str:
 
 def precision_cause(suspect: Suspect) -> Finding:
     """The finding of a step that is finite in FP32 and not in FP16."""
-    survived = survived_scale(suspect.made)
-    finite = f"; at a loss scale of {number(survived)} it is finite" if survived else ""
+    survived = survivor(suspect.made)
+    finite = f"; at a loss scale of {number(survived.scale)} it is finite" if survived else ""
     evidence: dict[str, object] = {
         "value": suspect.value,
         "limit": None if suspect.departs else suspect.format.largest,
         "reached": suspect.producer.output_largest if suspect.departs else None,
         "loss_scale": suspect.low.scale,
-        "survives_scale": survived,
+        "survives_scale": survived.scale if survived else None,
     }
     code, message_of = next(((code, text) for code, holds, text in DECISIONS if holds(suspect)), ("", overflow))
     if not code:
         known = f" and reaches only {_magnitude(suspect)} in FP32" if suspect.value is not None else ""
         message = f"{named(suspect.producer)} is not finite in {suspect.format.short}{known}: no overflow explains it"
-        return undecided(suspect.made, message + finite, suspect.producer, evidence)
+        return finding_at(UNKNOWN, suspect.made, message + finite, suspect.producer, **evidence)
     if suspect.leaf is not None:
-        evidence |= _place_in_batch(suspect)
-    return finding_at(code, suspect.made, suspect.producer, message_of(suspect) + finite, evidence)
+        index = suspect.made.batch_index.get(suspect.leaf, ())
+        evidence |= {"name": suspect.leaf, "first_index": list(index)}
+    return finding_at(code, suspect.made, message_of(suspect) + finite, suspect.producer, **evidence)
 
 
 def overflow(suspect: Suspect) -> str:
@@ -183,22 +187,7 @@ DECISIONS: tuple[tuple[str, Callable[[Suspect], bool], Callable[[Suspect], str]]
 """The first that holds is the code, with its message; where none holds, the cause is not known."""
 
 
-def undecided(
-    made: Investigation, message: str, at: Producer | None = None, evidence: Mapping[str, object] = NO_EVIDENCE
-) -> Finding:
-    """The finding of a step whose cause the replays do not show."""
-    return finding_at(UNKNOWN, made, at, message, evidence)
-
-
-def finding_at(
-    code: str,
-    made: Investigation,
-    at: Producer | None,
-    message: str,
-    evidence: Mapping[str, object] = NO_EVIDENCE,
-    *,
-    severity: Severity = "error",
-) -> Finding:
+def finding_at(code: str, made: Investigation, message: str, at: Producer | None = None, **evidence: object) -> Finding:
     """A finding at the op, module and line of a producer; evidence that is None is left out."""
     phase = at.phase if at else "backward" if made.why == "gradients" else "forward"
     return finding_of(
@@ -206,7 +195,6 @@ def finding_at(
         made.step,
         phase,
         message,
-        severity=severity,
         remedy=remedy_of(code, at),
         module=at.module if at else "",
         op=at.op if at else "",
@@ -246,8 +234,3 @@ def _departed(suspect: Suspect) -> str:
 
 def _takes(suspect: Suspect) -> str:
     return "takes the logarithm of" if suspect.producer.op.startswith("aten.log") else "divides by"
-
-
-def _place_in_batch(suspect: Suspect) -> dict[str, object]:
-    leaf = suspect.leaf or ""
-    return {"name": leaf, "first_index": list(suspect.made.batch_index.get(leaf, ()))}

@@ -62,15 +62,12 @@ def scales_after_its_product(line: str) -> bool:
 
     A line that is no whole statement tells nothing, and neither does a scaling that stands on another line.
     """
-    return any(_has_product(scaled) for node in _nodes(line) for scaled in _scaled(node))
+    return any(_is_product(part) for node in _nodes(line) for scaled in _scaled(node) for part in ast.walk(scaled))
 
 
 def takes_a_sum(line: str) -> bool:
     """Whether the line calls a ``sum``, or asks a loss to sum."""
-    return any(
-        isinstance(node, ast.Call) and (_called(node) == "sum" or any(map(_asks_for_sum, node.keywords)))
-        for node in _nodes(line)
-    )
+    return any(map(_is_sum, _nodes(line)))
 
 
 def _nodes(line: str) -> list[ast.AST]:
@@ -82,26 +79,27 @@ def _nodes(line: str) -> list[ast.AST]:
 
 def _scaled(node: ast.AST) -> list[ast.AST]:
     """What the node scales, where it is a scaling."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        return [node.left]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return [node.left, node.right]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.rstrip("_") in SCALINGS:
-        return [node.func.value]
+    match node:
+        case ast.BinOp(dividend, ast.Div()):
+            return [dividend]
+        case ast.BinOp(one, ast.Mult(), other):
+            return [one, other]
+        case ast.Call(ast.Attribute(tensor, name)) if name.rstrip("_") in SCALINGS:
+            return [tensor]
     return []
 
 
-def _has_product(node: ast.AST) -> bool:
-    return any(
-        (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult))
-        or (isinstance(inner, ast.Call) and _called(inner) in MATRIX_PRODUCTS)
-        for inner in ast.walk(node)
-    )
+def _is_product(node: ast.AST) -> bool:
+    match node:
+        case ast.BinOp(op=ast.MatMult()):
+            return True
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
+            return name in MATRIX_PRODUCTS
+    return False
 
 
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _asks_for_sum(keyword: ast.keyword) -> bool:
-    return keyword.arg == "reduction" and isinstance(keyword.value, ast.Constant) and keyword.value.value == "sum"
+def _is_sum(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(ast.Name("sum") | ast.Attribute(attr="sum")) | ast.keyword("reduction", ast.Constant("sum")):
+            return True
+    return False

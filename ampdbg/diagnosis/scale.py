@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, op_name
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES, finding_of
@@ -101,17 +101,17 @@ def _cause(made: Investigation, record: Record) -> Finding:
     found = _since_its_first_skip(cause_of(made, record), record.steps)
     if _is_static(record) and (usable := _usable_scale(made)) and _depends_on_the_scale(found):
         return _too_large(found, usable)
-    survivor = next((replay for replay in made.replays[2:] if replay.lost and is_finite(replay)), None)
-    if survivor is None or found.code != OVERFLOWS["backward"]:
+    survived = survivor(made)
+    if survived is None or not survived.lost or found.code != OVERFLOWS["backward"]:
         return found
-    lost = ", ".join(survivor.lost[:3])
+    lost = ", ".join(survived.lost[:3])
     return replace(
         found,
         code=NO_USABLE_SCALE,
         message=f"{op_name(found.op)} overflows at a loss scale of {number(made.replays[0].scale)}; at "
-        f"{number(survivor.scale)} it does not, but there half precision flushes the gradient of {lost} to zero",
+        f"{number(survived.scale)} it does not, but there half precision flushes the gradient of {lost} to zero",
         remedy=CODES[NO_USABLE_SCALE].remedy,
-        evidence={**found.evidence, "lost": list(survivor.lost[:20])},
+        evidence={**found.evidence, "lost": list(survived.lost[:20])},
     )
 
 
@@ -135,9 +135,8 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
 
 def _usable_scale(made: Investigation) -> float | None:
     """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
-    survivors = (replay for replay in made.replays[2:] if replay.dtype == made.replays[0].dtype and is_finite(replay))
-    first = next(survivors, None)
-    return first.scale if first is not None and not first.lost else None
+    survived = survivor(made)
+    return survived.scale if survived and not survived.lost else None
 
 
 def _too_large(found: Finding, usable: float) -> Finding:

@@ -9,7 +9,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Producer
+from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Record, Step, TensorCounts
 
 WEIGHTS, SMALL_UPDATES = "weights-nonfinite", "optimizer-underflow"
@@ -42,7 +42,7 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
     """The leaf of the step's batch whose inf or NaN made it fail; None where there is none."""
-    if _is_healthy(step) or _is_finite_in_fp32(step, record):
+    if _is_healthy(step) or _finite_in_fp32(record, step):
         return None
     meant = {
         (counts.name, counts.nan > 0)
@@ -62,7 +62,7 @@ def weights_nonfinite(record: Record) -> Iterator[Finding]:
     """
     for step in record.steps:
         bad = [counts for counts in step.nonfinite if _was_bad_before(counts, step)]
-        if _is_healthy(step) or _is_finite_in_fp32(step, record):
+        if _is_healthy(step) or _finite_in_fp32(record, step):
             bad = [counts for counts in bad if counts.nan or counts.kind == "parameter"]
         if bad:
             yield finding_of(
@@ -144,26 +144,23 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
 
 def _poisoned_by(step: Step, record: Record) -> Producer | None:
     """The op that overflowed in the step, where it was replayed and FP32 is finite there."""
-    for made in record.investigations:
-        if made.step == step.step and len(made.replays) > 1 and is_finite(made.replays[1]):
-            return next((suspect.producer for suspect in suspects(made)), None)
-    return None
+    made = next(iter(_finite_in_fp32(record, step)), None)
+    return next((suspect.producer for suspect in suspects(made)), None) if made else None
 
 
 def _is_meant(counts: TensorCounts, record: Record) -> bool:
     """Whether a finite step in FP32 leaves the buffer like this too."""
-    fp32 = [made.replays[1] for made in record.investigations if len(made.replays) > 1]
-    return any(is_finite(replay) and counts.name in replay.buffers for replay in fp32)
+    return any(counts.name in made.replays[1].buffers for made in _finite_in_fp32(record))
 
 
 def _is_healthy(step: Step) -> bool:
     return math.isfinite(step.loss) and not step.found_inf
 
 
-def _is_finite_in_fp32(step: Step, record: Record) -> bool:
-    """Whether a replay of the step shows that FP32 comes through it."""
-    made = (made for made in record.investigations if made.step == step.step and len(made.replays) > 1)
-    return any(is_finite(one.replays[1]) for one in made)
+def _finite_in_fp32(record: Record, step: Step | None = None) -> list[Investigation]:
+    """The investigations, of the one step or of all, whose replay in FP32 is finite."""
+    made = [made for made in record.investigations if len(made.replays) > 1 and is_finite(made.replays[1])]
+    return [one for one in made if step is None or one.step == step.step]
 
 
 def _was_bad_before(counts: TensorCounts, step: Step) -> bool:

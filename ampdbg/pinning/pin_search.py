@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config.schema import Config
+from ampdbg.diagnosis.producers import survivor
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FloatFormat
 from ampdbg.observer import Observer
@@ -101,9 +102,7 @@ def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRang
     codes = {finding.code for finding in record.findings if finding.replayed_step == failing.snapshot.step}
     if not any(CODES[code].keeps_scale for code in codes):
         return ScaleRange()
-    replays = failing.made.replays
-    lower = (replay for replay in replays[2:] if replay.dtype == replays[0].dtype and is_finite(replay))
-    unpinned = next(lower, None)
+    unpinned = survivor(failing.made)
     if unpinned is None or not keeps_its_gradients(unpinned):
         return ScaleRange(is_lossless=True)
     return ScaleRange(min(failing.scale, 4.0 * unpinned.scale), is_lossless=True)
