@@ -43,8 +43,9 @@ class Window:
 def module_windows(sites: Iterable[Site]) -> Iterator[Window]:
     """The window of each module that has gradients, in order of execution."""
     by_module: dict[str, list[Site]] = {}
-    for site in _gradients(sites):
-        by_module.setdefault(site.module, []).append(site)
+    for site in sites:
+        if site.scale_ceiling is not None and site.scale_floor is not None:
+            by_module.setdefault(site.module, []).append(site)
     yield from (window(members, module) for module, members in by_module.items())
 
 
@@ -53,9 +54,9 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
 
     Gradients that are nothing but rounding error may be lost without harm and raise no floor.
     """
-    gradients = list(_gradients(sites))
-    lowest = min((site for site in gradients if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
-    losing = (site for site in gradients if _floor(site) > 0.0 and not site.is_noise)
+    sites = tuple(sites)
+    lowest = min((site for site in sites if math.isfinite(_ceiling(site))), key=_ceiling, default=None)
+    losing = (site for site in sites if _floor(site) > 0.0 and not site.is_noise)
     highest = max(losing, key=_floor, default=None)
     return Window(
         module=module,
@@ -118,10 +119,6 @@ def _proposed(record: Record, site: Site, code: str, message: str) -> Finding:
             "call": site.call,
         },
     )
-
-
-def _gradients(sites: Iterable[Site]) -> Iterator[Site]:
-    return (site for site in sites if site.scale_ceiling is not None and site.scale_floor is not None)
 
 
 def _ceiling(site: Site) -> float:

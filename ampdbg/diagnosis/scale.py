@@ -15,7 +15,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
-from ampdbg.quantities import counted, number
+from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
@@ -211,17 +211,16 @@ def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
     telling = lows if len(lows) >= LOWS_OF_A_COLLAPSE else skipped
     telling = [step for step in telling if math.isfinite(step.loss)] or skipped
     # A long run does not list the groups of every step.
-    listed = [step for step in telling if step.groups] or [step for step in skipped if step.groups] or telling
-    narrowest = min(listed, key=lambda step: (len(step.groups), step.step))
+    with_groups = [step for step in telling if step.groups] or [step for step in skipped if step.groups] or telling
+    narrowest = min(with_groups, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
     paths = [name.split(".")[:-1] for name in names]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return finding_of(
         UNKNOWN,
         telling[0].step,
         "backward",
         f"gradients are not finite in {len(skipped)} of {len(record.steps)} steps, although the loss is; "
-        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {shown}",
+        f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {listed(names, 3)}",
         module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",
         evidence={"skipped": len(skipped), "narrowest_step": narrowest.step, "groups": names[:20]},

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, named, suspects
-from ampdbg.quantities import number
+from ampdbg.quantities import listed, number
 from ampdbg.record.pins import PinSite
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.replay.investigation import PinnedReplays
@@ -175,12 +175,8 @@ def _what(low: Replay) -> str:
     if not math.isfinite(low.loss):
         return f"loss {'NaN' if math.isnan(low.loss) else 'inf'}"
     if low.gradients:
-        return f"gradient of {_first(low.gradients)} not finite"
-    return f"buffer {_first(low.buffers)} not finite"
-
-
-def _first(names: tuple[str, ...]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        return f"gradient of {listed(low.gradients, 1)} not finite"
+    return f"buffer {listed(low.buffers, 1)} not finite"
 
 
 def _reaches(suspect: Suspect) -> str:

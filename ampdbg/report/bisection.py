@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import Outcome, Search, Trial
 from ampdbg.record.run import Record
 
 from . import scan, view
-from .pins import config_lines, cost_sentence, pin_table, proof_table
+from .pins import cost_sentence, pin_table, pins_yaml, proof_table
 from .view import line, ran_on, with_option
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
@@ -95,7 +96,7 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
     if search.message and not _is_said_elsewhere(ended):
         yield view.Paragraph((line(_as_sentence(search.message)),))
     if record.pins:
-        yield pin_table(record.pins, record.findings)
+        yield pin_table(record)
     elif record.findings:
         yield view.Findings(record.findings)
     facts = tuple(_about_the_set(ended))
@@ -103,7 +104,7 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
         yield view.Paragraph(facts)
     yield from _experiments(ended)
     if ended.names and ended.holds:
-        yield config_lines(ended.names, record.config)
+        yield view.Snippet("In the config", tuple(pins_yaml(ended.names, record.config)))
 
 
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
@@ -151,7 +152,7 @@ def _about_the_set(ended: EndedSearch) -> Iterator[view.Line]:
         if len(counts) == 2 and counts[1] > 1:
             yield line(_share_of_class(name, *counts))
     if search.cost is not None and count:
-        yield line(cost_sentence(search.cost))
+        yield line(cost_sentence(search.cost, format_of_config(ended.record.config)))
 
 
 def _share_of_class(name: str, pinned: int, every: int) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 
-from ampdbg.diagnosis.producers import op_name
-from ampdbg.formats import FLOAT16
+from ampdbg.diagnosis.producers import limit_of, op_name
+from ampdbg.formats import FloatFormat
+from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
-from ampdbg.record.findings import Finding
 from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof
+from ampdbg.record.run import Record
 
-from .view import Column, Line, Snippet, Table, Words, line, more
+from .view import Column, Line, Table, Words, line, more
 
 MAX_PINS = 16
 """So many are explained; all are among the lines for the config."""
@@ -28,17 +29,18 @@ PIN_COLUMNS = (
 PROOF_COLUMNS = (Column(kind="sign"), Column(), Column())
 
 
-def pin_table(pins: Sequence[Pin], findings: Sequence[Finding]) -> Table:
+def pin_table(record: Record) -> Table:
     """The set, at least one pin."""
     rows = []
     lines: set[object] = set()
-    for pin in pins[:MAX_PINS]:
-        first = _first_line(pin)
-        why = _same_line(pin) if first in lines else _why(pin, findings)
+    for pin in record.pins[:MAX_PINS]:
+        # An op on a line goes wrong in many instances of a class alike.
+        first = (pin.reason, pin.sites[0].phase, pin.sites[0].op, pin.sites[0].source) if pin.sites else None
+        why = _same_line(pin, record) if first in lines else _why(pin, record)
         rows.append((_pin(pin), why, *_costs(pin.cost)))
         lines |= {first} - {None}
-    title = "The set" if any(pin.source is None for pin in pins) else "The lines"
-    return Table(title, PIN_COLUMNS, tuple(rows), below=more(len(pins) - MAX_PINS))
+    title = "The set" if any(pin.source is None for pin in record.pins) else "The lines"
+    return Table(title, PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
 
 
 def _pin(pin: Pin) -> tuple[Line, ...]:
@@ -48,14 +50,14 @@ def _pin(pin: Pin) -> tuple[Line, ...]:
     return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))
 
 
-def _why(pin: Pin, findings: Sequence[Finding]) -> tuple[Line, ...]:
+def _why(pin: Pin, record: Record) -> tuple[Line, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     lines = [] if pin.sites else [line("no op of its own fails", tone="faint")]
-    if pin.sites and pin.reason is not None and pin.reason < len(findings):
-        lines.append(line(findings[pin.reason].code, tone="bad"))
+    if pin.sites and pin.reason is not None and pin.reason < len(record.findings):
+        lines.append(line(record.findings[pin.reason].code, tone="bad"))
     if pin.sites:
-        lines += _site(pin.sites[0], pin)
+        lines += _site(pin.sites[0], pin, format_of_config(record.config))
     if len(pin.sites) > 1:
         lines.append(line(f"and {counted(len(pin.sites) - 1, 'more op')}: {_ops(pin.sites[1:])}", tone="faint"))
     return (*lines, *_without(pin.without))
@@ -65,18 +67,13 @@ def _without(what: str) -> tuple[Line, ...]:
     return (line(Words("without it: ", "doubtful"), what),) if what else ()
 
 
-def _first_line(pin: Pin) -> object:
-    """What goes wrong first without the pin: an op on a line, which many instances of a class may share."""
-    return (pin.reason, pin.sites[0].phase, pin.sites[0].op, pin.sites[0].source) if pin.sites else None
-
-
-def _same_line(pin: Pin) -> tuple[Line, ...]:
+def _same_line(pin: Pin, record: Record) -> tuple[Line, ...]:
     value = pin.sites[0].value
-    same = line("the same line" + (f": {_against_half(value)}" if value is not None else ""))
-    return (same, *_without(pin.without.partition(": ")[0]))
+    beside = f": {_against_half(value, format_of_config(record.config))}" if value is not None else ""
+    return (line(f"the same line{beside}"), *_without(pin.without.partition(": ")[0]))
 
 
-def _site(site: PinSite, pin: Pin) -> Iterator[Line]:
+def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
     inner = site.module if site.module != pin.module else ""
     call = f"call {site.call}" if site.call else ""
     place = f"{site.source.file}:{site.source.line}" if site.source else ""
@@ -85,7 +82,7 @@ def _site(site: PinSite, pin: Pin) -> Iterator[Line]:
     if site.source is not None and site.source.text.strip():
         yield line(site.source.text.strip(), tone="strong", is_code=True)
     if site.value is not None:
-        yield line(_against_half(site.value))
+        yield line(_against_half(site.value, low))
 
 
 def _ops(sites: Sequence[PinSite]) -> str:
@@ -94,13 +91,13 @@ def _ops(sites: Sequence[PinSite]) -> str:
     return listed(list(dict.fromkeys(ops)))
 
 
-def _against_half(value: float) -> str:
-    """A value in FP32 beside the limit of FP16 that it breaks, if it does."""
+def _against_half(value: float, low: FloatFormat) -> str:
+    """A value in FP32 beside the limit of the run's format that it breaks, if it does."""
     size = abs(value)
-    if size >= FLOAT16.overflow_threshold:
-        return f"{number(value)} in FP32, above FP16's limit of {number(FLOAT16.largest)}"
-    if 0.0 < size < FLOAT16.smallest_subnormal:
-        return f"{number(value)} in FP32, below FP16's {number(FLOAT16.smallest_subnormal)}"
+    if size >= low.overflow_threshold:
+        return f"{number(value)} in FP32, above {limit_of(low)}"
+    if 0.0 < size < low.smallest_subnormal:
+        return f"{number(value)} in FP32, below {low.short}'s {number(low.smallest_subnormal)}"
     return f"{number(value)} in FP32"
 
 
@@ -111,11 +108,11 @@ def _costs(cost: PinCost | None) -> tuple[str, str]:
     return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
 
-def cost_sentence(cost: PinCost) -> str:
-    """What the whole set takes out of FP16."""
+def cost_sentence(cost: PinCost, low: FloatFormat) -> str:
+    """What the whole set takes out of the run's format."""
     return (
         f"The set takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
-        f"FP16 activations ({byte_size(cost.activation_bytes)}) out of FP16."
+        f"{low.short} activations ({byte_size(cost.activation_bytes)}) out of {low.short}."
     )
 
 
@@ -133,11 +130,6 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
     every = list(dict.fromkeys([*given, *(name or EVERYTHING for name in names)]))
     lines = yaml.safe_dump(every, default_flow_style=False, width=math.inf).splitlines() if every else []
     return ["precision:", "  pins:", *(f"    {text}" for text in lines)]
-
-
-def config_lines(names: Sequence[str], config: Mapping[str, object]) -> Snippet:
-    """The lines to paste."""
-    return Snippet("In the config", tuple(pins_yaml(names, config)))
 
 
 # What proves it

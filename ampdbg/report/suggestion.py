@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted
 from ampdbg.record.pins import Handover
 from ampdbg.record.run import Record
@@ -34,7 +35,7 @@ def page(record: Record, typed: Typed) -> Page:
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
-    yield pin_table(record.pins, record.findings)
+    yield pin_table(record)
     if handed.files:
         edits = (
             text
@@ -47,7 +48,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     if record.verification is not None:
         yield proof_table(record.verification)
     if record.search is not None and record.search.cost is not None:
-        yield Paragraph((line(cost_sentence(record.search.cost)),))
+        yield Paragraph((line(cost_sentence(record.search.cost, format_of_config(record.config))),))
     yield from _remedies(handed.notes)
 
 

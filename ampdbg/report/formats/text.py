@@ -87,7 +87,9 @@ def draw(page: view.Page, look: view.Look) -> str:
 def _parts(page: view.Page, width: int) -> Iterator[RenderableType]:
     if page.headline is not None:
         yield _headline(page.headline)
-    yield from (Group(*_drawn(section, width)) for section in page.sections)
+    for section in page.sections:
+        title = "" if isinstance(section, view.Findings) else section.title
+        yield Group(*([Text(title, style="bold")] if title else []), *_drawn(section, width))
     last = list(_end(page))
     if last:
         yield Group(*last)
@@ -123,11 +125,6 @@ def _line(one: view.Line, depth: int = 0) -> RenderableType:
     return _indented(text, by) if by else text
 
 
-def _title(title: str) -> Iterator[Text]:
-    if title:
-        yield Text(title, style="bold")
-
-
 @singledispatch
 def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
     raise TypeError(f"got a section of {type(section).__name__}; each kind of view.Section has a function below")
@@ -135,26 +132,22 @@ def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
 
 @_drawn.register
 def _lines(section: view.Paragraph, width: int) -> Iterator[RenderableType]:
-    yield from _title(section.title)
     yield from (_line(one, depth=1 if section.title else 0) for one in section.lines)
 
 
 @_drawn.register
 def _snippet(section: view.Snippet, width: int) -> Iterator[RenderableType]:
-    yield from _title(section.title)
     yield from (_verbatim(text, "green", INDENT) for text in section.lines)
 
 
 @_drawn.register
 def _chart(section: view.ScaleChart, width: int) -> Iterator[RenderableType]:
-    yield from _title(section.title)
     yield from (_verbatim(row.text, STYLES[row.tone]) for row in scale_chart(section.steps, width))
 
 
 @_drawn.register
 def _table(section: view.Table, width: int) -> Iterator[RenderableType]:
     shown = [at for at, column in enumerate(section.columns) if width >= NARROW or not column.is_spare]
-    yield from _title(section.title)
     yield from (_line(one, depth=1) for one in section.above)
     yield _indented(
         _grid([section.columns[at] for at in shown], [[row[at] for at in shown] for row in section.rows], width)
@@ -223,7 +216,6 @@ def _follow_up(finding: Finding) -> RenderableType:
 @_drawn.register
 def _prose(section: view.Prose, width: int) -> Iterator[RenderableType]:
     """Its blocks with an empty line between them, but none between items."""
-    yield from _title(section.title)
     previous = ""
     for kind, text in blocks(section.markdown):
         if previous and not previous == kind == "item":
