@@ -31,8 +31,6 @@ from ampdbg.record.run import Record
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ampdbg.proof.suggestion import Suggestion
-
 
 def scan(
     config: str | Path | Given, *, replays: int = 2, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]
@@ -101,6 +99,7 @@ def bisect(
 def suggest_fp32(
     config: str | Path | Given | None = None,
     *,
+    form: Form = "diff",
     verify: bool = True,
     apply: bool = False,
     force: bool = False,
@@ -111,11 +110,12 @@ def suggest_fp32(
 ) -> Record:
     """Finds what must run in FP32 and the patch that does it, and proves the patch.
 
-    The record has the set in ``pins`` and the proof in ``verification``.
+    The record has the set in ``pins``, the patch in ``handover`` and its proof in ``verification``.
 
     Args:
         config: as of :func:`bisect`; without it the latest record of this folder.
-        verify: prove the patch in fresh processes.
+        form: how the suggestion is to be handed over.
+        verify: prove it in fresh processes.
         apply: write the files, where there is a patch.
         force: write them also where git sees uncommitted changes in them.
         strategy: as of :func:`bisect`, and ``max_trials`` too.
@@ -124,31 +124,12 @@ def suggest_fp32(
         PatchError: the files cannot be written; none was. ``record`` of the error is the record.
     """
     given = _given(latest_record() if config is None else config, changes)
-    found = suggestion(given, verify=verify, strategy=strategy, max_trials=max_trials, observer=observer)
-    if apply:
-        try:
-            apply_patch(found, force=force)
-        except PatchError as error:
-            error.record = found.record
-            raise
-    return found.record
-
-
-def suggestion(
-    given: Given,
-    *,
-    form: Form = "diff",
-    verify: bool = True,
-    strategy: Strategy = "guided",
-    max_trials: int | None = None,
-    observer: Observer = UNOBSERVED,
-) -> Suggestion:
-    """As :func:`suggest_fp32`, with the edits of the patch; ``form`` is how it is to be handed over."""
     observer.start(given.config.train.steps)
+    from ampdbg.patch.file_edits import write_edits
     from ampdbg.proof.suggestion import suggest
 
     with _diagnosed("suggest-fp32"):
-        return suggest(
+        found = suggest(
             given.config,
             form=form,
             verify=verify,
@@ -157,17 +138,13 @@ def suggestion(
             max_trials=max_trials,
             observer=observer,
         )
-
-
-def apply_patch(found: Suggestion, *, force: bool = False) -> None:
-    """Writes the patched files, where there is a patch.
-
-    Raises:
-        PatchError: a file cannot be written, or git sees uncommitted changes in it and it is not forced.
-    """
-    from ampdbg.patch.file_edits import write_edits
-
-    write_edits(found.edits, force=force)
+    if apply:
+        try:
+            write_edits(found.edits, force=force)
+        except PatchError as error:
+            error.record = found.record
+            raise
+    return found.record
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:

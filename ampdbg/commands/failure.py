@@ -65,10 +65,13 @@ def _keep(error: AmpdbgError, path: Path | None) -> None:
     saved = save(error.record, path)
     if saved.failure is not None:
         say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
+    if saved.handed_over is not None:
+        say(f"the patch is in {shlex.quote(str(saved.handed_over))}")
     if saved.path is not None:
         steps = len(error.record.steps)
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
-        say(f"{before}: ampdbg report {shlex.quote(str(saved.path))}")
+        what = before if error.record.handover is None else "what was found"
+        say(f"{what}: ampdbg report {shlex.quote(str(saved.path))}")
 
 
 def _confess(error: Exception, debug: bool) -> int:

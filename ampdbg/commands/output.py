@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ampdbg.errors import AmpdbgError, RecordError
+from ampdbg.files import replace_file
 from ampdbg.given import Given
 from ampdbg.record.file import LATEST, add_record, write_record
 from ampdbg.record.run import Record
@@ -121,9 +122,13 @@ def _carries(stream: TextIO, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """The file that a record was written to; ``failure`` is why the one that was asked for could not be written."""
+    """The file that a record was written to, and the one beside it with what it hands over.
+
+    ``failure`` is why the one that was asked for could not be written.
+    """
 
     path: Path | None
+    handed_over: Path | None = None
     failure: RecordError | None = None
 
 
@@ -135,17 +140,35 @@ def save(record: Record, asked_for: Path | None) -> Saved:
     try:
         if asked_for is not None:
             write_record(record, asked_for)
-            return Saved(asked_for)
+            return Saved(asked_for, _handed_over(record, asked_for))
         path = add_record(record)
     except RecordError as error:
         if asked_for is None:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")
-        return Saved(None, error if asked_for is not None else None)
+        return Saved(None, failure=error if asked_for is not None else None)
     try:
         write_record(record, LATEST)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")
-    return Saved(path)
+    return Saved(path, _handed_over(record, path))
+
+
+def _handed_over(record: Record, beside: Path) -> Path | None:
+    """Writes what the record hands over beside it, but over nothing."""
+    from ampdbg.report.handover import content, suffix
+
+    text = content(record)
+    if text is None or record.handover is None:
+        return None
+    file = beside.with_suffix(suffix(record.handover.form))
+    if file.exists():
+        return None
+    try:
+        replace_file(file, text)
+    except OSError as error:
+        say(f"warning: {file}: cannot be written: {error.strerror or error}")
+        return None
+    return file
 
 
 def show(

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,9 +20,6 @@ from ampdbg.report import formats, handover
 
 from . import bisect, options, progress
 from .output import Saved, look_of, results_only, save, say, typed_as, write_result
-
-if TYPE_CHECKING:
-    from ampdbg.proof.suggestion import Suggestion
 
 
 def command(
@@ -61,35 +58,35 @@ def command(
         if apply and not force and not quiet:
             _warn_of_uncommitted(given)
         with progress.shown(quiet, max_trials) as observer:
-            found = api.suggestion(
+            found = api.suggest_fp32(
                 given,
                 form=format_,
                 verify=not no_verify,
+                apply=apply,
+                force=force,
                 strategy=strategy,
                 max_trials=max_trials,
                 observer=observer,
             )
-        saved = save(found.record, record)
-        failure = _failure_of_applying(found, force) if apply else None
-        text, handed = handover.content(found.record), found.record.handover
-        file, failure = _written(text, handover.suffix(format_), output, saved, failure)
+        saved, text = save(found, record), handover.content(found)
+        file = saved.handed_over
+        if output is not None and text is not None:
+            file = _written(output, text, saved)
         is_printed = not apply and output is None and text is not None
-        if is_printed and not json and not stdout.isatty() and (warning := handover.warning_of_piping(handed)):
+        if is_printed and not json and not stdout.isatty() and (warning := handover.warning_of_piping(found.handover)):
             say(warning)  # also with --quiet: git itself would say nothing
         if text is None or not quiet:
             typed = replace(
                 typed_as(given.typed, saved.path),
                 handed_over=str(file or ""),
-                is_applied=apply and failure is None,
+                is_applied=apply,
                 is_record=given.record is not None,
             )
-            say(formats.written(found.record, typed, look_of(sys.stderr), "text").rstrip())
-        write_result(to_json(found.record) if json else text or b"" if is_printed else b"", stdout)
-    if failure is not None:
-        raise _with_places(failure, file, saved.path)
+            say(formats.written(found, typed, look_of(sys.stderr), "text").rstrip())
+        write_result(to_json(found) if json else text or b"" if is_printed else b"", stdout)
     if saved.failure is not None:
         raise saved.failure
-    return EXIT_HEALTHY if text is not None else bisect.exit_code(found.record)
+    return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 
 def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bool) -> None:
@@ -123,35 +120,12 @@ def _warn_of_uncommitted(given: Given) -> None:
             )
 
 
-def _failure_of_applying(found: Suggestion, force: bool) -> PatchError | None:
+def _written(output: Path, text: bytes, saved: Saved) -> Path:
+    """Writes the text to ``output``; where that fails, the error says where it is all the same."""
     try:
-        api.apply_patch(found, force=force)
-    except PatchError as error:
-        return error
-    return None
-
-
-def _written(
-    text: bytes | None, suffix: str, output: Path | None, saved: Saved, failure: PatchError | None
-) -> tuple[Path | None, PatchError | None]:
-    """Writes the text beside the record, over nothing, and to ``output``; a file that has it, and the first failure."""
-    if text is None:
-        return None, failure
-    file = saved.path.with_suffix(suffix) if saved.path is not None else None
-    if file is not None and file.exists():
-        file = None
-    for path in (file, output):
-        if path is not None:
-            try:
-                replace_file(path, text)
-                file = path
-            except OSError as error:
-                failure = failure or PatchError(f"{path}: cannot be written: {error.strerror or error}")
-    return file, failure
-
-
-def _with_places(failure: PatchError, file: Path | None, record: Path | None) -> PatchError:
-    """The failure, and where the search's results are all the same."""
-    kept = {"the patch": file, "the record": record}
-    places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path is not None)
-    return PatchError(f"{str(failure).rstrip('.')}; {places}" if places else str(failure))
+        replace_file(output, text)
+    except OSError as error:
+        kept = {"the patch": saved.handed_over, "the record": saved.path}
+        places = " and ".join(f"{what} is in {shlex.quote(str(path))}" for what, path in kept.items() if path)
+        raise PatchError(f"{output}: cannot be written: {error.strerror or error}; {places}") from None
+    return output

@@ -311,7 +311,8 @@ def test_apply_refuses_uncommitted_work_unless_forced(here: Here, fake: Fake) ->
     assert "Commit or stash them, or use --force" in result.stderr
     assert "run it again, with the patch" not in result.stderr
     last = result.stderr.splitlines()[-1].replace("\\", "/")
-    assert f"; the patch is in {saved('*.patch').as_posix()} and the record is in .ampdbg/" in last
+    assert last.startswith("what was found: ampdbg report .ampdbg/")
+    assert f"\nthe patch is in {saved('*.patch').as_posix()}\n" in result.stderr.replace("\\", "/")
     assert Path("model.py").read_bytes() == BEFORE
     assert here("suggest-fp32", "config.yaml", "--apply", "--force").code == 0
     assert Path("model.py").read_bytes() == AFTER
@@ -333,7 +334,7 @@ def test_a_refused_patch_is_saved_beside_a_record_of_any_name_but_over_nothing(h
     assert Path("r.patch").read_bytes().startswith(b"# Keeps in FP32")
     Path("r.patch").write_bytes(b"mine")
     result = here("suggest-fp32", "config.yaml", "--apply", "--record", "r.json")
-    assert result.stderr.splitlines()[-1].endswith("; the record is in r.json")
+    assert result.stderr.splitlines()[-1] == "what was found: ampdbg report r.json"
     assert Path("r.patch").read_bytes() == b"mine"
 
 
