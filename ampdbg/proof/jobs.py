@@ -66,8 +66,7 @@ class Job:
     steps with a part of the patch. ``reference``: the failing steps without it, and training runs in FP32.
 
     ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
-    ``train_steps`` steps (with the patch more, where the loss scale needs them to settle), and those in FP32 withhold
-    the updates of the steps in ``withheld``.
+    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -97,14 +96,16 @@ class Tried:
 class Trained:
     """A training run: the loss of each step, the steps whose update was skipped, the last loss scale.
 
-    It was to have so many ``steps``. ``faults`` are codes and messages of findings that speak against the patch,
-    ``beside`` the codes of those that do not. ``failure`` is why it ended early.
+    It was to have so many ``steps``; ``begun_at`` is its first loss scale where that is lower than the config's.
+    ``faults`` are codes and messages of findings that speak against the patch, ``beside`` the codes of those that do
+    not. ``failure`` is why it ended early.
     """
 
     steps: int = 0
     losses: tuple[float, ...] = ()
     skipped: tuple[int, ...] = ()
     scale: float = 1.0
+    begun_at: float | None = None
     faults: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     failure: str = ""

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.config.schema import LossScale, Precision
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
 from ampdbg.proof.experiments import in_fresh_process, save_steps
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
-from ampdbg.proof.training_runs import OfAStep, last_quarter, why_nothing_was_trained
+from ampdbg.proof.training_runs import OfAStep, last_quarter
 from ampdbg.quantities import byte_size, counted, duration, scale
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.replay.snapshot import FailingStep
@@ -30,8 +31,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
     user's code is imported with the patched bytes.
 
     Args:
-        job: the patch, and what is to be shown of it; its training runs are longer where the loss scale would take
-            most of them to settle.
+        job: the patch, and what is to be shown of it.
         failing: the steps that the patch cures, at least one.
         without: for each part that can be left out, by its title, the patch without it.
         observer: sees what is about to run.
@@ -60,20 +60,19 @@ def _proof(
     cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
-    trained, asked = patched.runs["patched"], job.train_steps
+    trained = patched.runs["patched"]
     dropped = {}
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
             observer.stage(f"the failing step without {title}")
             dropped[title] = in_fresh_process(replace(job, kind="dropped", patched=rest), steps, observer)
     observer.stage("the failing step without the patch")
-    job = replace(job, train_steps=trained.steps, withheld=frozenset(trained.skipped))
+    job = replace(job, withheld=frozenset(trained.skipped))
     reference = in_fresh_process(replace(job, kind="reference", patched=Patched()), steps, observer)
     shown = [*cured, same_in_fp32(patched, reference, recorded)]
     shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     shown += [further_batches(patched), in_eval_mode(patched, reference)]
-    nothing_trained = why_nothing_was_trained(job.config.precision, trained, patched.tried)
-    shown.append(training_run(trained, asked, nothing_trained))
+    shown.append(training_run(trained, why_nothing_was_trained(job.config.precision, trained, patched.tried)))
     if "float32" in reference.runs:
         shown.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
     shown += use_of_a_step({**patched.uses, **reference.uses})
@@ -172,22 +171,28 @@ def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
     return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
 
 
-def training_run(trained: Trained, asked: int, nothing_trained: str = "") -> ProofStep:
-    """Whether a run with the patch shows no finding of precision.
+def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Sequence[Tried]) -> str:
+    """What is wrong with a run of which every step was skipped, and what to type; "" for any other run."""
+    if not trained.losses or len(trained.skipped) < len(trained.losses):
+        return ""
+    key = "precision.loss_scale.init" if isinstance(precision.loss_scale, LossScale) else "precision.loss_scale"
+    lower = min(*(one.scale for one in tried), trained.scale / 4)
+    return (
+        f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g} is too large for the "
+        f"gradients: --set {key}={lower:g}"
+    )
 
-    Args:
-        trained: the run.
-        asked: how many steps it was to have, were it not for a loss scale that has to settle.
-        nothing_trained: why no step of it was taken; "" where one was.
-    """
+
+def training_run(trained: Trained, nothing_trained: str = "") -> ProofStep:
+    """Whether a run with the patch shows no finding of precision; ``nothing_trained`` says why no step was taken."""
     name = f"training {counted(trained.steps, 'step')}"
     wrong = trained.failure or next(iter(trained.faults), nothing_trained)
     if wrong:
         return ProofStep(name, False, wrong)
-    longer = f"; {trained.steps - asked} more than asked for, as the scale settles" if trained.steps > asked else ""
+    begun = f"; begun at {scale(trained.begun_at)}, which the failing step bears" if trained.begun_at else ""
     beside = f", but for {', '.join(dict.fromkeys(trained.beside))}" if trained.beside else ""
     skipped = counted(len(trained.skipped), "skipped step")
-    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{longer}")
+    return ProofStep(name, True, f"healthy{beside}; loss scale {scale(trained.scale)}, {skipped}{begun}")
 
 
 def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | None) -> ProofStep:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ampdbg.config.schema import Config, LossScale, Precision
+from ampdbg.config.schema import Config, LossScale
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError
 from ampdbg.formats import FLOAT16
@@ -34,54 +34,23 @@ REPLAYED_STEPS = 2
 LONGEST_EXTRA_RUN = 120.0
 """Seconds that the training run may take which shows how far apart two runs in FP32 are."""
 
-SPARE = 2
-"""A later batch may need a lower loss scale than the failing steps do: so many halvings are allowed for it."""
 
-MOST_MORE = 64
-"""A run is not made longer than by so many steps; float32 bears 64 halvings of 65536 and more."""
-
-
-def steps_to_train(job: Job, tried: Sequence[Tried]) -> int:
-    """The steps of the job's training runs, and more where the loss scale would take over half of them to settle.
+def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer) -> Trained:
+    """Its dynamic loss scale begins no higher than where it would settle: skipped steps prove nothing.
 
     Args:
         job: the proof's.
         tried: the failing steps with the patch, each at a loss scale that its gradients bear.
+        observer: sees that it begins.
     """
-    skips = _skips(job.config.precision, tried)
-    return job.train_steps if 2 * skips <= job.train_steps else job.train_steps + min(skips + SPARE, MOST_MORE)
-
-
-def _skips(precision: Precision, tried: Sequence[Tried]) -> int:
-    """So many skipped steps bring the loss scale from its first value to one at which the failing steps are healthy."""
+    observer.stage(f"{job.train_steps} steps with the patch")
+    precision, borne = job.config.precision, min(one.scale for one in tried)
     scale = precision.loss_scale
-    if precision.format is not FLOAT16 or not isinstance(scale, LossScale):
-        return 0
-    # Less a rounding error: 64 is six halvings and no seventh.
-    halvings = math.log(scale.init / min(one.scale for one in tried)) / -math.log(scale.backoff_factor)
-    return max(0, math.ceil(halvings - 1e-9))
-
-
-def why_nothing_was_trained(precision: Precision, trained: Trained, tried: Sequence[Tried]) -> str:
-    """What is wrong with a run of which every step was skipped, and what to type; "" for any other run."""
-    if not trained.losses or len(trained.skipped) < len(trained.losses):
-        return ""
-    at = f"every step was skipped, and nothing was trained: the loss scale of {trained.scale:g}"
-    if isinstance(precision.loss_scale, LossScale):
-        steps = len(trained.losses) + max(len(trained.losses), _skips(precision, tried) + SPARE)
-        return f"{at} is still falling; give the run more steps: --set train.steps={steps}"
-    lower = min(*(one.scale for one in tried), trained.scale / 4)
-    return f"{at} is too large for the gradients: --set precision.loss_scale={lower:g}"
-
-
-def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer) -> Trained:
-    """Longer than asked where the loss scale would take most of it; the data may not have so many batches."""
-    for steps in dict.fromkeys((steps_to_train(job, tried), job.train_steps)):
-        observer.stage(f"{steps} steps with the patch")
-        trained = _trained(replace(job, train_steps=steps))
-        if not trained.failure:
-            break
-    return trained
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or scale.init <= borne:
+        return _trained(job)
+    settled = precision.model_copy(update={"loss_scale": scale.model_copy(update={"init": borne})})
+    trained = _trained(replace(job, config=job.config.model_copy(update={"precision": settled})))
+    return replace(trained, begun_at=borne)
 
 
 def reference_runs(job: Job, uses: Mapping[str, StepUse], observer: Observer) -> dict[str, Trained]:
