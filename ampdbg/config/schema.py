@@ -10,14 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
 from ampdbg.config.targets import TARGET_FORMS, parse_target, quoted, why_absent, why_no_file
 from ampdbg.formats import FLOAT32, FloatFormat
 from ampdbg.levels import CHOICES, LEVELS, lowest_format
 
-LAST_DEVICE = 127
+DEVICE = "^(auto|cpu|cuda(:[0-9]{1,2}|:1[01][0-9]|:12[0-7])?)$"
 """torch keeps the index of a device in eight bits."""
 
 
@@ -55,20 +65,6 @@ def _checkpoint(value: Path, info: ValidationInfo) -> Path:
     return value
 
 
-def _level(value: str) -> str:
-    if value not in LEVELS:
-        raise ValueError(f'got "{value[:60]}"; allowed: {CHOICES}')
-    return value
-
-
-def _device(value: str) -> str:
-    kind, colon, index = value.partition(":")
-    is_index = index.isascii() and index.isdigit() and len(index) <= 3 and int(index) <= LAST_DEVICE
-    if value in ("auto", "cpu", "cuda") or (kind == "cuda" and colon and is_index):
-        return value
-    raise ValueError(f"got {quoted(value)}; allowed: auto, cpu, cuda or cuda:INDEX, up to {LAST_DEVICE}")
-
-
 def _scale_kind(value: object) -> str:
     return "<mapping>" if isinstance(value, (Mapping, LossScale)) else "<number>"
 
@@ -84,7 +80,7 @@ Empty = BeforeValidator(_empty_section)
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", ser_json_inf_nan="constants")
 
 
 class TargetSpec(_Section):
@@ -118,7 +114,7 @@ class Precision(_Section):
     dtype: Annotated[Literal["float16", "bfloat16", "float32"], Field(description="float16, bfloat16 or float32")] = (
         "float16"
     )
-    level: Annotated[str, AfterValidator(_level), Field(description=CHOICES)] = "O1"
+    level: Annotated[str, Field(pattern=f"^({'|'.join(LEVELS)})$", description=CHOICES)] = "O1"
     policy: Annotated[Literal["cuda", "native"], Field(description="cuda or native")] = "cuda"
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
@@ -152,7 +148,7 @@ class Train(_Section):
     seed: Annotated[
         int, BeforeValidator(_not_boolean), Field(ge=0, lt=2**32, description="a whole number from 0 to 2**32 - 1")
     ] = 0
-    device: Annotated[str, AfterValidator(_device), Field(description="auto, cpu, cuda or cuda:INDEX")] = "auto"
+    device: Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:INDEX, up to 127")] = "auto"
 
 
 class ConfigFile(_Section):
@@ -166,7 +162,7 @@ class ConfigFile(_Section):
     step: TargetSpec | None = None
     optimizer: Annotated[OptimizerSpec, Empty] = OptimizerSpec()
     checkpoint: Annotated[
-        Annotated[Path, AfterValidator(_checkpoint)] | None,
+        Annotated[Path, AfterValidator(_checkpoint), PlainSerializer(Path.as_posix)] | None,
         Field(description="the path of a .pt or .safetensors file, relative to the config"),
     ] = None
     precision: Annotated[Precision, Empty] = Precision()
@@ -194,9 +190,7 @@ class Config(ConfigFile):
 
     def resolved(self) -> dict[str, Any]:
         """All keys with defaults filled in, as plain data; paths stay as they were written."""
-        plain = _plain(self.model_dump(exclude={"folder", "start", "places"}))
-        assert isinstance(plain, dict)
-        return plain
+        return self.model_dump(mode="json", exclude={"folder", "start", "places"})
 
     def folder_from_start(self) -> str:
         """The config's folder as a record names it: relative to where the run was started, with forward slashes."""
@@ -204,14 +198,3 @@ class Config(ConfigFile):
             return Path(os.path.relpath(self.folder, self.start)).as_posix()
         except ValueError:  # another drive, on Windows
             return self.folder.as_posix()
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return value.as_posix()
-    # YAML also has dates, sets and binary, which JSON does not.
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

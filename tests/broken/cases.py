@@ -102,7 +102,7 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     ),
     Broken("a far device", HEALTHY + "train: {device: 'cuda:99999999999999999999'}\n", ("train.device", "up to 127")),
     Broken("a long key", HEALTHY + "x" * 1000 + ": 1\n", ("config.yaml:4: xxx", "unknown key")),
-    Broken("a long text", HEALTHY + f"train: {{device: {'x' * 9999}}}\n", ("train.device: got 'xxx", "up to 127")),
+    Broken("a long text", HEALTHY + f"train: {{device: {'x' * 9999}}}\n", ('train.device: got "xxx', "up to 127")),
     Broken(
         "20,000 unknown keys",
         HEALTHY + "".join(f"key{number}: 1\n" for number in range(20_000)),
@@ -173,7 +173,7 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("no accumulation", HEALTHY + "train: {accumulate: 0}\n", ("train.accumulate: got 0", "at least 1")),
     Broken("clip to nothing", HEALTHY + "train: {clip_grad_norm: 0}\n", ("train.clip_grad_norm: got 0", "above 0")),
     Broken("negative seed", HEALTHY + "train: {seed: -1}\n", ("train.seed: got -1", "from 0")),
-    Broken("unknown device", HEALTHY + "train: {device: gpu}\n", ("train.device: got 'gpu'", "cuda:INDEX")),
+    Broken("unknown device", HEALTHY + "train: {device: gpu}\n", ('train.device: got "gpu"', "cuda:INDEX")),
     Broken(
         "unknown dtype",
         HEALTHY + "precision: {dtype: fp16}\n",
