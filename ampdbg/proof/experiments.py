@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -167,7 +167,9 @@ def _seen(job: Job, file: Path, observer: Observer) -> Seen:
             further, further_failure = (
                 _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
             )
-            uses = _uses(run, steps[0], {"patched": False} if is_patched else {"unpatched": False, "float32": True})
+            low = run.mode.format.name
+            ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
+            uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
             eval_failure = raised_in_eval_mode(run, steps[0])
     if is_patched:
         runs = {"patched": trained_with_the_patch(job, tried, observer)}
@@ -287,15 +289,8 @@ View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 """The offset, shape and strides by which a tensor looks at its memory."""
 
 
-def _uses(run: Run, failing: FailingStep, ways: Mapping[str, bool]) -> dict[str, StepUse]:
-    """What the step takes by each way that it runs; ``ways`` says of each whether that is in FP32."""
-    uses = {name: step_use(run, failing, in_fp32=in_fp32) for name, in_fp32 in ways.items()}
-    return {name: use for name, use in uses.items() if use is not None}
-
-
-def step_use(run: Run, failing: FailingStep, *, in_fp32: bool = False) -> StepUse | None:
-    """Measures the step as it was, or in FP32; the model must have its weights. None where the step raises."""
-    dtype = "float32" if in_fp32 else run.mode.format.name
+def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
+    """Measures the step in ``dtype``; the model must have its weights. None where the step raises."""
     manner = Manner(dtype, failing.scale, is_lifted=False)
     saved = _saved_bytes(run, failing, manner)
     if saved is None:
@@ -313,15 +308,13 @@ def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     """None where the step raises."""
     model = run.workload.model
     weights = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    storages: dict[int, int] = {}
-    views: dict[int, dict[View, int]] = {}
+    kept: dict[int, tuple[int, dict[View, int]]] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in weights:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            view = (tensor.storage_offset(), tensor.shape, tensor.stride())
-            views.setdefault(storage.data_ptr(), {})[view] = tensor.nbytes
+            _, views = kept.setdefault(storage.data_ptr(), (storage.nbytes(), {}))
+            views[tensor.storage_offset(), tensor.shape, tensor.stride()] = tensor.nbytes
         return tensor
 
     # Of several micro-batches the first: the graph of each is freed before the next, whose memory may be the same.
@@ -331,7 +324,7 @@ def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     if replayed.replay.error:
         return None
     # Memory counts once, however many ops keep a view of it; of a data set a batch counts that is a slice of it.
-    return sum(min(size, sum(views[storage].values())) for storage, size in storages.items())
+    return sum(min(size, sum(views.values())) for size, views in kept.values())
 
 
 def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:

@@ -123,11 +123,10 @@ def _find_all(config: Config, user: UserCode) -> dict[str, Found]:
     """What every target names; all that are missing are reported together."""
     importer, found, missing = Importer(config, user), {}, []
     for key, spec in _specs(config).items():
-        value = importer.find(key, parse_target(spec.target))
-        if isinstance(value, WorkloadError):
-            missing.append(str(value))
-        else:
-            found[key] = Found(key, config, spec, value, user)
+        try:
+            found[key] = Found(key, config, spec, importer.find(key, parse_target(spec.target)), user)
+        except WorkloadError as error:
+            missing.append(str(error))
     if missing:
         raise WorkloadError("\n".join(missing))
     return found

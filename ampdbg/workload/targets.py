@@ -136,18 +136,13 @@ class Importer:
     user: UserCode
     files: dict[Path, ModuleType] = field(default_factory=dict)
 
-    def find(self, key: str, target: Target) -> object | WorkloadError:
-        """The object that ``target``, given at ``key``, names; the error where there is no such module or name.
+    def find(self, key: str, target: Target) -> object:
+        """The object that ``target``, given at ``key``, names.
 
         Raises:
+            WorkloadError: there is no such module or name.
             UserCodeError: importing it raised.
         """
-        try:
-            return self._find(key, target)
-        except WorkloadError as error:
-            return error
-
-    def _find(self, key: str, target: Target) -> object:
         where = self.config.where(f"{key}.target")
         found: object = self._from_file(where, target) if target.file else self._from_module(where, target)
         for part in target.name.split("."):

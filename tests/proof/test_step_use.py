@@ -19,24 +19,24 @@ LINEAR = (
 )
 
 
-def used(folder: Path, *, in_fp32: bool = False) -> StepUse | None:
+def used(folder: Path, dtype: str) -> StepUse | None:
     config = written(folder, {"net.py": LINEAR})
     (step,) = failing_steps(config)
     with prepared(config) as run:
-        return step_use(run, step, in_fp32=in_fp32)
+        return step_use(run, step, dtype)
 
 
 @pytest.mark.parametrize(
-    ("in_fp32", "item"),
+    ("dtype", "item"),
     [
         # Both inputs and a copy of the second weight, which is what the gradient of its input needs.
-        (False, 2 * 2 * 16 * 8 + 2 * 8 * 8),
-        (True, 4 * 2 * 16 * 8),
+        ("float16", 2 * 2 * 16 * 8 + 2 * 8 * 8),
+        ("float32", 4 * 2 * 16 * 8),
     ],
     ids=["half", "FP32"],
 )
-def test_bytes_kept_for_the_backward_pass(in_fp32: bool, item: int, tmp_path: Path) -> None:
-    use = used(tmp_path, in_fp32=in_fp32)
+def test_bytes_kept_for_the_backward_pass(dtype: str, item: int, tmp_path: Path) -> None:
+    use = used(tmp_path, dtype)
     assert use is not None
     # The loss keeps its two operands in FP32.
     assert use.saved_bytes == item + 2 * 4 * 16 * 8
@@ -49,4 +49,4 @@ def test_a_step_that_raises_is_not_measured(tmp_path: Path) -> None:
     (step,) = failing_steps(config)
     (tmp_path / "net.py").write_text(NET.replace("return self.after(x)", "raise RuntimeError"))
     with prepared(config) as run:
-        assert step_use(run, step) is None
+        assert step_use(run, step, "float16") is None
