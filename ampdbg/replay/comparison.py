@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
+from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
 from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.op_trace import OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
@@ -81,6 +81,23 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
             if share > MOST_OF_IT * squares[name] and not _is_noise(name, fp32, floor)
         ),
     }
+
+
+def distances(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> dict[str, Any]:
+    """As :func:`compared_gradients`; the floor is made only where a gradient is lost that may be noise."""
+    against = compared_gradients(low, fp32)
+    return compared_gradients(low, fp32, floor()) if against["lost"] else against
+
+
+def held_against(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> tuple[Replay, ...]:
+    """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without."""
+    replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
+    is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
+    if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
+        return (replay,)
+    noise = floor()
+    replay = replace(replay, **compared_gradients(low, fp32, noise))
+    return replay, replace(noise.replay, **compared_gradients(noise, fp32))
 
 
 def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
@@ -18,14 +17,14 @@ from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
-from ampdbg.precision.pins import pin_fp32
+from ampdbg.precision.pins import PinHandle, pin_fp32
 from ampdbg.probes import tensors
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Step
-from ampdbg.replay.comparison import compared_gradients, first_far_op, producers_of
+from ampdbg.replay.comparison import distances, first_far_op, held_against, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
@@ -94,19 +93,11 @@ class _Replays:
         low = self._low(traced=self._producers, keep_gradients=True)
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
-        against = compared_gradients(low, fp32)
-        replays = [replace(producers_of(low, fp32), **against), producers_of(fp32, fp32)]
-        if not (is_finite(low.replay) and is_finite(fp32.replay)):
-            return replace(made, replays=tuple(replays))
-        if agrees(replays[0], fp32.replay, None) and keeps_its_gradients(replays[0]):
-            return replace(made, replays=tuple(replays))
-        floor = self._floor()
-        replays[0] = replace(replays[0], **compared_gradients(low, fp32, floor))
-        replays.append(replace(floor.replay, **compared_gradients(floor, fp32)))
+        replay, *floor = held_against(low, fp32, lambda: self._floor)
         far = None
-        if not agrees(replays[0], fp32.replay, replays[-1]):
-            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), floor)
-        return replace(made, replays=tuple(replays), first_far=far)
+        if floor and not agrees(replay, fp32.replay, *floor):
+            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), self._floor)
+        return replace(made, replays=(replay, producers_of(fp32, fp32), *floor), first_far=far)
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
@@ -123,6 +114,7 @@ class _Replays:
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
         return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
 
+    @cached_property
     def _floor(self) -> Replayed:
         manner = Manner("float32", rounds_to=self._as_it_was.dtype)
         return self._replay("FP32 on rounded weights", manner, traced=SampleTrace, keep_gradients=True)
@@ -143,10 +135,7 @@ class _Replays:
             if not is_finite(low.replay):
                 yield low.replay
                 continue
-            against = compared_gradients(low, fp32)
-            if against["lost"]:
-                against = compared_gradients(low, fp32, self._floor())
-            yield replace(low.replay, **against)
+            yield replace(low.replay, **distances(low, fp32, lambda: self._floor))
             return
 
     def _continued(self) -> tuple[float, ...]:
@@ -302,11 +291,6 @@ class PinnedReplays:
         """The step in FP32, with its trace and its gradients."""
         return self._replay(FP32, ProducerTrace)
 
-    @cached_property
-    def floor(self) -> Replay:
-        """FP32 on weights and inputs rounded to half: the noise floor."""
-        return replace(self._floor.replay, **compared_gradients(self._floor, self.fp32))
-
     def with_pins(self, pins: Sequence[str], *, is_brief: bool = False) -> Investigation:
         """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
         noise floor, as an investigation of the step would hold them.
@@ -318,12 +302,9 @@ class PinnedReplays:
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):
             return self._made(producers_of(low, self.fp32))
-        replay = replace(producers_of(low, self.fp32), **compared_gradients(low, self.fp32))
-        if not is_finite(replay) or (agrees(replay, self.fp32.replay, None) and keeps_its_gradients(replay)):
-            return self._made(replay)
-        replay = replace(replay, **compared_gradients(low, self.fp32, self._floor))
-        made = self._made(replay, self.floor)
-        if is_brief or replay.producers or agrees(replay, self.fp32.replay, self.floor):
+        replay, *floor = held_against(low, self.fp32, lambda: self._floor)
+        made = self._made(replay, *floor)
+        if is_brief or not floor or replay.producers or agrees(replay, self.fp32.replay, *floor):
             return made
         return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
 
@@ -347,6 +328,9 @@ class PinnedReplays:
             tried.append(low)
         return tried[0 if self.scales.is_lossless else -1]
 
+    def _keeps_its_gradients(self, low: Replayed) -> bool:
+        return keeps_its_gradients(replace(low.replay, **distances(low, self.fp32, lambda: self._floor)))
+
     def _scales(self) -> Iterator[float]:
         scale = self._failing.scale if self.scales.is_lossless else self.scale
         yield scale
@@ -354,13 +338,9 @@ class PinnedReplays:
             scale = max(self.scales.lowest, scale / 4.0)
             yield scale
 
-    def _keeps_its_gradients(self, low: Replayed) -> bool:
-        if keeps_its_gradients(replace(low.replay, **compared_gradients(low, self.fp32))):
-            return True
-        return keeps_its_gradients(replace(low.replay, **compared_gradients(low, self.fp32, self._floor)))
-
     @cached_property
     def _floor(self) -> Replayed:
+        """FP32 on weights and inputs rounded to half: the noise floor."""
         return self._replay(Manner("float32", rounds_to=self._low), SampleTrace)
 
     @cached_property
@@ -371,10 +351,8 @@ class PinnedReplays:
         with self._pinned(pins):
             return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
 
-    @contextlib.contextmanager
-    def _pinned(self, pins: Sequence[str]) -> Iterator[None]:
-        with pin_fp32(self._run.workload.model, pins):
-            yield
+    def _pinned(self, pins: Sequence[str]) -> PinHandle:
+        return pin_fp32(self._run.workload.model, pins)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
         step = self._failing.snapshot
