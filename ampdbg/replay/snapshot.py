@@ -234,7 +234,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them.
     """
     random_state = RandomState.now()
-    with restored(model, snapshot.batches, snapshot.weights) as held:
+    with restored(model, snapshot.batches) as held:
         try:
             snapshot.state.write(model, held.ids)
             snapshot.random_state.restore()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import gc
 import operator
 import random
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import NoneType, SimpleNamespace
 from typing import Any
 
@@ -67,17 +66,13 @@ class Held:
     Args:
         roots: models, optimizers' states, tensors.
         batches: their objects are followed further than those of a model.
-        copies: by the id of a tensor a copy of it; where the tensor equals it, it needs no other.
     """
 
-    def __init__(
-        self, *roots: Any, batches: Sequence[Any] = (), copies: Mapping[int, torch.Tensor] | None = None
-    ) -> None:
-        with torch.no_grad(), _uncollected():
+    def __init__(self, *roots: Any, batches: Sequence[Any] = ()) -> None:
+        with torch.no_grad():
             found = {id(value): (value, kind) for value, kind in _walk(batches, OBJECTS_IN_A_BATCH, sys.maxsize)}
             found.update((id(value), (value, kind)) for value, kind in _walk(roots))
-            known = copies or {}
-            self._saved = [(value, _saved(value, kind, known.get(id(value)))) for value, kind in found.values()]
+            self._saved = [(value, _saved(value, kind)) for value, kind in found.values()]
         self.ids = frozenset(found)
 
     @property
@@ -87,7 +82,7 @@ class Held:
 
     def restore(self) -> None:
         """Makes everything what it was when it was saved."""
-        with torch.no_grad(), _uncollected():
+        with torch.no_grad():
             for _, restore in self._saved:
                 # A tensor of the user's own class may refuse to be written; the rest is restored all the same.
                 with contextlib.suppress(Exception):
@@ -95,15 +90,12 @@ class Held:
 
 
 @contextlib.contextmanager
-def restored(
-    model: torch.nn.Module, batches: Sequence[Any] = (), weights: Sequence[torch.Tensor] = ()
-) -> Iterator[Held]:
+def restored(model: torch.nn.Module, batches: Sequence[Any] = ()) -> Iterator[Held]:
     """Afterwards model and batches hold the very same objects with the same contents, whatever was done to them.
 
-    Gradients are cleared meanwhile. ``weights`` are copies of the model's parameters, in order, where there are any.
+    Gradients are cleared meanwhile.
     """
-    copies = {id(parameter): weight for parameter, weight in zip(model.parameters(), weights, strict=False)}
-    held = Held(model, batches=batches, copies=copies)
+    held = Held(model, batches=batches)
     try:
         for tensor in held.tensors:
             if tensor.is_leaf:
@@ -183,21 +175,9 @@ def _is_large(value: Any, largest: int) -> bool:
     return int(getattr(value, "nbytes", 0)) > largest
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pauses the garbage collector, which would look again and again at thousands of new objects that all stay."""
-    was_on = gc.isenabled()
-    gc.disable()
+def _saved(value: Any, kind: Kind) -> Restore:
     try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _saved(value: Any, kind: Kind, copied: torch.Tensor | None) -> Restore:
-    try:
-        return kind.save(value) if copied is None else _save_tensor(value, copied)
+        return kind.save(value)
     except Exception:  # noqa: BLE001 - what cannot be copied is left as the replay leaves it
         return lambda: None
 
@@ -214,10 +194,10 @@ def _save_module(module: torch.nn.Module) -> Restore:
     return restore
 
 
-def _save_tensor(tensor: torch.Tensor, copied: torch.Tensor | None = None) -> Restore:
+def _save_tensor(tensor: torch.Tensor) -> Restore:
     is_leaf, wants, memory = tensor.is_leaf, tensor.requires_grad, tensor.data
     gradient = tensor.grad if is_leaf else None
-    contents = copied if copied is not None and _is_equal(distinct(memory), copied) else _contents(memory)
+    contents = _contents(memory)
 
     def restore() -> None:
         if is_leaf and not tensor.is_leaf:
@@ -225,8 +205,7 @@ def _save_tensor(tensor: torch.Tensor, copied: torch.Tensor | None = None) -> Re
         if is_leaf:
             tensor.requires_grad_(wants)
             tensor.grad = None  # may not fit the memory that comes back
-        if not _is_same_memory(tensor, memory):
-            tensor.data = memory
+        tensor.data = memory
         # Through the bare memory: no graph is to learn of a write that changes nothing.
         if not _is_equal(distinct(memory), contents) and not written(memory, contents):
             tensor.data = _spread(contents, memory)
@@ -271,14 +250,6 @@ def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
     return True
 
 
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    def place(tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr()
-
-    is_plain = one.layout is other.layout is torch.strided and not one.is_nested
-    return is_plain and type(one) in (torch.Tensor, torch.nn.Parameter) and place(one) == place(other)
-
-
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
         return torch.equal(one, other)
@@ -310,30 +281,6 @@ def _fill(container: Any, entries: Any) -> None:
 def _is_same(one: list[Any], other: list[Any]) -> bool:
     """Whether they hold the very same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _save_array(array: Any) -> Restore:
-    if not array.flags.writeable:
-        return lambda: None
-    before = array.copy()
-
-    def restore() -> None:
-        array[...] = before
-
-    return restore
-
-
-def _save_generator(generator: torch.Generator) -> Restore:
-    before = generator.get_state()
-
-    def restore() -> None:
-        generator.set_state(before)
-
-    return restore
-
-
-def _save_generator_of_numpy(generator: Any) -> Restore:
-    return functools.partial(setattr, generator, "state", generator.state)
 
 
 def _inside(module: torch.nn.Module) -> Iterable[Any]:
@@ -378,8 +325,8 @@ KINDS = (
     Kind((list, deque), iter, _save_container, _made_container),
     Kind(set, iter, _save_container, _made_container),
     Kind(tuple, iter, _unchanged, _made_tuple),
-    Kind(torch._C.Generator, _nothing, _save_generator, _copy_of),
-    Kind(random.Random, _nothing, lambda value: functools.partial(value.setstate, value.getstate()), _copy_of),
+    Kind(torch._C.Generator, _nothing, lambda value: partial(value.set_state, value.get_state()), _copy_of),
+    Kind(random.Random, _nothing, lambda value: partial(value.setstate, value.getstate()), _copy_of),
 )
 
 OBJECT = Kind(
@@ -396,11 +343,15 @@ def _numpy_kinds() -> tuple[Kind, ...]:
     if numpy is None:
         return ()
     generators, old_ones = numpy.random.Generator, numpy.random.RandomState
+
+    def save_generator(value: Any) -> Restore:
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+
     return (
-        Kind(numpy.ndarray, _nothing, _save_array, _copy_of),
+        Kind(numpy.ndarray, _nothing, lambda value: partial(numpy.copyto, value, value.copy()), _copy_of),
         Kind(numpy.generic, _nothing, _unchanged, _copy_of),
-        Kind(generators, _nothing, lambda value: _save_generator_of_numpy(value.bit_generator), _copy_of),
-        Kind(old_ones, _nothing, lambda value: functools.partial(value.set_state, value.get_state()), _copy_of),
+        Kind(generators, _nothing, save_generator, _copy_of),
+        Kind(old_ones, _nothing, lambda value: partial(value.set_state, value.get_state()), _copy_of),
     )
 
 

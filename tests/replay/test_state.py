@@ -171,16 +171,6 @@ def test_it_is_restored_when_the_code_raises() -> None:
     assert described(net, {}) == before
 
 
-def test_a_copy_of_the_weights_is_used_only_where_it_is_one() -> None:
-    net = torch.nn.Linear(2, 2)
-    weight, bias = net.weight.detach().clone(), net.bias.detach().clone()
-    with restored(net, weights=(weight, torch.full((2,), 7.0))):
-        net.weight.data.zero_()
-        net.bias.data.zero_()
-    assert torch.equal(net.weight, weight)
-    assert torch.equal(net.bias, bias)
-
-
 def test_what_cannot_be_copied_is_left_alone_and_the_rest_restored() -> None:
     class Stubborn(torch.Tensor):
         def clone(self) -> torch.Tensor:  # type: ignore[override]
