@@ -116,7 +116,9 @@ class Coverage:
 
     def _outer_scripted(self) -> Iterator[str]:
         for name in self._scripted:
-            if not any(name.startswith(f"{other}.") for other in self._scripted if other) or "" not in self._scripted:
+            if not any(
+                name != other and f"{name}.".startswith(f"{other}." if other else "") for other in self._scripted
+            ):
                 yield name
 
 
@@ -144,15 +146,10 @@ def run_eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def compiled_modules(model: torch.nn.Module) -> tuple[str, ...]:
-    """The qualified names of the modules that ``torch.compile`` or ``module.compile()`` was called on."""
+def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
+    """A note for each module that ``torch.compile`` or ``module.compile()`` was called on."""
     return tuple(
-        name
+        f"module {name!r} is compiled; its eager code was analysed"
         for name, module in model.named_modules()
         if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable")
     )
-
-
-def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
-    """What there is to say of an analysis of the model: one note for each compiled module."""
-    return tuple(f"module {name!r} is compiled; its eager code was analysed" for name in compiled_modules(model))

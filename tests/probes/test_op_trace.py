@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampdbg.probes.module_calls import compiled_modules
+from ampdbg.probes.module_calls import compiled_notes
 from ampdbg.probes.op_trace import OpSeen, OpTrace, placed
 
 
@@ -249,8 +249,8 @@ def test_a_compiled_model_is_traced_eagerly_and_named() -> None:
     model = Block()
     compiled = torch.compile(model, backend=backend)
     assert isinstance(compiled, nn.Module)
-    assert compiled_modules(compiled) == ("",)
-    assert compiled_modules(Block()) == ()
+    assert compiled_notes(compiled) == ("module '' is compiled; its eager code was analysed",)
+    assert compiled_notes(Block()) == ()
     ops = traced(compiled, torch.randn(2, 4))
     assert calls == []
     assert [line for _, _, line in seen(ops, "sin.default")] == [line_of(Block, "torch.sin")]
