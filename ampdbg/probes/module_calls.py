@@ -114,12 +114,12 @@ class Coverage:
             notes=tuple(f"module {name!r} is scripted and cannot be watched inside" for name in self._outer_scripted()),
         )
 
-    def _outer_scripted(self) -> Iterator[str]:
+    def _outer_scripted(self) -> list[str]:
+        outer: list[str] = []
         for name in self._scripted:
-            if not any(
-                name != other and f"{name}.".startswith(f"{other}." if other else "") for other in self._scripted
-            ):
-                yield name
+            if not any(other == "" or name.startswith(f"{other}.") for other in outer):
+                outer.append(name)
+        return outer
 
 
 @contextlib.contextmanager

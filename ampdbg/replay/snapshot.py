@@ -50,13 +50,6 @@ class SavedTensor:
             return own
         return duplicated(self.contents).requires_grad_(self.is_leaf and self.requires_grad)
 
-    def equals(self, other: SavedTensor) -> bool:
-        """Whether both are the same numbers, NaN in the same places."""
-        one, another = self.contents, other.contents
-        if (one.shape, one.dtype, one.device) != (another.shape, another.dtype, another.device):
-            return False
-        return bool(torch.isclose(one, another, rtol=0, atol=0, equal_nan=True).all())
-
     def _is_written_into(self, own: torch.Tensor) -> bool:
         is_alike = own.is_leaf and own.requires_grad == self.requires_grad and own.dtype is self.contents.dtype
         return is_alike and own.shape == self.contents.shape and _rewritten(own, self.contents)
@@ -122,21 +115,13 @@ class ModelState:
 
         It is this very object where nothing is spoilt. What is still what it was at first is meant to be so: a mask.
         """
-        buffers = {name for name in self.buffers.keys() & first.buffers.keys() if not is_finite(self.buffers[name])}
+        buffers = _unpoisoned(self.buffers, first.buffers)
         attributes = {
-            name: [key for key, value in saved.items() if not _is_sound(value, first.attributes.get(name, {}).get(key))]
-            for name, saved in self.attributes.items()
+            name: _unpoisoned(saved, first.attributes.get(name, {})) for name, saved in self.attributes.items()
         }
-        if not buffers and not any(attributes.values()):
+        if buffers is self.buffers and all(attributes[name] is saved for name, saved in self.attributes.items()):
             return self
-        return replace(
-            self,
-            buffers={name: (first if name in buffers else self).buffers[name] for name in self.buffers},
-            attributes={
-                name: _exchanged(saved, first.attributes.get(name, {}), attributes[name])
-                for name, saved in self.attributes.items()
-            },
-        )
+        return replace(self, buffers=buffers, attributes=attributes)
 
     def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
         for full, buffer in _buffers([(name, module)]):
@@ -184,23 +169,39 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_nested or tensor.is_inference() or tensor.nbytes > LARGEST)
 
 
-def _exchanged(saved: Mapping[str, Any], first: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """The saved values with those of ``first`` under some keys, and none where it has none."""
-    kept = {key: value for key, value in saved.items() if key not in keys}
-    return {**kept, **{key: first[key] for key in keys if key in first}}
+def _unpoisoned(saved: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved values; of spoilt ones those of ``first``, or none where it has none. Itself where all are sound."""
+    spoilt = {key for key, value in saved.items() if not _is_sound(value, first.get(key))}
+    if not spoilt:
+        return saved
+    kept = {key: value for key, value in saved.items() if key not in spoilt}
+    return {**kept, **{key: first[key] for key in spoilt if key in first}}
 
 
 def _is_sound(saved: Any, first: Any) -> bool:
     """Whether all tensors of a saved value are finite, or it is one that holds what it held at first."""
-    unsound: list[SavedTensor] = []
+    unsound: list[torch.Tensor] = []
 
     def look(one: Any) -> Any:
-        if isinstance(one, SavedTensor) and not is_finite(one.contents):
-            unsound.append(one)
+        contents = _contents_of(one)
+        if isinstance(contents, torch.Tensor) and not is_finite(contents):
+            unsound.append(contents)
         return one
 
     Copying(look, strict=True).of(saved)
-    return not unsound or (isinstance(saved, SavedTensor) and isinstance(first, SavedTensor) and saved.equals(first))
+    return not unsound or _are_equal(_contents_of(saved), _contents_of(first))
+
+
+def _contents_of(saved: Any) -> Any:
+    return saved.contents if isinstance(saved, SavedTensor) else saved
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether both are tensors of the same numbers, with NaN in the same places."""
+    try:
+        return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    except (AttributeError, TypeError, RuntimeError):  # no tensors; sparse, of other dtypes, on other devices
+        return False
 
 
 def _is_eager(module: torch.nn.Module) -> bool:

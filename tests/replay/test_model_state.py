@@ -158,10 +158,13 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
     net: Any = torch.nn.Module()
     net.bank, net.sound, net.bound = torch.zeros(2), torch.zeros(2), [torch.zeros(1)]
     net.mask = torch.full((2,), -torch.inf)
+    net.register_buffer("causal", torch.tensor([0.0, -torch.inf, torch.nan]))
+    net.register_buffer("mean", torch.zeros(1))
     first = ModelState.now(net)
     sound = ModelState.now(net)
     assert sound.unpoisoned(first) is sound
     net.bank.fill_(torch.nan)
+    net.mean.fill_(torch.inf)
     net.sound.fill_(1)
     net.bound[0], net.late = torch.full((1,), torch.inf), torch.tensor(torch.nan)
     saved = ModelState.now(net)
@@ -169,4 +172,5 @@ def test_what_an_earlier_step_has_spoilt_is_as_the_run_began() -> None:
         saved.unpoisoned(first).write(net, held.ids)
         assert [net.bank.tolist(), net.sound.tolist(), net.bound[0].tolist()] == [[0, 0], [1, 1], [0]]
         assert "late" not in vars(net)
+        assert net.mean.tolist() == [0]
     assert "late" in vars(net)
