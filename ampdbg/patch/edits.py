@@ -12,9 +12,9 @@ from ampdbg.patch.casts import cast, root_name
 from ampdbg.patch.regions import PinnedLine, writes_in_place
 from ampdbg.patch.tensor_names import NamesSeen, TensorNames
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import canonical, walk
+from ampdbg.source.expressions import block_of, canonical, walk
 from ampdbg.source.imports import disables_autocast, dotted, with_imported
-from ampdbg.source.source_file import EditError, Located, SourceFile, functions_in, parts_of, read_source
+from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Rewriter(cst.CSTTransformer):
         """Finds what the pins name; what is not there is refused, and lines in a whole function need no more."""
         for whole in (pin for pin in pins if isinstance(pin, FunctionPin)):
             try:
-                function = _function_of(self.source.module, whole)
+                function = _function_of(self.source, whole)
                 self.wholes[id(function)] = function
             except EditError as error:
                 self.refused.append(Refused(0, str(error)))
@@ -120,14 +120,14 @@ class _Rewriter(cst.CSTTransformer):
         except EditError as error:
             self.refused.append(Refused(number, str(error)))
             return
-        if any(id(function) in self.wholes for function in located.place.functions):
+        if any(id(function) in self.wholes for function in located.functions):
             return
         key, callees = id(located.line), frozenset({canonical(pin.callee)} if pin.callee else ())
         if (old := self.lines.get(key)) is not None:
             operations = old.operations or not pin.callee
             self.lines[key] = replace(old, callees=old.callees | callees, operations=operations)
         else:
-            names = self.names.on(located.span, Bindings(self.source.module, located.place.function))
+            names = self.names.on(located.span, Bindings(self.source.module, located.function))
             self.lines[key] = PinnedLine(number, names, callees, operations=not pin.callee)
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802 - LibCST's name
@@ -184,12 +184,12 @@ class _Rewriter(cst.CSTTransformer):
 
 def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
-    if not located.place.is_in(pin.function):
-        where = ".".join(located.place.qualname) or "no function"
+    if not located.is_in(pin.function):
+        where = ".".join(located.qualname) or "no function"
         raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
-    if located.place.is_off:
+    if located.is_off:
         raise EditError("autocast is off there already; cast its half inputs with .float()")
-    if (function := located.place.function) is not None and any(_is_scripted(item) for item in function.decorators):
+    if (function := located.function) is not None and any(_is_scripted(item) for item in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
 
@@ -201,8 +201,8 @@ def _is_scripted(decorator: cst.Decorator) -> bool:
 # A whole function
 
 
-def _function_of(module: cst.Module, pin: FunctionPin) -> cst.FunctionDef:
-    found = [node for qualname, node in functions_in(module) if qualname == parts_of(pin.function)]
+def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
+    found = source.functions_named(pin.function)
     if len(found) != 1:
         count = "no function" if not found else f"{len(found)} functions"
         raise EditError(f"the file has {count} named {pin.function}")
@@ -218,7 +218,7 @@ def _with_body_in_fp32(
         EditError: it is a coroutine or a generator, no argument of it is a tensor, or it writes into one.
     """
     _refuse_suspended(function)
-    body = _as_block(updated.body)
+    body = block_of(updated.body)
     first = 1 if function.get_docstring() is not None else 0
     statements = list(body.body[first:])
     bindings = suite.bindings
@@ -290,13 +290,6 @@ def _refuse_suspended(function: cst.FunctionDef) -> None:
         raise EditError("it is a coroutine, and other code would run with autocast off")
     if any(isinstance(node, cst.Yield) for node in walk(function.body)):
         raise EditError("it is a generator, and the caller's code would run with autocast off")
-
-
-def _as_block(body: cst.BaseSuite) -> cst.IndentedBlock:
-    if isinstance(body, cst.IndentedBlock):
-        return body
-    lines = [cst.SimpleStatementLine([small]) for small in body.body if isinstance(small, cst.BaseSmallStatement)]
-    return cst.IndentedBlock(lines)
 
 
 def _is_off_already(statements: Sequence[cst.CSTNode], bindings: Bindings) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+import libcst as cst
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
@@ -18,7 +19,9 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, weights_of
+from ampdbg.source.expressions import code_of, find
 from ampdbg.source.ownership import Line, is_users_file
+from ampdbg.source.source_file import EditError, read_source
 
 CLOSE_BITS = 2
 """A line whose values are within so many bits of the limit is wrapped together with one that is beyond it."""
@@ -72,7 +75,7 @@ class OwnLines:
 
     def _leading_into(self, module: str, file: str, first: int) -> Iterator[int]:
         """The accumulations in the statements just before a line."""
-        for line in _statements_before(file, first):
+        for line in _lines_above(file, first):
             if (module, file, line) not in self.adding_up:
                 return
             yield line
@@ -136,9 +139,11 @@ def _users_call(frame: FrameType) -> LibraryCall | None:
     if caller is None:
         return None
     file, line = caller.f_code.co_filename, caller.f_lineno
-    statements = (node for node in ast.walk(ast.parse(Path(file).read_bytes())) if isinstance(node, ast.stmt))
-    own = [node for node in statements if _holds_itself(node, line)]
-    callees = [ast.unparse(node.func) for part in own for node in ast.walk(part) if isinstance(node, ast.Call)]
+    try:
+        statement = read_source(Path(file).read_bytes()).at(line).line
+    except EditError:
+        return None  # Not a line that could be edited.
+    callees = [code_of(call.func) for call in find(statement, cst.Call)]
     named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
     return LibraryCall(file, line, caller.f_code.co_name, named[0]) if len(set(named)) == 1 else None
 
@@ -149,25 +154,8 @@ def _sites(pin: Pin) -> Iterator[Line]:
             yield site.source.file, site.source.line, site.source.function
 
 
-def _statements_before(file: str, line: int) -> list[int]:
-    """The first lines of the statements before the one at ``line``, in its own suite, the nearest first."""
-    suites = [suite for node in ast.walk(ast.parse(Path(file).read_bytes())) for suite in _suites(node)]
-    for suite in suites:
-        places = [place for place, statement in enumerate(suite) if _holds_itself(statement, line)]
-        if places:
-            return [statement.lineno for statement in reversed(suite[: places[0]])]
-    return []
-
-
-def _suites(node: ast.AST) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        suite = getattr(node, name, None)
-        if isinstance(suite, list) and suite and isinstance(suite[0], ast.stmt):
-            yield suite
-
-
-def _holds_itself(statement: ast.stmt, line: int) -> bool:
-    """Whether the line is the statement's own and not that of one inside it."""
-    inside: Iterable[list[ast.stmt]] = _suites(statement)
-    end = min((suite[0].lineno - 1 for suite in inside), default=statement.end_lineno or statement.lineno)
-    return statement.lineno <= line <= max(end, statement.lineno)
+def _lines_above(file: str, line: int) -> list[int]:
+    try:
+        return read_source(Path(file).read_bytes()).above(line)
+    except EditError:
+        return []  # Not a line that could be edited.

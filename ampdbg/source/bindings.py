@@ -10,7 +10,7 @@ from functools import cached_property
 import libcst as cst
 
 from ampdbg.ops import SHARES_MEMORY
-from ampdbg.source.expressions import assigned_codes, find, names_assigned, names_read, plain_parameters, walk
+from ampdbg.source.expressions import assigned_codes, find, names_assigned, names_read, walk
 from ampdbg.source.imports import dotted, imports_of, origin_of
 
 METADATA = frozenset(
@@ -57,7 +57,10 @@ class Bindings:
     @cached_property
     def parameters(self) -> Mapping[str, cst.Param]:
         """The function's named parameters."""
-        return {p.name.value: p for p in plain_parameters(self.function.params)} if self.function is not None else {}
+        if self.function is None:
+            return {}
+        given = self.function.params
+        return {item.name.value: item for item in (*given.posonly_params, *given.params, *given.kwonly_params)}
 
     @cached_property
     def local(self) -> frozenset[str]:

@@ -51,23 +51,14 @@ def find(node: cst.CSTNode, kind: type[_Node]) -> Iterator[_Node]:
 
 def names_read(node: cst.CSTNode) -> set[str]:
     """Every name in an expression or statement, those of attributes and keywords left out."""
-    return {name.value for name in names_in(node)}
-
-
-def names_in(node: cst.CSTNode) -> list[cst.Name]:
-    """Each place where a name stands in an expression or statement, those of attributes and keywords left out."""
     hidden = {id(item.attr) for item in find(node, cst.Attribute)}
     hidden |= {id(item.keyword) for item in find(node, cst.Arg) if item.keyword is not None}
-    return [name for name in find(node, cst.Name) if id(name) not in hidden]
+    return {name.value for name in find(node, cst.Name) if id(name) not in hidden}
 
 
 def names_assigned(node: cst.CSTNode) -> set[str]:
     """Every plain name that a statement binds, those in nested functions too."""
-    found: set[str] = set()
-    for item in walk(node):
-        for target in _targets(item):
-            found |= {name.value for name in target_names(target)}
-    return found
+    return {name for item in walk(node) for target in _targets(item) for name in _target_names(target)}
 
 
 def assigned_codes(statement: cst.CSTNode) -> set[str]:
@@ -97,13 +88,13 @@ def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
         yield node.name
 
 
-def target_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
+def _target_names(target: cst.BaseExpression) -> Iterator[str]:
     """The plain names that an assignment to ``target`` binds."""
     if isinstance(target, cst.Name):
-        yield target
+        yield target.value
     elif isinstance(target, (cst.Tuple, cst.List)):
         for element in target.elements:
-            yield from target_names(element.value)
+            yield from _target_names(element.value)
 
 
 def bare(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -111,6 +102,10 @@ def bare(node: cst.BaseExpression) -> cst.BaseExpression:
     return node.with_changes(lpar=(), rpar=()) if getattr(node, "lpar", ()) else node
 
 
-def plain_parameters(parameters: cst.Parameters) -> list[cst.Param]:
-    """The named parameters, in order, without ``*args`` and ``**kwargs``."""
-    return [*parameters.posonly_params, *parameters.params, *parameters.kwonly_params]
+def block_of(body: cst.BaseSuite) -> cst.IndentedBlock:
+    """A suite as a block of lines; ``class Net(Base): pass`` becomes one."""
+    if isinstance(body, cst.IndentedBlock):
+        return body
+    assert isinstance(body, cst.SimpleStatementSuite)
+    line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
+    return cst.IndentedBlock([line])

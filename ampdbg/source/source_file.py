@@ -7,11 +7,12 @@ import functools
 import io
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
-from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
+from ampdbg.source.expressions import find, walk
 from ampdbg.source.imports import disables_autocast, imports_of
 
 
@@ -24,15 +25,18 @@ class EditError(Exception):
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """Where a statement stands: ``functions`` and ``classes`` around it, the outermost first.
+class Located:
+    """A line of simple statements, and where it stands: ``functions`` and their names, the outermost first.
 
-    ``is_off`` where autocast is off around it within its function, by a ``with`` or the function's decorator.
+    ``qualname`` has the classes too. ``is_off`` where autocast is off around the line within its function, by a
+    ``with`` or the function's decorator.
     """
 
-    qualname: tuple[str, ...] = ()
-    functions: tuple[cst.FunctionDef, ...] = ()
-    is_off: bool = False
+    line: cst.SimpleStatementLine
+    span: range
+    qualname: tuple[str, ...]
+    functions: tuple[cst.FunctionDef, ...]
+    is_off: bool
 
     @property
     def function(self) -> cst.FunctionDef | None:
@@ -40,18 +44,9 @@ class Surroundings:
         return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
-        """Whether ``function`` is this one's name, or qualified name with or without ``<locals>``."""
+        """Whether ``function`` is the name of the one around, or its qualified name with or without ``<locals>``."""
         asked = parts_of(function)
         return self.qualname[len(self.qualname) - len(asked) :] == asked
-
-
-@dataclass(frozen=True)
-class Located:
-    """A line of simple statements, and where it stands."""
-
-    line: cst.SimpleStatementLine
-    place: Surroundings
-    span: range
 
 
 @dataclass(frozen=True)
@@ -72,9 +67,19 @@ class SourceFile:
         return io.StringIO(self.text, newline=None).read().split("\n")
 
     @functools.cached_property
-    def positions(self) -> Mapping[cst.CSTNode, CodeRange]:
-        """Where each node stands."""
+    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
         return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
+
+    @functools.cached_property
+    def _parents(self) -> Mapping[cst.CSTNode, cst.CSTNode]:
+        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(ParentNodeProvider)
+
+    @functools.cached_property
+    def _statements(self) -> Mapping[int, cst.CSTNode]:
+        """The innermost statement on each line, or what stands behind a colon there."""
+        kinds = (cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.BaseCompoundStatement)
+        statements = (node for node in walk(self.module) if isinstance(node, kinds))
+        return {number: node for node in statements for number in self.span(node)}
 
     def with_module(self, edited: cst.Module) -> bytes:
         """The file with the edited tree. Lines that the edit left alone are the file's own, byte for byte.
@@ -103,49 +108,62 @@ class SourceFile:
         """
         if not 1 <= number <= len(self.lines):
             raise EditError(f"the file has {len(self.lines)} lines", number)
-        try:
-            found = self._in_body(self.module.body, Surroundings(), number)
-        except EditError as error:
-            raise EditError(str(error), number) from None
-        if found is None:
+        statement = self._statements.get(number)
+        if statement is None:
             raise EditError("no statement is there, only a blank line, a comment or a decorator", number)
-        return found
+        if isinstance(statement, cst.SimpleStatementSuite):
+            raise EditError("it stands behind a colon; put it on a line of its own first", number)
+        if not isinstance(statement, cst.SimpleStatementLine):
+            reason = "it is the head of a compound statement; compute what it needs on a line of its own first"
+            raise EditError(reason, number)
+        functions: list[cst.FunctionDef] = []
+        is_off = False
+        for node in self._around(statement):
+            is_off |= not functions and self._disables_autocast(node)
+            functions += [node] if isinstance(node, cst.FunctionDef) else []
+        return Located(statement, self.span(statement), self.qualname(statement), tuple(reversed(functions)), is_off)
+
+    def above(self, number: int) -> list[int]:
+        """The first lines of the statements above the one on a line, in its own suite, the nearest first.
+
+        Raises:
+            EditError: as :meth:`at`.
+        """
+        line = self.at(number).line
+        suite = self._parents[line]
+        body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
+        return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
+
+    def functions_named(self, function: str) -> list[cst.FunctionDef]:
+        """The functions of a qualified name."""
+        found = find(self.module, cst.FunctionDef)
+        return [node for node in found if (*self.qualname(node), node.name.value) == parts_of(function)]
+
+    def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
+        """The names of the functions and classes around a node, the outermost first."""
+        around = [item for item in self._around(node) if isinstance(item, (cst.FunctionDef, cst.ClassDef))]
+        return tuple(item.name.value for item in reversed(around))
+
+    def _around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        while (above := self._parents.get(node)) is not None:
+            yield (node := above)
+
+    def _disables_autocast(self, node: cst.CSTNode) -> bool:
+        match node:
+            case cst.FunctionDef(decorators=decorators):
+                items = [item.decorator for item in decorators]
+            case cst.With(items=managers):
+                items = [item.item for item in managers]
+            case _:
+                return False
+        return any(disables_autocast(item, self.imports) for item in items)
 
     def span(self, node: cst.CSTNode) -> range:
         """The lines of a node."""
-        position = self.positions.get(node)
+        position = self._positions.get(node)
         if position is None:
             return range(0)  # made by an edit
         return range(position.start.line, position.end.line + 1)
-
-    def _in_body(self, body: Sequence[cst.CSTNode], place: Surroundings, number: int) -> Located | None:
-        for statement in body:
-            if number in self.span(statement):
-                return self._in_statement(statement, place, number)
-        return None
-
-    def _in_statement(self, statement: cst.CSTNode, place: Surroundings, number: int) -> Located:
-        if isinstance(statement, cst.SimpleStatementLine):
-            return Located(statement, place, self.span(statement))
-        for suite, within in _suites(statement, self._inside(statement, place)):
-            if isinstance(suite, cst.IndentedBlock):
-                if (found := self._in_body(suite.body, within, number)) is not None:
-                    return found
-            elif number in self.span(suite):
-                raise EditError("it stands behind a colon; put it on a line of its own first")
-        raise EditError("it is the head of a compound statement; compute what it needs on a line of its own first")
-
-    def _inside(self, statement: cst.CSTNode, place: Surroundings) -> Surroundings:
-        """The place of what stands in the body of a compound statement."""
-        if isinstance(statement, cst.FunctionDef):
-            is_off = any(disables_autocast(item.decorator, self.imports) for item in statement.decorators)
-            functions = (*place.functions, statement)
-            return Surroundings((*place.qualname, statement.name.value), functions, is_off)
-        if isinstance(statement, cst.ClassDef):
-            return replace(place, qualname=(*place.qualname, statement.name.value))
-        if isinstance(statement, cst.With) and any(disables_autocast(i.item, self.imports) for i in statement.items):
-            return replace(place, is_off=True)
-        return place
 
 
 @functools.lru_cache(maxsize=16)
@@ -170,24 +188,3 @@ def parts_of(function: str) -> tuple[str, ...]:
     """``("Block", "forward")`` of ``Block.forward`` and of ``Block.forward.<locals>.<lambda>``."""
     # Comprehensions and lambdas have frames of their own; what counts is the function around them.
     return tuple(part for part in function.split(".") if part and not part.startswith("<"))
-
-
-def functions_in(node: cst.CSTNode, around: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], cst.FunctionDef]]:
-    """The functions below ``node`` with their qualified names, in parts."""
-    for child in node.children:
-        if not isinstance(child, (cst.FunctionDef, cst.ClassDef)):
-            yield from functions_in(child, around)
-            continue
-        qualname = (*around, child.name.value)
-        if isinstance(child, cst.FunctionDef):
-            yield qualname, child
-        yield from functions_in(child, qualname)
-
-
-def _suites(statement: cst.CSTNode, place: Surroundings) -> Iterator[tuple[cst.BaseSuite, Surroundings]]:
-    """The bodies of a compound statement, those of its ``else``, ``except`` and ``case`` too."""
-    for child in statement.children:
-        if isinstance(child, cst.BaseSuite):
-            yield child, place
-        elif not isinstance(child, (cst.BaseExpression, cst.Decorator)):
-            yield from _suites(child, place)

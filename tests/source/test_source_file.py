@@ -69,9 +69,9 @@ class Net:
 def test_a_statement_is_found_by_its_line_with_the_function_and_the_autocast_around_it(line: int, is_off: bool) -> None:
     found = read_source(NET).at(line)
     assert found.span == range(line, line + 1)
-    assert found.place.qualname == ("Net", "forward")
-    assert found.place.is_in("Net.forward")
-    assert found.place.is_off == is_off
+    assert found.qualname == ("Net", "forward")
+    assert found.is_in("Net.forward")
+    assert found.is_off == is_off
 
 
 @pytest.mark.parametrize(
