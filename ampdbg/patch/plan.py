@@ -15,7 +15,7 @@ import torch
 
 from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.patch.by_name.helper import edit_factory, layers_of_one_tensor
+from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running

@@ -11,7 +11,7 @@ from ampdbg.config.schema import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.patch.by_name.helper import MODULE_NAME, layers_of_one_tensor, module_text
+from ampdbg.patch.by_name import MODULE_NAME, layers_of_one_tensor, module_text
 from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines

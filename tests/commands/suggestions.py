@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ampdbg.patch.by_name.helper import module_text
+from ampdbg.patch.by_name import module_text
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.pins import Handover, PatchUnit, Proof, ProofStep

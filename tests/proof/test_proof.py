@@ -13,7 +13,7 @@ import torch
 
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
-from ampdbg.patch.by_name.helper import module_text
+from ampdbg.patch.by_name import module_text
 from ampdbg.proof import proof as proof_module
 from ampdbg.proof.experiments import perform
 from ampdbg.proof.jobs import Patched

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
-from ampdbg.patch.by_name.helper import module_text, takes_one_tensor
+from ampdbg.patch.by_name import module_text, takes_one_tensor
 from ampdbg.precision.emulation import cuda_on_cpu
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)

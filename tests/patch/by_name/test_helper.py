@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.patch.by_name.helper import edit_factory, takes_one_tensor
+from ampdbg.patch.by_name import edit_factory, takes_one_tensor
 from ampdbg.patch.edits import Edited
 from ampdbg.record.pins import in_words
 from tests.conftest import Golden
