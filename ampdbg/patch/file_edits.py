@@ -1,27 +1,39 @@
-"""Edited files: all are written or none, and uncommitted work is never overwritten."""
+"""Edited files as unified diffs, and written: all or none, and uncommitted work is never overwritten."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
+import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ampdbg.errors import PatchError
 from ampdbg.files import staged_file
-from ampdbg.patch.diffs import new_file_diff, unified_diff
 from ampdbg.record.pins import FileDiff
+
+CONTEXT = 3
+"""Unchanged lines around a change, as git has it."""
+
+NO_NEWLINE = b"\\ No newline at end of file\n"
+_HEADING = re.compile(rb"^[ \t]*(class|async[ \t]+def|def)[ \t].*$")
+_RANGE = re.compile(rb"@@ -(\d+)")
+_ESCAPES = {
+    byte: b"\\" + letter for byte, letter in zip(b'"\\\a\b\t\n\v\f\r', map(str.encode, '"\\abtnvfr'), strict=True)
+}
 
 
 @dataclass(frozen=True)
 class FileEdit:
-    """A file, the bytes that it must hold now (None: it must not exist) and those that it shall have."""
+    """A file, the bytes that it must hold now and those that it shall have."""
 
     path: Path
-    before: bytes | None
+    before: bytes
     after: bytes
 
 
@@ -40,7 +52,7 @@ def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, b
 def file_diff(edit: FileEdit, base: Path) -> FileDiff:
     """The edit as a diff whose path counts from ``base``."""
     path = PurePosixPath(edit.path.resolve().relative_to(base).as_posix())
-    diff = new_file_diff(path, edit.after) if edit.before is None else unified_diff(path, edit.before, edit.after)
+    diff = unified_diff(path, edit.before, edit.after)
     try:
         return FileDiff(str(path), "utf-8", diff.decode("utf-8"))
     except UnicodeDecodeError:
@@ -55,6 +67,56 @@ def _repository(folder: Path) -> Path | None:
         return None
     root = os.fsdecode(done.stdout).removesuffix("\n").removesuffix("\r")
     return Path(root).resolve() if done.returncode == 0 and root else None
+
+
+def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
+    """The change of one file as ``git apply`` and ``patch -p1`` take it, byte for byte; empty where there is none.
+
+    The lines are the file's own bytes, whatever its encoding and line endings, so the diff must be written to a binary
+    stream.
+
+    Args:
+        path: relative to where the diff is applied.
+        before: the file's bytes, and ``after`` those that it shall have.
+        after: see ``before``.
+    """
+    if before == after:
+        return b""
+    return _header(path) + b"".join(_hunks(_lines(before), _lines(after)))
+
+
+def _header(path: PurePosixPath) -> bytes:
+    old, new = _quoted("a/", path), _quoted("b/", path)
+    # A tab ends a name with spaces, which patch would otherwise cut at the first.
+    end = b"\t\n" if " " in str(path) else b"\n"
+    return b"diff --git %b %b\n--- %b%b+++ %b%b" % (old, new, old, end, new, end)
+
+
+def _quoted(prefix: str, path: PurePosixPath) -> bytes:
+    """A path as git writes it: as in C, with quotes and octal numbers, where it holds more than plain characters."""
+    name = (prefix + path.as_posix()).encode("utf-8", "surrogateescape")
+    escaped = b"".join(_ESCAPES.get(byte, bytes([byte]) if 32 <= byte < 127 else b"\\%03o" % byte) for byte in name)
+    return name if escaped == name else b'"' + escaped + b'"'
+
+
+def _lines(content: bytes) -> list[bytes]:
+    """Lines end at a line feed and nowhere else: a form feed or a lone carriage return is part of a line."""
+    return re.findall(rb"[^\n]*\n|[^\n]+\Z", content)
+
+
+def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
+    """The hunks, each headed by the class or function above it."""
+    # The two lines that name the files come first; git's have more to say.
+    for line in islice(difflib.diff_bytes(difflib.unified_diff, before, after, n=CONTEXT), 2, None):
+        if (start := _RANGE.match(line)) is not None:
+            above = reversed(before[: max(int(start[1]) - 1, 0)])
+            heading = next((other for other in above if _HEADING.match(other)), b"").strip()
+            yield b" ".join(part for part in (line.strip(), heading) if part) + b"\n"
+        else:
+            yield line if line.endswith(b"\n") else line + b"\n" + NO_NEWLINE
+
+
+# Writing
 
 
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
@@ -73,17 +135,20 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     for edit in edits:
         _check_content(edit)
     if not force:
-        _check_committed([edit.path for edit in edits if edit.before is not None])
+        _check_committed([edit.path for edit in edits])
     done: list[FileEdit] = []
     try:
         with contextlib.ExitStack() as stack:
-            staged_file = [(edit, stack.enter_context(_staged(edit))) for edit in edits]
-            for edit, temporary in staged_file:
+            staged = [
+                (edit, stack.enter_context(staged_file(edit.path, edit.after, keeps_mode=True))) for edit in edits
+            ]
+            for edit, temporary in staged:
                 os.replace(temporary, edit.path)
                 done.append(edit)
     except BaseException as error:
         for edit in done:
-            _undo(edit)
+            with staged_file(edit.path, edit.before, keeps_mode=True) as temporary:
+                os.replace(temporary, edit.path)
         if isinstance(error, OSError):
             raise PatchError(f"{error.filename or 'a file'}: cannot be written: {error.strerror or error}") from None
         raise
@@ -121,30 +186,12 @@ def _check_content(edit: FileEdit) -> None:
         now = None
     except OSError as error:
         raise PatchError(f"{edit.path}: cannot be read: {error.strerror or error}") from None
-    if now == edit.before:
-        return
-    if edit.before is None:
-        raise PatchError(f"{edit.path} exists already. Move it away, or name another file.")
-    raise PatchError(
-        f"{edit.path} {'is gone' if now is None else 'has changed'} since the patch was made. Run the command again."
-    )
+    if now != edit.before:
+        is_other = "is gone" if now is None else "has changed"
+        raise PatchError(f"{edit.path} {is_other} since the patch was made. Run the command again.")
 
 
 def _check_committed(paths: Sequence[Path]) -> None:
     if changed := [str(path) for path in paths if uncommitted(path)]:
         have = "has" if len(changed) == 1 else "have"
         raise PatchError(f"{', '.join(changed)} {have} uncommitted changes. Commit or stash them, or use --force.")
-
-
-def _staged(edit: FileEdit) -> contextlib.AbstractContextManager[str]:
-    edit.path.parent.mkdir(parents=True, exist_ok=True)
-    return staged_file(edit.path, edit.after, keeps_mode=edit.before is not None)
-
-
-def _undo(edit: FileEdit) -> None:
-    if edit.before is None:
-        edit.path.unlink(missing_ok=True)
-        return
-    back = FileEdit(edit.path, edit.after, edit.before)
-    with _staged(back) as temporary:
-        os.replace(temporary, edit.path)

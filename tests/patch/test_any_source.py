@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.patch.diffs import unified_diff
 from ampdbg.patch.edits import LinePin, edit_source
+from ampdbg.patch.file_edits import unified_diff
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.source.source_file import read_source
 from tests.source.test_source_file import corpus, name_of

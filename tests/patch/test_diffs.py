@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.patch.diffs import new_file_diff, unified_diff
+from ampdbg.patch.file_edits import unified_diff
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
 
@@ -122,17 +122,3 @@ def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, afte
         assert file.read_bytes() == after
         apply_with_git(Path(folder), diff, "-R")
         assert file.read_bytes() == before
-
-
-def test_a_new_file_is_made_and_taken_away_again(tmp_path: Path) -> None:
-    diff = new_file_diff(PurePosixPath("pkg/pins fp32.py"), b"x = 1\n")
-    apply_with_git(tmp_path, diff)
-    assert (tmp_path / "pkg/pins fp32.py").read_bytes() == b"x = 1\n"
-    apply_with_git(tmp_path, diff, "-R")
-    assert not (tmp_path / "pkg/pins fp32.py").exists()
-
-
-@needs_patch
-def test_patch_makes_a_new_file(tmp_path: Path) -> None:
-    apply_with_patch(tmp_path, new_file_diff(PurePosixPath("pins.py"), b"x = 1\n"))
-    assert (tmp_path / "pins.py").read_bytes() == b"x = 1\n"

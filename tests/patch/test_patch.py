@@ -67,7 +67,7 @@ class Written:
     def changed(self, patch: Patch) -> str:
         """The lines that the patch adds, without what they are indented by in common."""
         (edit,) = patch.edits
-        before = edit.before.decode().splitlines() if edit.before is not None else []
+        before = edit.before.decode().splitlines()
         return textwrap.dedent("\n".join(line for line in edit.after.decode().splitlines() if line not in before))
 
 

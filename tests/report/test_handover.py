@@ -146,13 +146,6 @@ def test_a_proof_that_looks_like_a_diff_does_no_harm(tmp_path: Path) -> None:
     assert content(tmp_path) == (AFTER, AFTER)
 
 
-def test_a_new_file_is_made(tmp_path: Path) -> None:
-    new = tmp_path.resolve() / "pins.py"
-    found = handed_over(proven(), tmp_path, FileEdit(new, None, b"import torch\n"))
-    run(tmp_path, "git", "apply", text=text_of(found))
-    assert new.read_bytes() == b"import torch\n"
-
-
 def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path: Path) -> None:
     found = suggestion(tmp_path / "source")
     (tmp_path / "configs").mkdir()
