@@ -219,16 +219,25 @@ def _given(piece: Piece) -> Iterator[str]:
 
 def _autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
     """The expression for autocast in a function, and whether the file must import torch for it."""
-    usable = {name: origin for name, origin in bindings.imports.items() if _means_itself(name, bindings)}
-    for name, origin in usable.items():
-        if origin in AUTOCASTS:
+    for name, origin in bindings.imports.items():
+        if origin in AUTOCASTS and _means_itself(name, bindings):
             return cst.Name(name), False
-    for name, origin in usable.items():
-        if origin == "torch":
-            return cst.Attribute(cst.Name(name), cst.Name("autocast")), False
+    torch, needs_import = torch_in(bindings)
+    return cst.Attribute(cst.Name(torch), cst.Name("autocast")), needs_import
+
+
+def torch_in(bindings: Bindings) -> tuple[str, bool]:
+    """The name that torch has in a function, and whether the file must import it for that.
+
+    Raises:
+        EditError: the name stands for something else there.
+    """
+    for name, origin in bindings.imports.items():
+        if origin == "torch" and _means_itself(name, bindings):
+            return name, False
     if "torch" in bindings.taken:
         raise EditError("the name torch stands for something else here; import torch under its own name first")
-    return cst.parse_expression("torch.autocast"), True
+    return "torch", True
 
 
 def _means_itself(name: str, bindings: Bindings) -> bool:

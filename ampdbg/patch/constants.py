@@ -1,0 +1,187 @@
+"""Constants that half cannot hold, kept within its range where the code writes them: a mask's, an eps.
+
+In FP32 the edited code computes what it did: ``max(eps, torch.finfo(x.dtype).tiny)`` is ``eps`` there, and to a softmax
+one number below -1e9 is as good as another.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from ampdbg.formats import FLOAT16
+from ampdbg.patch.blocks import torch_in
+from ampdbg.patch.edits import Edited, Refused
+from ampdbg.source.bindings import Bindings
+from ampdbg.source.expressions import bare, code_of, names_read, spelled, walk
+from ampdbg.source.imports import dotted, with_imported
+from ampdbg.source.source_file import EditError, read_source
+
+FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0}
+"""Methods that write a number into a tensor of their own kind, and which argument that is."""
+
+LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
+"""Methods whose first argument, or ``min``, is the least value that they leave."""
+
+NOTHING = "no constant stands there that could be kept within the range of half"
+
+
+def edit_constants(source: bytes, line: int, half: Collection[str] = ()) -> Edited:
+    """Keeps the constants of one statement within the range of the tensors that they are written into.
+
+    A mask beyond it becomes ``torch.finfo(x.dtype).min``, and half of that where it is multiplied: what is added to
+    it stays in range. What is added to a divisor, or is its least value, becomes at least
+    ``torch.finfo(x.dtype).tiny``.
+
+    Args:
+        source: the file's bytes.
+        line: a line of the statement, from 1.
+        half: expressions that held half tensors there, as they stand in the source.
+
+    Returns:
+        The new file, or the reason why it is as it was.
+    """
+    try:
+        file = read_source(source)
+        located = file.at(line)
+        bindings = Bindings(file.module, located.function)
+        torch, needs_import = torch_in(bindings)
+        found = list(_Constants(bindings, frozenset(half), torch).replaced(located.line))
+        if not found:
+            raise EditError(NOTHING, line)
+        module = file.module
+        for old, new in found:
+            module = cst.ensure_type(module.deep_replace(old, cst.parse_expression(new)), cst.Module)
+        after = file.with_module(with_imported(module, "torch") if needs_import else module)
+    except EditError as error:
+        return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
+    return Edited(after, (), after != source)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The constants of a statement, in which ``half`` held half tensors, and ``torch`` is what torch is called."""
+
+    bindings: Bindings
+    half: frozenset[str]
+    torch: str
+
+    def replaced(self, statement: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, str]]:
+        """Each constant that half cannot hold, and what is to stand in its place."""
+        for node in walk(statement):
+            match node:
+                case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
+                    yield from self._in_call(name, owner, args)
+                case cst.Assign(targets=[cst.AssignTarget(target=cst.Subscript(value=owner))], value=value):
+                    yield from self._filled(value, owner)
+                case cst.BinaryOperation(left=left, operator=cst.Multiply(), right=right):
+                    yield from self._multiplied(left, right)
+                    yield from self._multiplied(right, left)
+                case cst.BinaryOperation(left=left, operator=cst.Add(), right=right):
+                    yield from self._least(left, right)
+                    yield from self._least(right, left)
+
+    def _in_call(
+        self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]
+    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+        if name in FILLS:
+            yield from self._filled(_argument(args, FILLS[name], "value"), owner)
+        elif name in LEAST_VALUES:
+            yield from self._least(_argument(args, 0, "min"), owner)
+        elif name == "full_like" and args:
+            yield from self._filled(_argument(args, 1, "fill_value"), args[0].value)
+        elif name == "where" and len(args) == 3:
+            yield from self._filled(args[1].value, args[2].value)
+            yield from self._filled(args[2].value, args[1].value)
+
+    def _filled(
+        self, constant: cst.BaseExpression | None, owner: cst.BaseExpression
+    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+        """A number that is written into ``owner``, or a name that may stand for one."""
+        tensor = self._tensor_of(owner)
+        if constant is None or not tensor:
+            return
+        value = _value(constant)
+        if value is not None and FLOAT16.largest < abs(value) < math.inf:
+            yield constant, f"{self.torch}.finfo({tensor}.dtype).{'min' if value < 0 else 'max'}"
+        elif value is None and dotted(constant) and not self._is_tensor(constant):
+            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).min)"
+
+    def _multiplied(
+        self, constant: cst.BaseExpression, other: cst.BaseExpression
+    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+        value, tensor = _value(constant), self._tensor_of(other)
+        is_name = value is None and bool(dotted(constant)) and not self._is_tensor(constant)
+        if tensor and value is not None and -math.inf < value < -FLOAT16.largest:
+            yield constant, f"({self.torch}.finfo({tensor}.dtype).min / 2)"
+        elif tensor and is_name and self._is_tensor(other):
+            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).min / 2)"
+
+    def _least(
+        self, constant: cst.BaseExpression | None, other: cst.BaseExpression
+    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+        """An eps, by its size or its name."""
+        tensor = self._tensor_of(other)
+        if constant is None or not tensor:
+            return
+        value = _value(constant)
+        is_small = value is not None and 0.0 < value < FLOAT16.smallest_subnormal
+        if is_small or (value is None and "eps" in dotted(constant).rpartition(".")[2].lower()):
+            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).tiny)"
+
+    def _is_tensor(self, node: cst.BaseExpression) -> bool:
+        return bool(self.half & {code_of(item) for item in walk(node) if isinstance(item, cst.BaseExpression)})
+
+    def _tensor_of(self, node: cst.BaseExpression) -> str:
+        """A name or an attribute in the expression that holds a half tensor, as far as is known; "" for none."""
+        parts = [item for item in walk(node) if isinstance(item, (cst.Name, cst.Attribute)) and dotted(item)]
+        read = names_read(node)
+        seen = (spelled(item) for item in parts if code_of(item) in self.half)
+        plain = (item.value for item in parts if isinstance(item, cst.Name) and item.value in read)
+        return next(seen, "") or next(filter(self._may_be_tensor, plain), "")
+
+    def _may_be_tensor(self, name: str) -> bool:
+        """Whether a plain name is one of the function's own that is no number and no ``self``."""
+        is_local = name in self.bindings.local and name not in self.bindings.numbers
+        return is_local and name not in ("self", "cls") and name not in self.bindings.imports
+
+
+def _argument(args: Sequence[cst.Arg], index: int, keyword: str) -> cst.BaseExpression | None:
+    by_name = next((arg.value for arg in args if arg.keyword is not None and arg.keyword.value == keyword), None)
+    plain = [arg.value for arg in args if arg.keyword is None and not arg.star]
+    return by_name or (plain[index] if len(plain) > index else None)
+
+
+def _value(node: cst.BaseExpression) -> float | None:
+    """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``float("-1e9")``."""
+    match bare(node):
+        case cst.Integer() | cst.Float() as number:
+            return _as_float(number.evaluated_value)
+        case cst.UnaryOperation(operator=cst.Minus(), expression=inner):
+            value = _value(inner)
+            return None if value is None else -value
+        case cst.BinaryOperation(left=left, operator=cst.Power(), right=right):
+            base, exponent = _value(left), _value(right)
+            return _power(base, exponent) if base is not None and exponent is not None else None
+        case cst.Call(func=cst.Name(value="float"), args=[cst.Arg(value=cst.SimpleString() as text)]):
+            return _as_float(ast.literal_eval(text.value))
+    return None
+
+
+def _as_float(value: object) -> float | None:
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _power(base: float, exponent: float) -> float | None:
+    try:
+        value = base**exponent
+    except (OverflowError, ZeroDivisionError):
+        return None
+    return value if isinstance(value, float) else None

@@ -1,0 +1,91 @@
+"""Constants kept within the range of half: the edit, and that FP32 computes what it did."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ampdbg.patch.constants import edit_constants
+
+EDITS = {
+    "masked_fill": ("x = x.masked_fill(m, -1e9)", "x = x.masked_fill(m, torch.finfo(x.dtype).min)"),
+    "masked_fill by name": ("x = x.masked_fill(m, value=-1e9)", "x = x.masked_fill(m, value=torch.finfo(x.dtype).min)"),
+    "masked_fill_": ("x.masked_fill_(m, -10**9)", "x.masked_fill_(m, torch.finfo(x.dtype).min)"),
+    "a text": ('x = x.masked_fill(m, float("-1e20"))', "x = x.masked_fill(m, torch.finfo(x.dtype).min)"),
+    "a product is filled": (
+        "x = (x @ y).masked_fill(m, -1e9)",
+        "x = (x @ y).masked_fill(m, torch.finfo(x.dtype).min)",
+    ),
+    "upwards": ("x = x.masked_fill(m, 1e9)", "x = x.masked_fill(m, torch.finfo(x.dtype).max)"),
+    "an attribute": (
+        "x = x.masked_fill(m, self.fill)",
+        "x = x.masked_fill(m, max(self.fill, torch.finfo(x.dtype).min))",
+    ),
+    "where": ("x = torch.where(m, x, -1e9)", "x = torch.where(m, x, torch.finfo(x.dtype).min)"),
+    "an index": ("x[m] = -1e9", "x[m] = torch.finfo(x.dtype).min"),
+    "full_like": ("x = torch.full_like(y, -1e9)", "x = torch.full_like(y, torch.finfo(y.dtype).min)"),
+    "multiplied": ("x = x + (1.0 - y) * -1e9", "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)"),
+    "an eps": ("x = x / (x.norm() + 1e-8)", "x = x / (x.norm() + max(1e-8, torch.finfo(x.dtype).tiny))"),
+    "a named eps": (
+        "x = x / (x.norm() + self.eps)",
+        "x = x / (x.norm() + max(self.eps, torch.finfo(x.dtype).tiny))",
+    ),
+    "a least value": (
+        "x = x / x.norm().clamp(min=1e-12)",
+        "x = x / x.norm().clamp(min=max(1e-12, torch.finfo(x.dtype).tiny))",
+    ),
+    "a logarithm": ("x = torch.log(x + 1e-10)", "x = torch.log(x + max(1e-10, torch.finfo(x.dtype).tiny))"),
+}
+
+
+def source(line: str) -> str:
+    return f"import torch\n\n\ndef forward(self, x, y, m):\n    {line}  # kept\n    return x\n"
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_constant_is_kept_within_range(name: str) -> None:
+    before, after = EDITS[name]
+    edited = edit_constants(source(before).encode(), 5, ("x", "y"))
+    assert edited.source.decode() == source(after)
+    assert (edited.changed, edited.refused) == (True, ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = x.masked_fill(m, -1e4)",
+        'x = x.masked_fill(m, float("-inf"))',
+        "x = x * 1e-8",
+        "x = x + 1e-6",
+        "x = 2.0 * x + 1e5",
+        "x = self.mask(x)",
+    ],
+)
+def test_what_half_can_hold_or_is_meant_is_left_alone(line: str) -> None:
+    edited = edit_constants(source(line).encode(), 5, ("x", "y"))
+    assert edited.source.decode() == source(line)
+    assert [one.line for one in edited.refused] == [5]
+
+
+def test_torch_goes_by_the_name_that_it_has() -> None:
+    text = source(EDITS["masked_fill"][0]).replace("import torch", "import torch as th")
+    assert "th.finfo(x.dtype).min" in edit_constants(text.encode(), 5).source.decode()
+    hidden = source(EDITS["masked_fill"][0]).replace("import torch\n", "torch = None\n")
+    (refused,) = edit_constants(hidden.encode(), 5).refused
+    assert "stands for something else" in refused.reason
+    missing = source(EDITS["masked_fill"][0]).replace("import torch\n", "import math\n")
+    assert edit_constants(missing.encode(), 5).source.decode().startswith("import math\n\nimport torch\n")
+
+
+@pytest.mark.parametrize("name", ["masked_fill", "multiplied", "an eps", "a least value"])
+def test_fp32_computes_what_it_did(name: str) -> None:
+    results = []
+    for line in EDITS[name]:
+        scope: dict[str, object] = {}
+        exec(source(line), scope)
+        forward = scope["forward"]
+        assert callable(forward)
+        x = torch.linspace(-2.0, 2.0, 12).reshape(3, 4)
+        y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
+        results.append(forward(None, x.clone(), y, x > 1.0).softmax(dim=-1))
+    assert torch.equal(*results)
