@@ -167,14 +167,7 @@ class Calls:
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The places of the optimizers that hold any of these parameters."""
-        found: set[int] = set()
-        for parameter in parameters:
-            place = self._owners.get(id(parameter))
-            if place is not None:
-                found.add(place)
-                if len(found) == len(self._marks):
-                    break
-        return tuple(sorted(found))
+        return tuple(sorted({self._owners[id(one)] for one in parameters if id(one) in self._owners}))
 
     def _note(self, kind: CallKind, optimizers: tuple[int, ...] = (), **facts: Any) -> tuple[Hit, ...]:
         times = self._times[kind] = self._times.get(kind, 0) + 1

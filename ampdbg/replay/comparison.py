@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
 from ampdbg.ops import CASTS, base_name
-from ampdbg.probes.op_trace import OpSeen, OpTrace
+from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.replays import Producer, Replay
@@ -29,15 +29,8 @@ DEPARTURE = 16.0
 NOTHING_SPECIAL = Circumstances(is_constant=False, divides_by_zero=False)
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What an op of one replay has in common with the same op of another: all but its dtype."""
-
-    phase: str
-    module: str
-    call: int
-    op: str
-    line: Any
+_Key = tuple[OpPlace, str]
+"""What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
 
 
 def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
@@ -195,7 +188,7 @@ def _largest_by_key(ops: list[OpSeen]) -> dict[_Key, tuple[float, bool]]:
 
 
 def _key(seen: OpSeen) -> _Key:
-    return _Key(seen.place.phase, seen.place.module, seen.place.call, seen.op, seen.place.line)
+    return seen.place, seen.op
 
 
 def _producer(seen: OpSeen, fp32: tuple[float, bool] | None, circumstances: Circumstances) -> Producer:

@@ -14,7 +14,7 @@ from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.precision.pins import pin_fp32
-from ampdbg.replay.random_state import seeded
+from ampdbg.replay.state import seeded
 from ampdbg.workload.build import Workload, build_workload
 
 

@@ -28,11 +28,10 @@ from ampdbg.record.run import HalfUpdates, Record, Unseen
 from ampdbg.replay.comparison import MOST_OF_IT
 from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.passes import run_pass
-from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
-from ampdbg.replay.state import Held, held_by, notes_on
+from ampdbg.replay.state import Held, RandomState, held_by, notes_on
 
 
 def train(
