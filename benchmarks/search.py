@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
 from ampdbg.search.strategies import Result, delta_debug, guided
-from ampdbg.search.trials import Answer, Trials
+from ampdbg.search.trials import Trials
 
 BLOCK = ("", ".norm1", ".attn", ".attn.qkv", ".attn.out", ".norm2", ".mlp", ".mlp.up", ".mlp.act", ".mlp.down")
 """The modules of a transformer's block."""
@@ -52,7 +53,7 @@ def transformer(count: int) -> AtomTree:
 def planted(tree: AtomTree, culprits: Sequence[str]) -> Trials:
     """Trials of a step that is healthy exactly when all culprits are pinned."""
     needed = frozenset(culprits)
-    return Trials(lambda pins: Answer(healthy=tree.expand(pins) >= needed), tree)
+    return Trials(lambda pins: Trial(pins, healthy=tree.expand(pins) >= needed), tree)
 
 
 def row(name: str, tree: AtomTree, count: int, rounds: int) -> str:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.quantities import listed, number
-from ampdbg.record.pins import PinSite
+from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.replays import Investigation, Replay
-from ampdbg.replay.investigation import PinnedReplays
+from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, weights_of
+from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.search.atoms import AtomTree
-from ampdbg.search.trials import Answer
 
-
-@dataclass(frozen=True)
-class Case:
-    """A step to be cured; the model has its weights only while it is run."""
-
-    failing: FailingStep
-    replays: PinnedReplays
+FURTHER_BATCHES = 3
+"""A set that was found, and the patch of it, is tried on so many more batches."""
 
 
 class Experiment:
@@ -39,7 +33,7 @@ class Experiment:
         is_silent: see :func:`health_of`.
     """
 
-    def __init__(self, run: Run, cases: Sequence[Case], tree: AtomTree, *, is_silent: bool) -> None:
+    def __init__(self, run: Run, cases: Sequence[PinnedReplays], tree: AtomTree, *, is_silent: bool) -> None:
         self.cases = tuple(cases)
         self.is_silent = is_silent
         self.outside: list[PinSite] = []
@@ -48,7 +42,7 @@ class Experiment:
         self.tree = tree
         self._sites: dict[str, list[PinSite]] = {}
 
-    def run(self, pins: Sequence[str], *, is_brief: bool = False) -> Answer:
+    def run(self, pins: Sequence[str], *, is_brief: bool = False) -> Trial:
         """One trial. Its loss is that of the first step, in FP16. A brief one is faster, and names no suspects."""
         is_brief = is_brief and not self.is_silent
         started = time.perf_counter()
@@ -61,7 +55,8 @@ class Experiment:
                 break
         sites = tuple(map(_site, health.guilty))
         self._note(sites, pins)
-        return Answer(
+        return Trial(
+            pins=tuple(pins),
             healthy=health.healthy,
             why=health.why,
             suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),
@@ -69,8 +64,8 @@ class Experiment:
             seconds=round(time.perf_counter() - started, 3),
         )
 
-    def _tried(self, case: Case, pins: Sequence[str], is_brief: bool) -> tuple[Health, float]:
-        made = case.replays.with_pins(pins, is_brief=is_brief)
+    def _tried(self, case: PinnedReplays, pins: Sequence[str], is_brief: bool) -> tuple[Health, float]:
+        made = case.with_pins(pins, is_brief=is_brief)
         return health_of(made, is_silent=self.is_silent), made.replays[0].loss
 
     @property
@@ -109,6 +104,14 @@ def _site(suspect: Suspect) -> PinSite:
 
 def _is_same(one: PinSite, other: PinSite) -> bool:
     return (one.phase, one.module, one.op, one.source) == (other.phase, other.module, other.op, other.source)
+
+
+def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
+    """The step on the batches that come after its own, where FP32 is finite on them."""
+    for snapshot in further_steps(run, failing, FURTHER_BATCHES):
+        case = PinnedReplays(run, replace(failing, snapshot=snapshot), scales)
+        if is_finite(case.fp32.replay):
+            yield case
 
 
 # Whether a replay with pins is healthy, and if not, why and which ops go wrong in it

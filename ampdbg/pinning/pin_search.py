@@ -12,7 +12,7 @@ from ampdbg.diagnosis.producers import survivor
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FloatFormat
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import Case, Experiment
+from ampdbg.pinning.experiment import Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
 from ampdbg.probes.module_calls import coverage
 from ampdbg.probes.shadow_trace import RangeSeen
@@ -56,7 +56,7 @@ def search_pins(
     search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
     case = _case(run, record, first)
     with coverage(run.workload.model) as covered:
-        fp32 = case.replays.fp32.replay
+        fp32 = case.fp32.replay
     if not is_finite(fp32):
         return replace(record, search=_unusable_reference(search, fp32))
     observer.search(covered.callable)
@@ -87,8 +87,8 @@ def _searched(setting: Setting, record: Record, search: Search) -> Record:
         return _concluded(replace(setting, repeats=MOST_REPEATS), record, search)
 
 
-def _case(run: Run, record: Record, failing: FailingStep) -> Case:
-    return Case(failing, PinnedReplays(run, failing, scales_of(run.config, record, failing)))
+def _case(run: Run, record: Record, failing: FailingStep) -> PinnedReplays:
+    return PinnedReplays(run, failing, scales_of(run.config, record, failing))
 
 
 def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRange:
@@ -108,11 +108,11 @@ def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRang
     return ScaleRange(min(failing.scale, 4.0 * unpinned.scale), is_lossless=True)
 
 
-def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[Case]:
+def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[PinnedReplays]:
     """The further steps that are finite in FP32."""
     for case in (_case(run, record, other) for other in failing):
         with weights_of(run.workload.model, case.failing):
-            if is_finite(case.replays.fp32.replay):
+            if is_finite(case.fp32.replay):
                 yield case
 
 

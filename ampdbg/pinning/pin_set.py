@@ -9,30 +9,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ampdbg.agreement import is_finite
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import Case, Experiment
+from ampdbg.pinning.experiment import Experiment, on_further_batches
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, Search, Trial
 from ampdbg.record.run import Record
-from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, Snapshot, further_steps, rewound
+from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 from ampdbg.search.strategies import Result, most_dropped
-from ampdbg.search.trials import Answer, OutOfTrials, Trials, trial_of
+from ampdbg.search.trials import OutOfTrials, Trials, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
-
-FURTHER_BATCHES = 3
-"""The set that was found is tried on so many more batches."""
 
 AGAIN = "the whole set once more"
 
@@ -71,7 +65,7 @@ class Setting:
             together=tied_together(self.experiment.tree.atoms, self.run.workload.model),
         )
 
-    def _try(self, pins: tuple[str, ...]) -> Answer:
+    def _try(self, pins: tuple[str, ...]) -> Trial:
         """Once a set is healthy, suspects only describe its pins, and of very many pins nobody reads that."""
         is_brief = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
         return self.experiment.run(pins, is_brief=is_brief)
@@ -114,13 +108,16 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
 
 def _closing_trials(setting: Setting, pins: tuple[str, ...]) -> Iterator[Trial]:
     """More runs of the set that are no part of the search; each as often as its trials were repeated."""
-    further = ((f"further batch {number}", one) for number, one in enumerate(_on_further_batches(setting), start=1))
-    for stage, experiment in chain([(AGAIN, setting.experiment)], further):
-        yield trial_of(pins, stage, [experiment.run(pins) for _ in range(setting.repeats)])
+    experiment, first = setting.experiment, setting.experiment.cases[0]
+    yield trial_of(AGAIN, [experiment.run(pins) for _ in range(setting.repeats)])
+    further = on_further_batches(setting.run, replace(first.failing, scale=first.scale), first.scales)
+    for number, case in enumerate(further, start=1):
+        other = Experiment(setting.run, (case,), experiment.tree, is_silent=experiment.is_silent)
+        yield trial_of(f"further batch {number}", [other.run(pins) for _ in range(setting.repeats)])
 
 
 def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
-    fp32 = {"float32": setting.experiment.cases[0].replays.fp32.replay.loss}
+    fp32 = {"float32": setting.experiment.cases[0].fp32.replay.loss}
     if not again:
         return fp32
     return fp32 | {"pinned": math.nan if again[0].loss is None else again[0].loss}
@@ -128,8 +125,8 @@ def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:
 
 def _set_scale(setting: Setting) -> float | None:
     """The lowest loss scale that a step was cured at whose gradients overflow at its own; None where there is none."""
-    cases = [case for case in setting.experiment.cases if case.replays.scales.is_lossless]
-    lowered = [case.replays.scale for case in cases if case.replays.scale < case.failing.scale]
+    cases = [case for case in setting.experiment.cases if case.scales.is_lossless]
+    lowered = [case.scale for case in cases if case.scale < case.failing.scale]
     return min(lowered, default=None)
 
 
@@ -207,17 +204,6 @@ def _library_modules_whole(setting: Setting, pins: tuple[str, ...]) -> tuple[str
         if larger != pins and setting.trials.test(larger, "library modules whole").healthy:
             return larger
     return pins
-
-
-def _on_further_batches(setting: Setting) -> Iterator[Experiment]:
-    """The step on the batches that come after its own, where FP32 is finite on them."""
-    first = setting.experiment.cases[0]
-    for snapshot in further_steps(setting.run, setting.failing, FURTHER_BATCHES):
-        further = replace(setting.failing, snapshot=snapshot, scale=first.replays.scale)
-        replays = PinnedReplays(setting.run, further, first.replays.scales)
-        if is_finite(replays.fp32.replay):
-            case = Case(further, replays)
-            yield Experiment(setting.run, (case,), setting.experiment.tree, is_silent=setting.experiment.is_silent)
 
 
 def classes_of(model: torch.nn.Module, pins: Iterable[str], ran: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -17,21 +17,17 @@ from typing import IO, Any
 
 import torch
 
-from ampdbg.agreement import is_finite
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import health_of
+from ampdbg.pinning.experiment import health_of, on_further_batches
 from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line, overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
 from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, further_steps, rewound, weights_of
+from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
-
-FURTHER_BATCHES = 3
-"""The patch is tried on so many batches besides those of the failing steps."""
 
 ENDING = 30.0
 """Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
@@ -206,18 +202,18 @@ def _try(run: Run, failing: FailingStep, scales: ScaleRange, job: Job) -> Tried:
     replays = PinnedReplays(run, failing, scales)
     with weights_of(run.workload.model, failing):
         for _ in range(job.repeats):
-            tried = _tried(replays, failing, job)
+            tried = _tried(replays, job)
             if not tried.healthy:
                 break
     return tried
 
 
-def _tried(replays: PinnedReplays, failing: FailingStep, job: Job) -> Tried:
+def _tried(replays: PinnedReplays, job: Job) -> Tried:
     made = replays.with_pins(())
     health = health_of(made, is_silent=job.is_silent)
     low, fp32 = made.replays[:2]
     return Tried(
-        step=failing.snapshot.step,
+        step=replays.failing.snapshot.step,
         healthy=health.healthy,
         why=health.why,
         loss=low.loss,
@@ -234,11 +230,8 @@ def _further(
     observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:
-        for snapshot in further_steps(run, failing, FURTHER_BATCHES):
-            further = replace(failing, snapshot=snapshot, scale=scale)
-            replays = PinnedReplays(run, further, job.scales[0])
-            if is_finite(replays.fp32.replay):
-                seen.append(_tried(replays, further, job))
+        for replays in on_further_batches(run, replace(failing, scale=scale), job.scales[0]):
+            seen.append(_tried(replays, job))  # noqa: PERF401 - what was seen before an error stays
     except AmpdbgError as error:
         return tuple(seen), first_line(error)
     return tuple(seen), ""

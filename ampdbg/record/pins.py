@@ -106,7 +106,7 @@ class Trial:
 
     pins: tuple[str, ...]
     healthy: bool
-    why: str
+    why: str = ""
     stage: str = ""
     suspects: tuple[str, ...] = ()
     runs: Count = 1

@@ -274,7 +274,7 @@ class ScaleRange:
 
 
 class PinnedReplays:
-    """Runs one step with any set of pins; the model must have the step's weights meanwhile.
+    """Runs one step, ``failing``, with any set of pins; the model must have the step's weights meanwhile.
 
     ``scale`` is the highest loss scale of the range at which the last replay that was finite is so.
     """
@@ -283,7 +283,7 @@ class PinnedReplays:
         self.scale = failing.scale
         self.scales = scales
         self._run = run
-        self._failing = failing
+        self.failing = failing
         self._low = run.mode.format.name
 
     @cached_property
@@ -309,7 +309,7 @@ class PinnedReplays:
         return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
 
     def _made(self, low: Replay, *more: Replay) -> Investigation:
-        made = self._failing.made
+        made = self.failing.made
         return replace(made, replays=(low, self.fp32.replay, *more), first_far=None, continuation=())
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
@@ -332,7 +332,7 @@ class PinnedReplays:
         return keeps_its_gradients(replace(low.replay, **distances(low, self.fp32, lambda: self._floor)))
 
     def _scales(self) -> Iterator[float]:
-        scale = self._failing.scale if self.scales.is_lossless else self.scale
+        scale = self.failing.scale if self.scales.is_lossless else self.scale
         yield scale
         while scale > self.scales.lowest:
             scale = max(self.scales.lowest, scale / 4.0)
@@ -355,5 +355,5 @@ class PinnedReplays:
         return pin_fp32(self._run.workload.model, pins)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
-        step = self._failing.snapshot
+        step = self.failing.snapshot
         return replay_step(self._run, step, manner, traced=traced, keep_gradients=True, stops_at_loss=stops_at_loss)

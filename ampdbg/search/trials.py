@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree
 
-
-@dataclass(frozen=True)
-class Answer:
-    """What one run of an experiment showed.
-
-    ``suspects`` are the pins' names of what went wrong, the first to run first; ``why`` says what that was.
-    ``seconds`` is the time it took.
-    """
-
-    healthy: bool
-    why: str = ""
-    suspects: tuple[str, ...] = ()
-    loss: float | None = None
-    seconds: float = 0.0
+Try = Callable[[tuple[str, ...]], Trial]
+"""Runs one experiment with the pins of these names, once."""
 
 
-def trial_of(pins: tuple[str, ...], stage: str, answers: Sequence[Answer]) -> Trial:
-    """The trial of these runs with ``pins``: healthy when all are, else what the first that is not showed."""
-    shown = next((answer for answer in answers if not answer.healthy), answers[-1])
-    return Trial(
-        pins=pins,
-        healthy=shown.healthy,
-        why=shown.why,
+def trial_of(stage: str, runs: Sequence[Trial]) -> Trial:
+    """The trial of these runs with the same pins: healthy when all are, else what the first that is not showed."""
+    return replace(
+        next((run for run in runs if not run.healthy), runs[-1]),
         stage=stage,
-        suspects=shown.suspects,
-        runs=len(answers),
-        healthy_runs=sum(answer.healthy for answer in answers),
-        loss=shown.loss,
-        seconds=sum(answer.seconds for answer in answers),
+        runs=len(runs),
+        healthy_runs=sum(run.healthy for run in runs),
+        seconds=sum(run.seconds for run in runs),
     )
-
-
-Try = Callable[[tuple[str, ...]], Answer]
-"""Runs one experiment with the pins of these names."""
 
 
 class OutOfTrials(Exception):  # noqa: N818 - not an error: a search ends at the limit that it was given
@@ -103,7 +82,7 @@ class Trials:
             if self._max_trials is not None and len(self._made) >= self._max_trials:
                 raise OutOfTrials
             pins = self.tree.compress(atoms)
-            self._keep(atoms, trial_of(pins, stage, self._run(pins)))
+            self._keep(atoms, trial_of(stage, self._run(pins)))
         return self._made[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
@@ -120,11 +99,11 @@ class Trials:
         ordered = sorted(atoms, key=self.tree.place)
         return tuple(dict.fromkeys(self._units.get(atom, frozenset((atom,))) for atom in ordered))
 
-    def _run(self, pins: tuple[str, ...]) -> list[Answer]:
-        answers = [self._try(pins)]
-        while answers[-1].healthy and len(answers) < self._repeats:
-            answers.append(self._try(pins))
-        return answers
+    def _run(self, pins: tuple[str, ...]) -> list[Trial]:
+        runs = [self._try(pins)]
+        while runs[-1].healthy and len(runs) < self._repeats:
+            runs.append(self._try(pins))
+        return runs
 
     def _keep(self, atoms: Atoms, trial: Trial) -> None:
         self._made[atoms] = trial

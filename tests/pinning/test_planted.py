@@ -18,7 +18,6 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
-from ampdbg.search.trials import Answer
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
@@ -185,7 +184,7 @@ def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         Experiment,
         "run",
-        lambda *given, **brief: Answer(healthy=True) if next(ran) in healthy else run(*given, **brief),
+        lambda *given, **brief: Trial((), healthy=True) if next(ran) in healthy else run(*given, **brief),
     )
     monkeypatch.setattr(pin_search, "MOST_REPEATS", 3)
     searched: list[tuple[str, ...]] = []

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.trials import Answer, Trials
+from ampdbg.search.trials import Trials
 
 SMALL = ("", "embed", "blocks.0", "blocks.0.attn", "blocks.0.mlp", "blocks.0.mlp.fc", "blocks.1", "head")
 """A model whose container ``blocks`` never runs; its second block is a leaf."""
@@ -27,13 +28,13 @@ class Step:
     masking: bool = False
     ran: list[tuple[str, ...]] = field(default_factory=list)
 
-    def __call__(self, pins: tuple[str, ...]) -> Answer:
+    def __call__(self, pins: tuple[str, ...]) -> Trial:
         self.ran.append(pins)
         pinned = self.tree.expand(pins)
         if any(pinned >= self.tree.expand(way) for way in self.ways):
-            return Answer(healthy=True, loss=1.0, seconds=0.5)
+            return Trial(pins, healthy=True, loss=1.0, seconds=0.5)
         missing = tuple(name for name in self.ways[0] if not pinned >= self.tree.expand([name]))
-        return Answer(healthy=False, why="inf", suspects=missing[:1] if self.masking else missing)
+        return Trial(pins, healthy=False, why="inf", suspects=missing[:1] if self.masking else missing)
 
 
 def planted(*culprits: str, names: Sequence[str] = SMALL, masking: bool = False) -> tuple[Step, Trials]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
 from ampdbg.search.strategies import best_so_far, delta_debug
-from ampdbg.search.trials import Answer, OutOfTrials, Trials
+from ampdbg.search.trials import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, planted, steps, trees
 
 TREE = atom_tree(SMALL)
@@ -45,14 +45,14 @@ def test_a_healthy_step_needs_no_pins() -> None:
 
 
 def test_where_everything_pinned_fails_one_trial_says_so() -> None:
-    trials = Trials(lambda pins: Answer(healthy=False, why="nan"), TREE)
+    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
     found = delta_debug(trials)
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
     assert len(trials.made) == 1
 
 
 def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
-    trials = Trials(lambda pins: Answer("head" in pins), TREE)
+    trials = Trials(lambda pins: Trial(pins, "head" in pins), TREE)
     trials.test(["head", "embed"], "earlier")
     found = delta_debug(trials)
     assert (found.pins, found.minimal) == (("head",), True)
@@ -69,7 +69,7 @@ def test_a_model_of_one_module() -> None:
 
 
 def test_where_nothing_ran_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Answer(healthy=False), atom_tree([]))
+    trials = Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))
     assert not delta_debug(trials).healthy
 
 
@@ -113,7 +113,7 @@ def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree
     def healthy(pins: Atoms) -> bool:
         return len(pins) == len(tree.atoms) or whimsical(seed, share, pins)
 
-    trials = Trials(lambda pins: Answer(healthy(tree.expand(pins))), tree)
+    trials = Trials(lambda pins: Trial(pins, healthy(tree.expand(pins))), tree)
     found = delta_debug(trials)
     atoms = tree.expand(found.pins)
     assert found.minimal

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
 from ampdbg.search.strategies import best_so_far, guided
-from ampdbg.search.trials import Answer, OutOfTrials, Trials
+from ampdbg.search.trials import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, planted, steps
 
 TREE = atom_tree(SMALL)
@@ -110,9 +110,9 @@ def test_a_pin_stays_as_wide_as_it_was_given() -> None:
 def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -> None:
     """The step names a block's own lines; what must be pinned is a module inside another part of that block."""
 
-    def blames_the_block(pins: tuple[str, ...]) -> Answer:
+    def blames_the_block(pins: tuple[str, ...]) -> Trial:
         healthy = "blocks.0.mlp.fc" in TREE.expand(pins)
-        return Answer(healthy, suspects=() if healthy else ("blocks.0:own",))
+        return Trial(pins, healthy, suspects=() if healthy else ("blocks.0:own",))
 
     trials = Trials(blames_the_block, TREE)
     found = guided(trials, ["head"])
@@ -121,7 +121,7 @@ def test_where_no_suspect_is_new_the_stuck_one_is_widened_and_narrowed_again() -
 
 
 def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_root() -> None:
-    trials = Trials(lambda pins: Answer("embed" in TREE.expand(pins), why="loss is far off"), TREE)
+    trials = Trials(lambda pins: Trial(pins, "embed" in TREE.expand(pins), why="loss is far off"), TREE)
     found = guided(trials, ["blocks.0.mlp.fc"])
     assert (found.pins, found.minimal) == (("embed",), True)
     widened = [pins for stage, pins, _ in stages(trials) if stage == "widened"]
@@ -129,14 +129,14 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
 
 
 def test_where_even_the_root_does_not_help_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Answer(healthy=False, why="nan"), TREE)
+    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
     found = guided(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
     assert trials.made[-1].pins == ("",)
 
 
 def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
-    trials = Trials(lambda pins: Answer(healthy=False, why="nan"), TREE)
+    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
     assert not guided(trials, []).healthy
     assert len(trials.made) == 1
 
@@ -144,10 +144,10 @@ def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
 def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
     """Pinning one block without the other raises, say, for their dtypes no longer meet."""
 
-    def harmed(pins: tuple[str, ...]) -> Answer:
+    def harmed(pins: tuple[str, ...]) -> Trial:
         pinned = TREE.expand(pins)
         blocks = pinned & {*TREE.under("blocks")}
-        return Answer("head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
+        return Trial(pins, "head" in pinned and len(blocks) in (0, len(TREE.under("blocks"))))
 
     found = guided(Trials(harmed, TREE), ["head", "blocks.1"])
     assert (found.pins, found.minimal) == (("head",), True)
@@ -237,9 +237,9 @@ def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
 def test_a_step_that_fails_three_times_in_ten_is_cured_with_repeats(seed: int) -> None:
     source = random.Random(seed)
 
-    def flaky(pins: tuple[str, ...]) -> Answer:
+    def flaky(pins: tuple[str, ...]) -> Trial:
         cured = {"head", "embed"} <= TREE.expand(pins)
-        return Answer(cured or source.random() >= 0.3)
+        return Trial(pins, cured or source.random() >= 0.3)
 
     trials = Trials(flaky, TREE, repeats=30)
     assert guided(trials, ["blocks.1", "head", "embed"]).pins == ("embed", "head")

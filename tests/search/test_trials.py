@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import atom_tree
-from ampdbg.search.trials import Answer, OutOfTrials, Trials
+from ampdbg.search.trials import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, planted
 
 TREE = atom_tree(SMALL)
@@ -48,7 +48,7 @@ def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
 
 
 def test_no_pins_may_be_the_best() -> None:
-    trials = Trials(lambda pins: Answer(healthy=True), TREE)
+    trials = Trials(lambda pins: Trial(pins, healthy=True), TREE)
     trials.test([], "")
     assert trials.best == ()
 
@@ -74,7 +74,7 @@ def test_each_trial_is_told_once_as_it_ends() -> None:
 def flaky(answers: str) -> tuple[Trials, Iterator[str]]:
     """Trials of three repeats whose runs are healthy where there is a "+"."""
     left = iter(answers)
-    return Trials(lambda pins: Answer(healthy=next(left) == "+", why="nan", seconds=1.0), TREE, repeats=3), left
+    return Trials(lambda pins: Trial(pins, healthy=next(left) == "+", why="nan", seconds=1.0), TREE, repeats=3), left
 
 
 @pytest.mark.parametrize(("answers", "runs", "healthy_runs"), [("+++", 3, 3), ("++-", 3, 2), ("+-", 2, 1), ("-", 1, 0)])
@@ -86,10 +86,10 @@ def test_repeats_end_with_the_first_unhealthy_run(answers: str, runs: int, healt
 
 
 def test_an_interrupt_goes_through_and_what_was_made_stays() -> None:
-    def interrupted(pins: tuple[str, ...]) -> Answer:
+    def interrupted(pins: tuple[str, ...]) -> Trial:
         if pins == ("embed",):
             raise KeyboardInterrupt
-        return Answer(healthy=True)
+        return Trial(pins, healthy=True)
 
     trials = Trials(interrupted, TREE)
     trials.test(["head"], "")
