@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
-from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record
 
@@ -39,12 +38,9 @@ def other_remedies(record: Record) -> tuple[str, ...]:
         text = finding.remedy.partition(OR)[2] if code.pin_helps else finding.remedy
         if text and finding.root is None and finding.severity != "info":
             label = " (changes the model's function)" if code.changes_function else ""
-            lines[f"{_place(finding)}{text}{label}"] = None
+            place = f"{finding.source.file}:{finding.source.line}: " if finding.source else ""
+            lines[f"{place}{text}{label}"] = None
     return tuple(lines)
-
-
-def _place(finding: Finding) -> str:
-    return f"{finding.source.file}:{finding.source.line}: " if finding.source else ""
 
 
 def _at_its_line(at: Producer) -> Iterator[str]:

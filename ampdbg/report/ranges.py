@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, module_windows, window
+from ampdbg.formats import Exponents
 from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.run import Record, Site
@@ -151,7 +152,7 @@ def _site_row(site: Site, with_text: bool) -> tuple[view.Cell, ...]:
         line(f"{site.headroom_bits:.1f}", tone=mark.tone),
         number(site.abs_max),
         "fwd" if site.phase == "forward" else "bwd",
-        view.Histogram(site.lowest_exponent, site.exponents),
+        Exponents(site.lowest_exponent, site.exponents),
         _where(site, with_text),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ampdbg.formats import Exponents
 from ampdbg.quantities import counted
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
@@ -35,15 +36,7 @@ class Line:
     is_code: bool = False
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """How many values have each exponent of two, from ``lowest`` on."""
-
-    lowest: int
-    counts: tuple[int, ...]
-
-
-Cell = str | Line | tuple[Line, ...] | Histogram
+Cell = str | Line | tuple[Line, ...] | Exponents
 
 
 @dataclass(frozen=True)

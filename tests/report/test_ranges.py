@@ -11,11 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
-from ampdbg.formats import headroom_bits
+from ampdbg.formats import Exponents, headroom_bits
 from ampdbg.record.findings import Source
 from ampdbg.record.run import AutocastError, Record, Site, Unseen
 from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
-from ampdbg.report.view import Histogram
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT
 from tests.strategies import records
@@ -155,5 +154,5 @@ BARS = {
 
 @pytest.mark.parametrize(("histogram", "bar"), BARS.values(), ids=BARS)
 def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
-    assert exponent_bar(Histogram(*histogram)) == bar
+    assert exponent_bar(Exponents(*histogram)) == bar
     assert len(bar) == BAR_WIDTH

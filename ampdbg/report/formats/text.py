@@ -15,7 +15,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from ampdbg import quantities
-from ampdbg.formats import FLOAT16
+from ampdbg.formats import FLOAT16, Exponents
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
@@ -172,7 +172,7 @@ def _grid(columns: Sequence[view.Column], rows: Sequence[Sequence[view.Cell]], w
 
 
 def _cell(cell: view.Cell) -> RenderableType:
-    if isinstance(cell, view.Histogram):
+    if isinstance(cell, Exponents):
         return Text(exponent_bar(cell), style="cyan")
     if isinstance(cell, str):
         return Text(cell)
@@ -347,18 +347,13 @@ DECADES = 6.0
 BAR_WIDTH = 2 + 2 + (FLOAT16.max_exponent - LOWEST + 1) // PER_CELL
 
 
-def exponent_bar(histogram: view.Histogram) -> str:
+def exponent_bar(histogram: Exponents) -> str:
     """``lost│subnormal … largest│overflow``: higher is more values, by orders of magnitude."""
-    counts = histogram.counts
     cells = [0] * (BAR_WIDTH - 2)
-    for exponent, count in enumerate(counts, start=histogram.lowest):
-        cells[_place(exponent, len(cells) - 1)] += count
-    drawn = [_height(count, sum(counts)) for count in cells]
+    for exponent, count in enumerate(histogram.counts, start=histogram.lowest):
+        cells[min(max(0, (exponent - LOWEST) // PER_CELL + 1), len(cells) - 1)] += count
+    drawn = [_height(count, sum(cells)) for count in cells]
     return f"{drawn[0]}│{''.join(drawn[1:-1])}│{drawn[-1]}"
-
-
-def _place(exponent: int, last: int) -> int:
-    return min(max(0, (exponent - LOWEST) // PER_CELL + 1), last)
 
 
 def _height(count: int, total: int) -> str:
