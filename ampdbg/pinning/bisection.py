@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.producers import survivor
+from ampdbg.errors import UserCodeError
+from ampdbg.formats import FloatFormat
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.pinning.pin_search import search_pins
-from ampdbg.quantities import counted
+from ampdbg.pinning.experiment import Experiment
+from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
+from ampdbg.probes.module_calls import coverage
+from ampdbg.probes.shadow_trace import RangeSeen
+from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
-from ampdbg.record.replays import Investigation
+from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record
+from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
+from ampdbg.search.atoms import atom_tree
+from ampdbg.search.strategies import Result, best_so_far, delta_debug, guided
+from ampdbg.search.trials import OutOfTrials
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed, and kept, while the run is trained."""
+
+TRIES = 10
+"""A step that does not fail every time it is run is run so often to learn how often it does."""
+
+DOUBT = 0.02
+"""A trial of a step that fails sometimes is repeated until it would pass by chance less often than this."""
+
+MOST_REPEATS = 20
 
 Kept = dict[tuple[int, str], FailingStep]
 
@@ -99,7 +120,7 @@ def _searched(
 ) -> Record:
     try:
         with weights_of(run.workload.model, failing[0]):
-            return search_pins(run, record, failing, strategy=strategy, max_trials=max_trials, observer=observer)
+            return _search(run, record, failing, strategy, max_trials, observer)
     except KeyboardInterrupt:  # before the first trial has ended
         return replace(record, interrupted=True)
 
@@ -125,3 +146,159 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
 
 def _because_of(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
     return Search(strategy, outcome, f"{root.message}; {root.remedy}" if root.remedy else root.message)
+
+
+# The search
+
+
+def _search(
+    run: Run,
+    record: Record,
+    failing: Sequence[FailingStep],
+    strategy: Strategy,
+    max_trials: int | None,
+    observer: Observer,
+) -> Record:
+    """Searches on the first failing step, whose weights the model must have; the set has to cure all of them."""
+    first = failing[0]
+    search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
+    case = _case(run, record, first)
+    with coverage(run.workload.model) as covered:
+        fp32 = case.fp32.replay
+    if not is_finite(fp32):
+        return replace(record, search=_unusable_reference(search, fp32))
+    observer.search(covered.callable)
+    is_silent = CODES[record.findings[0].code].erases_itself
+    cases = (case, *_others(run, record, failing[1:]))
+    experiment = Experiment(run, cases, atom_tree(covered.callable), is_silent=is_silent)
+    search = _how_often(experiment, replace(search, modules=len(covered.callable)))
+    if search.failed == 0:
+        message = f"none of {search.tried} replays reproduced the failure"
+        return replace(record, search=replace(search, outcome="not-reproduced", message=message))
+    return _settled(Setting(run, experiment, covered.callable, observer, max_trials, search.repeats), record, search)
+
+
+def _unusable_reference(search: Search, fp32: Replay) -> Search:
+    """No pin can be judged: FP32 raised an error, or fails as well."""
+    if fp32.error:
+        return replace(search, outcome="fp32-raises", message=fp32.error)
+    return replace(search, outcome="fp32-fails", message=f"the loss is {number(fp32.loss)} in FP32 too")
+
+
+def _settled(setting: Setting, record: Record, search: Search) -> Record:
+    """Where the answers contradict each other, the search begins again, with repeats."""
+    try:
+        return _concluded(setting, record, search)
+    except Contradiction:
+        setting.observer.search(setting.order)
+        search = replace(_how_often(setting.experiment, search, TRIES), repeats=MOST_REPEATS)
+        return _concluded(replace(setting, repeats=MOST_REPEATS), record, search)
+
+
+def _case(run: Run, record: Record, failing: FailingStep) -> PinnedReplays:
+    return PinnedReplays(run, failing, scales_of(run.config, record, failing))
+
+
+def scales_of(config: Config, record: Record, failing: FailingStep) -> ScaleRange:
+    """The loss scales at which a step may be cured.
+
+    A static scale is kept. Where the gradients overflow at a scale that has to be usable, a set may go with a lower
+    one, as long as that loses nothing and does not cure the step by itself.
+    """
+    if isinstance(config.precision.loss_scale, float):
+        return ScaleRange(failing.scale)
+    codes = {finding.code for finding in record.findings if finding.replayed_step == failing.snapshot.step}
+    if not any(CODES[code].keeps_scale for code in codes):
+        return ScaleRange()
+    unpinned = survivor(failing.made)
+    if unpinned is None or not keeps_its_gradients(unpinned):
+        return ScaleRange(is_lossless=True)
+    return ScaleRange(min(failing.scale, 4.0 * unpinned.scale), is_lossless=True)
+
+
+def _others(run: Run, record: Record, failing: Sequence[FailingStep]) -> Iterator[PinnedReplays]:
+    """The further steps that are finite in FP32."""
+    for case in (_case(run, record, other) for other in failing):
+        with weights_of(run.workload.model, case.failing):
+            if is_finite(case.fp32.replay):
+                yield case
+
+
+def _how_often(experiment: Experiment, search: Search, tries: int = 2) -> Search:
+    """The search with how often the step fails without pins, in these tries and earlier ones, and how many repeats
+    a trial needs for that."""
+    answers = [experiment.run(()) for _ in range(tries)]
+    if answers[0].healthy or (answers[0].why, answers[0].suspects) != (answers[1].why, answers[1].suspects):
+        answers += [experiment.run(()) for _ in range(TRIES - len(answers))]
+    failed, tried = search.failed + sum(not one.healthy for one in answers), search.tried + len(answers)
+    return replace(search, failed=failed, tried=tried, repeats=_repeats(failed / tried))
+
+
+def _repeats(rate: float) -> int:
+    """So many runs of a step that fails with this rate are all healthy with a chance below ``DOUBT``."""
+    if rate in (0.0, 1.0):
+        return 1
+    return min(MOST_REPEATS, math.ceil(math.log(DOUBT) / math.log(1.0 - rate)))
+
+
+def _concluded(setting: Setting, record: Record, search: Search) -> Record:
+    """Searches, proves what was found and writes it down; after an interrupt it is the best so far, not proven.
+
+    Raises:
+        Contradiction: the answers contradict each other, and each was of one run alone.
+    """
+    trials = setting.trials
+    try:
+        result = STRATEGIES[search.strategy](setting)
+        search = replace(search, candidates=len(trials.made[0].pins))
+        if result.healthy:
+            return record_of_found(setting, record, search, result)
+        return record_without_set(setting, record, search)
+    except (OutOfTrials, KeyboardInterrupt) as end:
+        search = replace(search, outcome="out-of-trials", candidates=len(trials.made[0].pins) if trials.made else 0)
+        record = replace(record, interrupted=isinstance(end, KeyboardInterrupt), search=search, trials=trials.made)
+    best = best_so_far(trials)
+    return record_of_best(setting, record, search, best) if best.healthy else record
+
+
+def _guided(setting: Setting) -> Result:
+    """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
+    result = guided(setting.trials, _candidates(setting))
+    return result if result.healthy else delta_debug(setting.trials)
+
+
+STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
+    "guided": _guided,
+    "ddmin": lambda setting: delta_debug(setting.trials),
+}
+
+
+def _candidates(setting: Setting) -> list[str]:
+    """The atoms where a failing step goes beyond FP16, then those where only its shadow does."""
+    tree = setting.experiment.tree
+    proposed = list(setting.experiment.seen_atoms)
+    for case in setting.experiment.cases:
+        proposed += [tree.own(name) for name in _proposed_by_shadow(setting.run, case.failing) if name in tree]
+    return list(dict.fromkeys(proposed))
+
+
+def _proposed_by_shadow(run: Run, failing: FailingStep) -> list[str]:
+    """The modules of every op that would overflow, in order of execution; gradients at the step's own loss scale,
+    where it is they that overflow. None where the step cannot run in bfloat16: code that asks for its dtype."""
+    scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
+    try:
+        with weights_of(run.workload.model, failing):
+            ranges, _ = shadow_step(run, failing.snapshot)
+    except UserCodeError:
+        return []
+    return list(_overflowing(ranges, scale, run.mode.format))
+
+
+def _overflowing(ranges: Iterable[RangeSeen], scale: float, low: FloatFormat) -> Iterator[str]:
+    for seen in ranges:
+        if seen.place.phase == "forward":
+            beyond = seen.overflow == "starts"
+        else:
+            beyond = seen.overflow != "carried" and seen.output.largest * scale >= low.overflow_threshold
+        if beyond:
+            yield seen.place.module

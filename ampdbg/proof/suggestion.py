@@ -16,8 +16,7 @@ from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
 from ampdbg.patch.plan import WAYS, Materials, Patch, lines_that_may_be_edited, planned, wider_than
-from ampdbg.pinning.bisection import Bisected, bisected
-from ampdbg.pinning.pin_search import scales_of
+from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ampdbg.config.file import load_config
-from ampdbg.pinning import pin_search
+from ampdbg.pinning import bisection
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
@@ -186,7 +186,7 @@ def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeyp
         "run",
         lambda *given, **brief: Trial((), healthy=True) if next(ran) in healthy else run(*given, **brief),
     )
-    monkeypatch.setattr(pin_search, "MOST_REPEATS", 3)
+    monkeypatch.setattr(bisection, "MOST_REPEATS", 3)
     searched: list[tuple[str, ...]] = []
     record = bisect_run(spiked(tmp_path), observer=observing(search=searched.append))
     assert len(searched) == 2

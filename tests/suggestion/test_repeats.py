@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.pinning import pin_search
+from ampdbg.pinning import bisection
 from ampdbg.proof import suggestion
 from ampdbg.proof.jobs import Job
 from ampdbg.record.pins import Proof
@@ -21,7 +21,7 @@ def test_the_proof_repeats_what_the_search_repeated(tmp_path: Path, monkeypatch:
         return Proof(True)
 
     monkeypatch.setattr(suggestion, "prove", prove)
-    monkeypatch.setattr(pin_search, "_repeats", lambda rate: 2)
+    monkeypatch.setattr(bisection, "_repeats", lambda rate: 2)
     found = suggestion.suggest(written(tmp_path))
     assert found.record.search is not None
     assert (found.record.search.repeats, jobs[0].repeats) == (2, 2)
