@@ -99,20 +99,27 @@ def _cause(made: Investigation, record: Record) -> Finding:
     Where a static scale is the only thing wrong, the finding is the scale.
     """
     found = _since_its_first_skip(cause_of(made, record), record.steps)
-    if _is_static(record) and (usable := _usable_scale(made)) and _depends_on_the_scale(found):
-        return _too_large(found, usable)
-    survived = survivor(made)
-    if survived is None or not survived.lost or found.code != OVERFLOWS["backward"]:
+    given, survived = number(made.replays[0].scale), survivor(made)
+    if survived is None:
         return found
-    lost = ", ".join(survived.lost[:3])
-    return replace(
-        found,
-        code=NO_USABLE_SCALE,
-        message=f"{op_name(found.op)} overflows at a loss scale of {number(made.replays[0].scale)}; at "
-        f"{number(survived.scale)} it does not, but there half precision flushes the gradient of {lost} to zero",
-        remedy=CODES[NO_USABLE_SCALE].remedy,
-        evidence={**found.evidence, "lost": list(survived.lost[:20])},
-    )
+    if not survived.lost and _is_static(record) and CODES[found.code].keeps_scale:
+        return replace(
+            found,
+            code=CALIBRATION,
+            message=f"the static loss scale {given} is too large for this step's gradients: {found.message}",
+            remedy=f"use a loss scale of {survived.scale:g}, or a dynamic one, which finds it by itself; "
+            "no pin is needed",
+        )
+    if survived.lost and found.code == OVERFLOWS["backward"]:
+        return replace(
+            found,
+            code=NO_USABLE_SCALE,
+            message=f"{op_name(found.op)} overflows at a loss scale of {given}; at {number(survived.scale)} it does "
+            f"not, but there half precision flushes the gradient of {', '.join(survived.lost[:3])} to zero",
+            remedy=CODES[NO_USABLE_SCALE].remedy,
+            evidence={**found.evidence, "lost": list(survived.lost[:20])},
+        )
+    return found
 
 
 def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
@@ -130,29 +137,13 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
     """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
     if _is_static(record) or _usable_scale(made) is None:
         return False
-    return is_finite(made.replays[1]) and _depends_on_the_scale(cause_of(made, record))
+    return is_finite(made.replays[1]) and CODES[cause_of(made, record).code].keeps_scale
 
 
 def _usable_scale(made: Investigation) -> float | None:
     """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
     survived = survivor(made)
     return survived.scale if survived and not survived.lost else None
-
-
-def _too_large(found: Finding, usable: float) -> Finding:
-    """A static scale at which gradients overflow, and below which they neither do nor are lost."""
-    given = found.evidence.get("loss_scale")
-    shown = number(given) if isinstance(given, float) else given
-    return replace(
-        found,
-        code=CALIBRATION,
-        message=f"the static loss scale {shown} is too large for this step's gradients: {found.message}",
-        remedy=f"use a loss scale of {usable:g}, or a dynamic one, which finds it by itself; no pin is needed",
-    )
-
-
-def _depends_on_the_scale(found: Finding) -> bool:
-    return CODES[found.code].keeps_scale
 
 
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:

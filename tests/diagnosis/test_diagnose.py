@@ -99,6 +99,17 @@ def test_a_scale_that_keeps_falling_is_no_calibration(pattern: str) -> None:
     assert codes(record) == [("unknown", "backward", None), ("scale-collapse", "backward", 0)]
 
 
+def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
+    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("head.weight",))
+    replays = (low, Replay("float32", 1.0, 1.0, 1.0), replace(low, scale=16384.0, grad_norm=1.0, gradients=()))
+    made = Investigation(0, "gradients", replays, loss=1.0)
+    static = {"precision": {"level": "O1", "loss_scale": 65536.0}}
+    steps = [replace(step, scale=65536.0) for step in steps_of("x" * 8)]
+    [finding] = diagnose(record_of(steps, config=static, investigations=(made,))).findings
+    assert (finding.code, finding.severity) == ("scale-calibration", "error")
+    assert finding.message.startswith("the static loss scale 65,536 is too large for this step's gradients: ")
+
+
 def test_the_step_that_hits_the_fewest_groups_names_the_place() -> None:
     steps = list(steps_of("." * 30 + "xxxxxx", hit=(0, 1, 2)))
     steps[33] = replace(steps[33], groups=(group(0), group(1)))
