@@ -72,7 +72,8 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:
         parts = [_flatten_dense_tensors(small), *large] if small else large
     except (RuntimeError, TypeError):  # sparse ones, or several devices
         return None
-    if not parts or not all(_is_plain(part) and part.device.type == "cpu" for part in parts):
+    is_plain = all(one.dtype is torch.float32 and one.layout is torch.strided for one in parts)
+    if not parts or not is_plain or any(one.device.type != "cpu" for one in parts):
         return None
     flat = [part.reshape(-1) for part in parts]
     # On a CPU a dot product takes half the time of a norm.
@@ -130,7 +131,3 @@ def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, 
 def group_name(group: Mapping[str, object], index: int) -> str:
     """What a parameter group is called: its ``"name"`` key, else its position."""
     return str(group.get("name", f"group {index}"))
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    return gradient.dtype is torch.float32 and gradient.layout is torch.strided and not gradient.is_meta
