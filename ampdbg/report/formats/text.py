@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -125,27 +124,23 @@ def _line(one: view.Line, depth: int = 0) -> RenderableType:
     return _indented(text, by) if by else text
 
 
-@singledispatch
 def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
-    raise TypeError(f"got a section of {type(section).__name__}; each kind of view.Section has a function below")
+    """What stands below the section's title."""
+    match section:
+        case view.Paragraph():
+            return (_line(one, depth=1 if section.title else 0) for one in section.lines)
+        case view.Snippet():
+            return (_verbatim(text, "green", INDENT) for text in section.lines)
+        case view.ScaleChart():
+            return (_verbatim(row.text, STYLES[row.tone]) for row in scale_chart(section.steps, width))
+        case view.Table():
+            return _table(section, width)
+        case view.Findings():
+            return _findings(section.findings)
+        case view.Prose():
+            return _prose(section.markdown)
 
 
-@_drawn.register
-def _lines(section: view.Paragraph, width: int) -> Iterator[RenderableType]:
-    yield from (_line(one, depth=1 if section.title else 0) for one in section.lines)
-
-
-@_drawn.register
-def _snippet(section: view.Snippet, width: int) -> Iterator[RenderableType]:
-    yield from (_verbatim(text, "green", INDENT) for text in section.lines)
-
-
-@_drawn.register
-def _chart(section: view.ScaleChart, width: int) -> Iterator[RenderableType]:
-    yield from (_verbatim(row.text, STYLES[row.tone]) for row in scale_chart(section.steps, width))
-
-
-@_drawn.register
 def _table(section: view.Table, width: int) -> Iterator[RenderableType]:
     shown = [at for at, column in enumerate(section.columns) if width >= NARROW or not column.is_spare]
     yield from (_line(one, depth=1) for one in section.above)
@@ -179,10 +174,8 @@ def _cell(cell: view.Cell) -> RenderableType:
     return _line(cell) if isinstance(cell, view.Line) else Group(*map(_line, cell))
 
 
-@_drawn.register
-def _findings(section: view.Findings, width: int) -> Iterator[RenderableType]:
+def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """Every finding that stands for itself, each with what follows from it in a line below."""
-    findings = section.findings
     roots = [view.root_of(findings, index) for index in range(len(findings))]
     for index, finding in enumerate(findings):
         if roots[index] == index:
@@ -213,11 +206,10 @@ def _follow_up(finding: Finding) -> RenderableType:
     return _indented(Text(f"└ then {finding.code} at step {finding.step}: {finding.message}", style="dim"))
 
 
-@_drawn.register
-def _prose(section: view.Prose, width: int) -> Iterator[RenderableType]:
+def _prose(markdown: str) -> Iterator[RenderableType]:
     """Its blocks with an empty line between them, but none between items."""
     previous = ""
-    for kind, text in blocks(section.markdown):
+    for kind, text in blocks(markdown):
         if previous and not previous == kind == "item":
             yield Text()
         yield _indented(_block(kind, text))
