@@ -12,6 +12,7 @@ from types import FunctionType
 
 import torch
 
+from ampdbg.patch.edits import LinePin
 from ampdbg.source.ownership import is_users_file
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -29,15 +30,6 @@ class SourceFunction:
     def class_name(self) -> str:
         """The class that it is written in; "" for a plain function."""
         return ".".join(self.qualname.split(".")[-2:-1])
-
-
-@dataclass(frozen=True)
-class ChildCall:
-    """Where the function of a module calls a child of it: ``callee`` is what is called there, on which lines."""
-
-    function: SourceFunction
-    callee: str
-    lines: tuple[int, ...]
 
 
 def written(value: object) -> SourceFunction | None:
@@ -72,8 +64,8 @@ def _calls_above(node: FunctionNode, name: str) -> bool:
     return any(_root(part) != _self_of(node) for part in named)
 
 
-def call_of(module: str, model: torch.nn.Module) -> ChildCall | None:
-    """The calls of a module by name in the ``forward`` of its parent, where that is the user's own code.
+def call_of(module: str, model: torch.nn.Module) -> tuple[SourceFunction, LinePin] | None:
+    """The ``forward`` of a module's parent, where that is the user's own code, and the calls of the module there.
 
     None where that forward reaches the module in another way: in a loop, through another method or function.
     """
@@ -85,7 +77,7 @@ def call_of(module: str, model: torch.nn.Module) -> ChildCall | None:
         callee = f"{_self_of(node)}.{child}" if node is not None else ""
         lines = {part.lineno for part in _own(node) if isinstance(part, ast.Call) and ast.unparse(part.func) == callee}
         if lines:
-            return ChildCall(function, callee, tuple(sorted(lines)))
+            return function, LinePin(function.qualname, tuple(sorted(lines)), callee)
     return None
 
 
@@ -117,13 +109,8 @@ def _root(node: ast.expr) -> str:
 
 
 def _self_of(node: FunctionNode) -> str:
-    return next(_parameters(node), "")
-
-
-def _parameters(node: FunctionNode) -> Iterator[str]:
-    given = node.args
-    plain = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    yield from (item.arg for item in [*plain, *filter(None, (given.vararg, given.kwarg))])
+    """The name of the first parameter."""
+    return next((item.arg for item in (*node.args.posonlyargs, *node.args.args)), "")
 
 
 def _own(node: ast.AST | None) -> Iterator[ast.AST]:

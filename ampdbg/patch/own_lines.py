@@ -13,6 +13,7 @@ import libcst as cst
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
+from ampdbg.patch.edits import LinePin
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step
@@ -36,26 +37,21 @@ ACCUMULATIONS = frozenset(
 person would: its result would only be rounded to half on the way."""
 
 
-@dataclass(frozen=True)
-class LibraryCall:
-    """Where the user's code calls an installed library: ``callee`` is what it calls, as the line spells it."""
-
-    file: str
-    line: int
-    function: str
-    callee: str
+UsersCall = tuple[str, LinePin]
+"""A file, and in it the user's own call of an installed library."""
 
 
 @dataclass(frozen=True)
 class OwnLines:
     """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
-    holds the module, file and line of each accumulation, ``calls`` those that lead to a line of a library's."""
+    holds the module, file and line of each accumulation, ``calls`` the file and the call that lead to a line of a
+    library's."""
 
     close: Mapping[str, frozenset[Line]]
     adding_up: frozenset[tuple[str, str, int]]
-    calls: Mapping[tuple[str, int], LibraryCall] = field(default_factory=dict)
+    calls: Mapping[tuple[str, int], UsersCall] = field(default_factory=dict)
 
-    def calls_of(self, pin: Pin) -> list[LibraryCall]:
+    def calls_of(self, pin: Pin) -> list[UsersCall]:
         """The calls of libraries in which the lines of a pin go wrong."""
         lines = [pin.source] if pin.source else [site.source for site in pin.sites] if pin.own else []
         found = [self.calls.get((source.file, source.line)) for source in lines if source is not None]
@@ -85,7 +81,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
     """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
     sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
     libraries = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
-    calls: dict[tuple[str, int], LibraryCall] = {}
+    calls: dict[tuple[str, int], UsersCall] = {}
     close: dict[str, set[Line]] = {}
     adding_up: set[tuple[str, str, int]] = set()
     for step in failing:
@@ -107,7 +103,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
 
 
 @contextlib.contextmanager
-def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, int], LibraryCall]) -> Iterator[None]:
+def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, int], UsersCall]) -> Iterator[None]:
     """Notes for each of a library's ``lines`` which call in the user's code led to the function that holds it.
 
     A debugger's or a coverage tool's own trace function is put back afterwards.
@@ -131,7 +127,7 @@ def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, in
         sys.settrace(before)
 
 
-def _users_call(frame: FrameType) -> LibraryCall | None:
+def _users_call(frame: FrameType) -> UsersCall | None:
     """The innermost call in the user's code around a frame of a library's; None where its line makes several calls."""
     called, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and not is_users_file(caller.f_code.co_filename):
@@ -145,7 +141,7 @@ def _users_call(frame: FrameType) -> LibraryCall | None:
         return None  # Not a line that could be edited.
     callees = [code_of(call.func) for call in find(statement, cst.Call)]
     named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
-    return LibraryCall(file, line, caller.f_code.co_name, named[0]) if len(set(named)) == 1 else None
+    return (file, LinePin(caller.f_code.co_name, (line,), named[0])) if len(set(named)) == 1 else None
 
 
 def _sites(pin: Pin) -> Iterator[Line]:

@@ -69,12 +69,6 @@ class Placement:
     refused: tuple[Refused, ...] = ()
     length: int = 0
 
-    @property
-    def why_not(self) -> tuple[str, ...]:
-        """Why it cannot be made, for who reads a wider edit in its place."""
-        reasons = dict.fromkeys(one.reason for one in self.refused)
-        return tuple(f"{self.title} cannot be edited: {reason}" for reason in reasons)
-
 
 Way = Callable[[Pin, Materials], Iterator[Placement]]
 
@@ -83,10 +77,10 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
-    found |= {(call.file, call.line) for pin in pins for call in lines.calls_of(pin)}
+    found |= {(file, line) for pin in pins for file, call in lines.calls_of(pin) for line in call.lines}
     names = {pin.module for pin in pins if pin.source is None}
     calls = [call for name in names if (call := call_of(name, model)) is not None]
-    found |= {(call.function.file, line) for call in calls for line in call.lines}
+    found |= {(function.file, line) for function, call in calls for line in call.lines}
     forwards = (_forward_of(name, model) for name in names)
     return found | {(each.file, each.line) for each in forwards if each is not None}
 
@@ -99,16 +93,13 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
     if not sources or not all(source is not None and is_users_file(source.file) for source in sources):
         return
     for (file, function), lines in materials.lines.of(pin).items():
-        source = LinePin(function, tuple(lines))
-        yield _decided(lines_title(file, lines), pin, source, function_at(file, lines[0]), materials, file)
+        yield _decided(lines_title(file, lines), pin, file, LinePin(function, tuple(lines)), materials)
 
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The user's own call of an installed library's function in which a line goes wrong."""
-    for call in materials.lines.calls_of(pin):
-        source = LinePin(call.function, (call.line,), call.callee)
-        title = f"{call.callee}() on {lines_title(call.file, [call.line])}"
-        yield _decided(title, pin, source, function_at(call.file, call.line), materials, call.file)
+    for file, call in materials.lines.calls_of(pin):
+        yield _decided(f"{call.callee}() on {lines_title(file, call.lines)}", pin, file, call, materials)
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -121,7 +112,7 @@ def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
     pinned = {other.module for other in materials.pins if not (other.source or _leaves_children(other, materials))}
     if set(modules_running(function, materials.model)) <= pinned:
         title = f"{function.qualname} in {Path(function.file).name}"
-        yield _decided(title, pin, FunctionPin(function.qualname), function, materials, function.file)
+        yield _decided(title, pin, function.file, FunctionPin(function.qualname), materials, function)
 
 
 def _forward_of(module: str, model: torch.nn.Module) -> SourceFunction | None:
@@ -139,12 +130,10 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The call of the module in its parent's forward, where that is the user's own code."""
     if pin.source or _leaves_children(pin, materials):
         return
-    call = call_of(pin.module, materials.model)
-    if call is None:
-        return
-    file, where = call.function.file, call.function.qualname
-    title = f"{call.callee}() in {where} of {Path(file).name}"
-    yield _decided(title, pin, LinePin(where, call.lines, call.callee), call.function, materials, file)
+    if (found := call_of(pin.module, materials.model)) is not None:
+        function, call = found
+        title = f"{call.callee}() in {function.qualname} of {Path(function.file).name}"
+        yield _decided(title, pin, function.file, call, materials, function)
 
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -165,7 +154,7 @@ WAYS: tuple[tuple[Way, ...], ...] = (
 
 
 def _decided(
-    title: str, pin: Pin, source: SourcePin, function: SourceFunction | None, materials: Materials, file: str
+    title: str, pin: Pin, file: str, source: SourcePin, materials: Materials, function: SourceFunction | None = None
 ) -> Placement:
     """The placement, with why it is refused or how many lines it takes."""
     edited = materials.edited(file, [source])
@@ -173,6 +162,8 @@ def _decided(
     matcher = difflib.SequenceMatcher(None, before, edited.source.splitlines(), autojunk=False)
     length = sum(end - start + new - old for kind, start, end, old, new in matcher.get_opcodes() if kind != "equal")
     refused = _in_file(file, edited.refused)
+    if isinstance(source, LinePin) and function is None:
+        function = function_at(file, source.lines[0])
     return Placement(title, file, source, (pin.name,), function, refused=refused, length=length)
 
 
@@ -271,7 +262,8 @@ def _best(pin: Pin, materials: Materials, ways: Sequence[Way]) -> tuple[list[Pla
         reasons = [reason for place in placements for reason in place.refused]
         refused += reasons
         if not placements or reasons:
-            notes += [note for place in placements for note in place.why_not]
+            why_not = [f"{place.title} cannot be edited: {one.reason}" for place in placements for one in place.refused]
+            notes += dict.fromkeys(why_not)
             continue
         reach = [
             f"{place.title} {each}" for place in placements if (each := _sharing(place, materials)) and each.is_wide
@@ -363,16 +355,13 @@ def _parts(placements: Sequence[Placement], materials: Materials) -> list[list[P
 
 
 def _unit(part: Sequence[Placement], materials: Materials) -> PatchUnit:
-    pins = tuple(pin for place in part for pin in place.pins)
-    notes = [note for place in part for note in (*place.notes, *_sharing_note(place, materials))]
-    return PatchUnit(_title(part), pins, tuple(dict.fromkeys(notes)))
-
-
-def _sharing_note(place: Placement, materials: Materials) -> Iterator[str]:
-    """That the code which is edited runs for modules beside those that are pinned."""
-    sharing = _sharing(place, materials)
-    if sharing is not None and sharing.pinned < sharing.running:
-        yield str(sharing)
+    notes: list[str] = []
+    for place in part:
+        sharing = _sharing(place, materials)
+        # The code that is edited runs for modules beside those that are pinned.
+        is_shared = sharing is not None and sharing.pinned < sharing.running
+        notes += [*place.notes, str(sharing)] if is_shared else place.notes
+    return PatchUnit(_title(part), tuple(pin for place in part for pin in place.pins), tuple(dict.fromkeys(notes)))
 
 
 def _title(part: Sequence[Placement]) -> str:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ampdbg.config.file import load_config
-from ampdbg.patch.own_lines import LibraryCall, OwnLines
+from ampdbg.patch.edits import LinePin
+from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.plan import Materials, Patch, lines_that_may_be_edited, lines_title, planned
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.half_names import names_seen
@@ -55,7 +56,7 @@ class Written:
         site = PinSite("forward", module, "aten.mul.Tensor", source, 1e6)
         return Pin(module, own=name.endswith(":own"), sites=(site,))
 
-    def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], LibraryCall] = MappingProxyType({})) -> Patch:
+    def planned(self, *pins: Pin, calls: Mapping[tuple[str, int], UsersCall] = MappingProxyType({})) -> Patch:
         """The patch; ``calls`` lead to lines of an installed library."""
         lines = OwnLines({}, frozenset(), calls)
         wanted = lines_that_may_be_edited(pins, lines, self.model)
@@ -431,7 +432,7 @@ def test_a_librarys_function_that_is_called_on_two_lines_is_wrapped_on_both(writ
     library = str(tmp_path / "site-packages" / "energies.py")
     sites = tuple(PinSite("forward", "", "aten.mul.Tensor", Source(library, at, "f", ""), 1e6) for at in (3, 4))
     called = {3: net.line("first = energy"), 4: net.line("second = energy")}
-    calls = {(library, at): LibraryCall(str(net.file), line, "forward", "energy") for at, line in called.items()}
+    calls = {(library, at): (str(net.file), LinePin("forward", (line,), "energy")) for at, line in called.items()}
     patch = net.planned(Pin("", own=True, sites=sites), calls=calls)
     assert titles(patch) == ["energy() on lines 9 to 10 of net.py"]
     assert net.changed(patch).count("energy(") == 2
