@@ -34,10 +34,7 @@ class SourceFunction:
 
 def written(value: object) -> SourceFunction | None:
     """A method, property or decorated function of a class as its author wrote it; None for anything else."""
-    if isinstance(value, (staticmethod, classmethod)):
-        value = value.__func__
-    if isinstance(value, property):
-        value = value.fget
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
     function = inspect.unwrap(value) if callable(value) else None
     if not isinstance(function, FunctionType):
         return None

@@ -36,8 +36,7 @@ class Piece:
     @property
     def line(self) -> cst.SimpleStatementLine:
         """The statement, where it is one that may stand in a block."""
-        if not isinstance(self.statement, cst.SimpleStatementLine):
-            raise TypeError(f"{type(self.statement).__name__} is not a line")
+        assert isinstance(self.statement, cst.SimpleStatementLine)
         return self.statement
 
     @property
@@ -245,8 +244,7 @@ def _taken_apart(
     if overtaken := _overtaken(placer.visited):
         placer = _Placer(pinned, want, overtaken)
         placed = value.visit(placer)
-    if not isinstance(placed, cst.BaseExpression):
-        raise TypeError(f"an expression became {type(placed).__name__}")
+    assert isinstance(placed, cst.BaseExpression)
     return placer.steps, placed
 
 

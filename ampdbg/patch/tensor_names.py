@@ -81,13 +81,7 @@ class TensorNames:
                 return any(self.is_tensor(operand) for operand in _operands(node))
 
     def _may_be_tensor(self, name: str) -> bool:
-        known = self.bindings
-        return (
-            self.guesses
-            and name not in known.numbers
-            and name not in known.imports
-            and name not in ("self", "cls", "super")
-        )
+        return self.guesses and name not in {*self.bindings.numbers, *self.bindings.imports, "self", "cls", "super"}
 
     def _call_is_tensor(self, node: cst.Call) -> bool:
         function = node.func
@@ -113,12 +107,10 @@ class TensorNames:
 
 def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
     match node:
-        case cst.BinaryOperation():
-            return [node.left, node.right]
-        case cst.UnaryOperation():
-            return [node.expression]
-        case cst.IfExp():
-            return [node.body, node.orelse]
+        case cst.BinaryOperation(left=one, right=other) | cst.IfExp(body=one, orelse=other):
+            return [one, other]
+        case cst.UnaryOperation(expression=inner):
+            return [inner]
         case _:
             return []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,17 +92,17 @@ class Bindings:
     @cached_property
     def maybe_numbers(self) -> frozenset[str]:
         """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
-        found = {
-            name for name, parameter in self.parameters.items() if parameter.default and is_number(parameter.default)
-        }
-        plain = (item for item in find(self._scope, cst.Assign) if _may_be_number(item.value))
-        return frozenset(found.union(*map(names_assigned, plain))) - self.numbers
+        return self._may_hold(is_number) - self.numbers
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
         """Names that may hold None."""
-        found = {name for name, parameter in self.parameters.items() if _may_be_none(parameter.default)}
-        plain = (item for item in find(self._scope, cst.Assign) if _may_be_none(item.value))
+        return self._may_hold(_is_none)
+
+    def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
+        """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
+        found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
+        plain = (item for item in find(self._scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
         return frozenset(found.union(*map(names_assigned, plain)))
 
     def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
@@ -129,28 +129,24 @@ def _viewed(value: cst.BaseExpression) -> str:
             return "" if name in ("None", "True", "False") else name
         case cst.Subscript(value=base):
             return _viewed(base)
+        case cst.Call(func=cst.Attribute() as method):
+            return _viewed(method)
         case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
-            return _viewed(base)
-        case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=name))) if name in SHARES_MEMORY:
             return _viewed(base)
         case _:
             return ""
 
 
-def _may_be_none(value: cst.BaseExpression | None) -> bool:
-    match value:
-        case cst.Name(value="None"):
-            return True
-        case cst.IfExp(body=body, orelse=orelse):
-            return _may_be_none(body) or _may_be_none(orelse)
-        case _:
-            return False
-
-
-def _may_be_number(value: cst.BaseExpression) -> bool:
+def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
+    """What an expression may give: both sides of a conditional one."""
     if isinstance(value, cst.IfExp):
-        return _may_be_number(value.body) or _may_be_number(value.orelse)
-    return is_number(value)
+        yield from (*_alternatives(value.body), *_alternatives(value.orelse))
+    elif value is not None:
+        yield value
+
+
+def _is_none(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Name) and value.value == "None"
 
 
 def _is_number_parameter(parameter: cst.Param) -> bool:

@@ -62,11 +62,6 @@ class SourceFile:
     imports: Mapping[str, str]
 
     @functools.cached_property
-    def lines(self) -> Sequence[str]:
-        """The lines, as Python counts them."""
-        return io.StringIO(self.text, newline=None).read().split("\n")
-
-    @functools.cached_property
     def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
         return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
 
@@ -106,8 +101,9 @@ class SourceFile:
         Raises:
             EditError: there is none, or it is of a kind that is left alone.
         """
-        if not 1 <= number <= len(self.lines):
-            raise EditError(f"the file has {len(self.lines)} lines", number)
+        count = io.StringIO(self.text, newline=None).read().count("\n") + 1  # as Python counts them
+        if not 1 <= number <= count:
+            raise EditError(f"the file has {count} lines", number)
         statement = self._statements.get(number)
         if statement is None:
             raise EditError("no statement is there, only a blank line, a comment or a decorator", number)

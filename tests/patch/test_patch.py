@@ -398,15 +398,20 @@ def build():
 """
 
 
-def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write) -> None:
-    net = write(LONG_FORWARD.replace("{lines}", "        h = h * h\n" * 15 + "        h = h + h"))
+TAKING_HALF = LONG_FORWARD.replace("h = x.half()", "h = x").replace(
+    "x):\n        return self.tower(x)", "y):\n        return self.tower(y.half())"
+)
+
+
+@pytest.mark.parametrize("text", [LONG_FORWARD, TAKING_HALF], ids=["with no half argument", "that is longer"])
+def test_one_call_is_wrapped_rather_than_a_long_forward(write: Write, text: str) -> None:
+    net = write(text.replace("{lines}", "        h = h * h\n" * 15 + "        h = h + h"))
     patch = net.planned(net.pin("tower", "h = h + h"))
     assert titles(patch) == ["self.tower() in Net.forward of net.py"]
 
 
 def test_a_short_forward_is_wrapped_rather_than_the_call(write: Write) -> None:
-    taking_half = LONG_FORWARD.replace("h = x.half()", "h = x").replace("self.tower(x)", "self.tower(x.half())")
-    net = write(taking_half.replace("{lines}", "        h = h + h"))
+    net = write(TAKING_HALF.replace("{lines}", "        h = h + h"))
     assert titles(net.planned(net.pin("tower", "h = h + h"))) == ["Tower.forward in net.py"]
 
 
