@@ -69,7 +69,7 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
     if module is not None:
         if config is not None:
             raise ConfigError(f"got both {config} and --module {module}; {EITHER}")
-        from ampdbg.workload.module_file import config_of_module_file
+        from ampdbg.workload.targets import config_of_module_file
 
         return Given(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
     if config is None:

@@ -11,7 +11,7 @@ import pytest
 import ampdbg
 from ampdbg.errors import UserCodeError, WorkloadError
 from ampdbg.workload.build import build_workload
-from ampdbg.workload.module_file import config_of_module_file
+from ampdbg.workload.targets import config_of_module_file
 from tests.workload.folders import CPU, NET, build, first_losses
 
 

@@ -10,7 +10,7 @@ import pytest
 from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, ConfigError, UserCodeError, WorkloadError
 from ampdbg.workload.build import Workload, build_workload
-from ampdbg.workload.module_file import config_of_module_file
+from ampdbg.workload.targets import config_of_module_file
 from tests.workload.folders import CPU, NET, first_losses
 
 DATA = """
