@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[str]:
+def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[Path]:
     """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards.
 
     ``keeps_mode`` gives it the permissions that ``path`` has, else it has those of any new file.
@@ -21,20 +21,17 @@ def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iter
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with temporary.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         if keeps_mode:
             shutil.copymode(path, temporary)
-        else:
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes the file private
         yield temporary
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -66,10 +63,3 @@ def replace_file(path: Path, content: bytes) -> None:
         return
     with staged_file(target, content) as temporary:
         os.replace(temporary, target)
-
-
-def _umask() -> int:
-    """The process's, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -22,7 +22,7 @@ from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import health_of, on_further_batches
 from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line, overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
-from ampdbg.replay.investigation import PinnedReplays, ScaleRange
+from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
@@ -189,23 +189,20 @@ def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
 
 
 def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tried]:
-    """The failing steps; but for the reference, the first that is unhealthy is enough."""
+    """Of each failing step the first of the job's repeats that is unhealthy, else the last.
+
+    But for the reference, the first step that is unhealthy is enough.
+    """
     for failing, scales in zip(steps, job.scales, strict=True):
-        tried = _try(run, failing, scales, job)
+        replays = PinnedReplays(run, failing, scales)
+        with weights_of(run.workload.model, failing):
+            for _ in range(job.repeats):
+                tried = _tried(replays, job)
+                if not tried.healthy:
+                    break
         yield tried
         if not tried.healthy and job.kind != "reference":
             return
-
-
-def _try(run: Run, failing: FailingStep, scales: ScaleRange, job: Job) -> Tried:
-    """The first of the job's repeats that is unhealthy, else the last."""
-    replays = PinnedReplays(run, failing, scales)
-    with weights_of(run.workload.model, failing):
-        for _ in range(job.repeats):
-            tried = _tried(replays, job)
-            if not tried.healthy:
-                break
-    return tried
 
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:

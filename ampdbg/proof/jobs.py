@@ -52,11 +52,6 @@ class Patched:
         """Whether the files hold these bytes anyway, and nothing is pinned besides."""
         return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
 
-    def config_of(self, config: Config) -> Config:
-        """The config with the pins in it."""
-        precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *self.pins)})
-        return config.model_copy(update={"precision": precision}) if self.pins else config
-
 
 @dataclass(frozen=True)
 class Job:
@@ -141,7 +136,8 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
     """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
-    with prepared(patched.config_of(config)) as run:
+    precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *patched.pins)})
+    with prepared(config.model_copy(update={"precision": precision})) as run:
         if patched.pins_file is not None:
             _imported(patched.pins_file).pin_fp32(run.workload.model)
         yield run
