@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import yaml
-
 from ampdbg.diagnosis.producers import limit_of, op_name
 from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
@@ -124,6 +122,8 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
     The whole model, which has no name, is the pattern that every name matches.
     """
+    import yaml  # `ampdbg --help` need not wait for it
+
     precision = config.get("precision")
     already = precision.get("pins") if isinstance(precision, Mapping) else None
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []

@@ -47,7 +47,7 @@ WRONG = {
     "an unknown policy": (("scan", "a.yaml", "--policy", "cpu"), "'cpu' is not one of 'cuda', 'native'"),
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
-    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are text, json"),
+    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are json, text"),
     "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'?"),
 }
 
