@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ampdbg.diagnosis.producers import limit_of, op_name
@@ -23,6 +24,12 @@ PIN_COLUMNS = (
     Column("FLOPs", "number", is_spare=True),
     Column("activations", "number", is_spare=True),
 )
+
+PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?")
+"""Names that YAML reads as they stand; ``"*"`` and numbers it does not. A config reads more as numbers (``1e5``) than
+PyYAML, which reads YAML 1.1, would quote."""
+
+YAML_WORDS = frozenset("y n yes no on off true false null".split())
 
 PROOF_COLUMNS = (Column(kind="sign"), Column(), Column())
 
@@ -122,14 +129,16 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
     The whole model, which has no name, is the pattern that every name matches.
     """
-    import yaml  # `ampdbg --help` need not wait for it
-
     precision = config.get("precision")
     already = precision.get("pins") if isinstance(precision, Mapping) else None
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
-    every = list(dict.fromkeys([*given, *(name or EVERYTHING for name in names)]))
-    lines = yaml.safe_dump(every, default_flow_style=False, width=math.inf).splitlines() if every else []
-    return ["precision:", "  pins:", *(f"    {text}" for text in lines)]
+    every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
+    return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]
+
+
+def _scalar(name: str) -> str:
+    is_plain = PLAIN_YAML.fullmatch(name) and name.casefold() not in YAML_WORDS
+    return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
 
 
 # What proves it

@@ -172,7 +172,7 @@ def test_the_lines_to_paste_are_the_pins_in_yaml(already: list[str], names: list
 
 
 def test_the_whole_model_is_pinned_by_the_pattern_of_every_name() -> None:
-    assert pins_yaml([""], {}) == ["precision:", "  pins:", "    - '*'"]
+    assert pins_yaml([""], {}) == ["precision:", "  pins:", '    - "*"']
 
 
 @given(
