@@ -35,7 +35,8 @@ def other_remedies(record: Record) -> tuple[str, ...]:
     lines: dict[str, None] = {}
     for finding in record.findings:
         code = catalogued(finding.code)
-        text = finding.remedy.partition(OR)[2] if code.pin_helps else finding.remedy
+        is_pin = code.pin_helps and code.verdict == "precision"
+        text = finding.remedy.partition(OR)[2] if is_pin else finding.remedy
         if text and finding.root is None and finding.severity != "info":
             label = " (changes the model's function)" if code.changes_function else ""
             place = f"{finding.source.file}:{finding.source.line}: " if finding.source else ""

@@ -10,6 +10,7 @@ import ast
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import libcst as cst
 
@@ -19,7 +20,7 @@ from ampdbg.patch.edits import Edited, Refused
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import bare, code_of, names_read, spelled, walk
 from ampdbg.source.imports import dotted, with_imported
-from ampdbg.source.source_file import EditError, read_source
+from ampdbg.source.source_file import EditError, SourceFile, read_source
 
 FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0}
 """Methods that write a number into a tensor of their own kind, and which argument that is."""
@@ -30,8 +31,8 @@ LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 NOTHING = "no constant stands there that could be kept within the range of half"
 
 
-def edit_constants(source: bytes, line: int, half: Collection[str] = ()) -> Edited:
-    """Keeps the constants of one statement within the range of the tensors that they are written into.
+def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] = ()) -> Edited:
+    """Keeps the constants of statements within the range of the tensors that they are written into.
 
     A mask beyond it becomes ``torch.finfo(x.dtype).min``, and half of that where it is multiplied: what is added to
     it stays in range. What is added to a divisor, or is its least value, becomes at least
@@ -39,27 +40,51 @@ def edit_constants(source: bytes, line: int, half: Collection[str] = ()) -> Edit
 
     Args:
         source: the file's bytes.
-        line: a line of the statement, from 1.
+        lines: a line of each statement, from 1.
         half: expressions that held half tensors there, as they stand in the source.
 
     Returns:
         The new file, or the reason why it is as it was.
     """
+    line, replacer = 0, _Replacer()
     try:
         file = read_source(source)
-        located = file.at(line)
-        bindings = Bindings(file.module, located.function)
-        torch, needs_import = torch_in(bindings)
-        found = list(_Constants(bindings, frozenset(half), torch).replaced(located.line))
-        if not found:
-            raise EditError(NOTHING, line)
-        module = file.module
-        for old, new in found:
-            module = cst.ensure_type(module.deep_replace(old, cst.parse_expression(new)), cst.Module)
-        after = file.with_module(with_imported(module, "torch") if needs_import else module)
+        for line in lines:
+            replacer.see(file, line, frozenset(half))
+        module = file.module.visit(replacer)
+        after = file.with_module(with_imported(module, "torch") if replacer.needs_import else module)
     except EditError as error:
         return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
     return Edited(after, (), after != source)
+
+
+class _Replacer(cst.CSTTransformer):
+    """Replaces constants, by the nodes' ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs_import = False
+        self._found: dict[int, str] = {}
+
+    def see(self, file: SourceFile, line: int, half: frozenset[str]) -> None:
+        """Finds those of one statement.
+
+        Raises:
+            EditError: there is none, or nothing that could be edited.
+        """
+        located = file.at(line)
+        bindings = Bindings(file.module, located.function)
+        torch, needs_import = torch_in(bindings)
+        found = {id(old): new for old, new in _Constants(bindings, half, torch).replaced(located.line)}
+        if not found:
+            raise EditError(NOTHING, line)
+        self._found |= found
+        self.needs_import |= needs_import
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        """As LibCST calls it for a node of any kind."""
+        new = self._found.get(id(original_node))
+        return super().on_leave(original_node, updated_node) if new is None else cst.parse_expression(new)
 
 
 @dataclass(frozen=True)

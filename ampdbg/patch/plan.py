@@ -16,6 +16,7 @@ import torch
 from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
 from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
+from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
@@ -23,6 +24,7 @@ from ampdbg.patch.own_lines import OwnLines
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.pinning.pin_set import tied_together
 from ampdbg.probes.half_names import NamesByLine
+from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words
 from ampdbg.source.ownership import is_users_file
 
@@ -239,6 +241,23 @@ def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
     without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
     edits, more = _applied(chosen, materials)
     return Patch(edits, units, without, (*refused, *more))
+
+
+def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
+    """The patch that keeps constants of the user's code within the range of half, and pins nothing."""
+    lines: dict[str, dict[int, None]] = {}
+    for one in constants:
+        lines.setdefault(one.file, {})[one.line] = None
+    edits: list[FileEdit] = []
+    refused: list[Refused] = []
+    for file, here in lines.items():
+        before = Path(file).read_bytes()
+        half = {text for line in here if (seen := materials.names.get((file, line))) for text in seen.half}
+        edited = edit_constants(before, here, half)
+        refused += _in_file(file, edited.refused)
+        edits.append(FileEdit(Path(file), before, edited.source))
+    title = " and ".join(f"the constant on {lines_title(file, list(here))}" for file, here in lines.items())
+    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: ()}, tuple(refused))
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:

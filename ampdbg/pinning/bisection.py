@@ -139,7 +139,7 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
         return Search(strategy, "nothing-to-pin", f"none of {counted(len(record.steps), 'step')} failed")
     if CODES[root.code].fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
-    if record.verdict == "other" or not CODES[root.code].pin_helps:
+    if not CODES[root.code].pin_helps:
         return _because_of(strategy, "no-pin-helps", root)
     return None if failing else _because_of(strategy, "not-reproduced", root)
 

@@ -15,17 +15,19 @@ from ampdbg.patch.by_name import MODULE_NAME, layers_of_one_tensor, module_text
 from ampdbg.patch.edits import Refused
 from ampdbg.patch.file_edits import FileEdit, base_folder, file_diff
 from ampdbg.patch.own_lines import own_lines
-from ampdbg.patch.plan import WAYS, Materials, Patch, lines_that_may_be_edited, planned, wider_than
+from ampdbg.patch.plan import WAYS, Materials, Patch, constants_kept, lines_that_may_be_edited, planned, wider_than
 from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, Strategy
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
+from ampdbg.source.ownership import is_users_file
 
 PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""
@@ -79,7 +81,7 @@ def suggest(
         with bisected(config, strategy, max_trials, observer) as searched:
             record = _handed_over(searched, form)
             ended, found = replace(searched, record=record), Suggestion(record)
-            if record.interrupted or not record.pins:
+            if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
                 return found
             prover = functools.partial(_proof, ended, observer) if verify else None
             if form in ("module", "yaml"):
@@ -102,6 +104,13 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
     return replace(record, command="suggest-fp32", handover=handover)
 
 
+def _constants(record: Record) -> tuple[Source, ...]:
+    """The lines of the user's own on which a constant stands that half cannot hold; none where that is not all."""
+    roots = [finding for finding in record.findings if finding.root is None and finding.severity != "info"]
+    lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
+    return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
+
+
 def _have_names(record: Record) -> bool:
     """Whether names say it all: a line of the step function or the loss has none."""
     return bool(record.pins) and all(pin.source is None for pin in record.pins)
@@ -115,15 +124,18 @@ def _pins_file(names: Sequence[str], searched: Bisected) -> str:
 def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> Suggestion:
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
-    What is only tied to a module that goes wrong is left as it is first.
+    A constant that is kept in range needs no pin at all. What is only tied to a module that goes wrong is left as it
+    is first.
     """
     failed: list[tuple[Patch, Proof]] = []
     refused: tuple[str, ...] = ()
     needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
-    plans = [(needed, ways) for ways in WAYS] if needed.pins else []
-    plans += [(materials, ways) for ways in WAYS] if needed != materials else []
-    for given, ways in plans:
-        patch = planned(given, ways)
+    plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
+    plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
+    if constants := _constants(record):
+        plans.insert(0, functools.partial(constants_kept, constants, materials))
+    for plan in plans:
+        patch = plan()
         refused = refused or tuple(_reasons(patch.refused))
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
             continue
@@ -200,7 +212,8 @@ def _materials(ended: Bisected) -> Materials:
     model = run.workload.model
     lines = own_lines(run, ended.failing, pins)
     half = Manner(first.made.replays[0].dtype, first.scale, is_lifted=False)
-    with weights_of(model, first), names_seen(lines_that_may_be_edited(pins, lines, model)) as names:
+    edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
+    with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)
     return Materials(run.config, model, pins, lines, names)
 

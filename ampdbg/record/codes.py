@@ -40,6 +40,7 @@ class Code:
         in_range_table: the table of ``ampdbg ranges`` shows it.
         why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
         changes_function: the remedy changes what the model computes.
+        is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         harmless_share: a misuse in a smaller share of the steps is no more than information.
@@ -60,6 +61,7 @@ class Code:
     in_range_table: bool = False
     why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
     changes_function: bool = False
+    is_a_constant: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()
     severity: Severity = "error"
     phase: Phase | None = None
@@ -116,6 +118,7 @@ _ALL = (
         "A divisor or a logarithm's argument rounds to zero{where} at step {step}{losses}.",
         pin_helps=True,
         changes_function=True,
+        is_a_constant=True,
     ),
     Code(
         "mask-constant",
@@ -123,7 +126,8 @@ _ALL = (
         "other",
         "use masked_fill(mask, torch.finfo(x.dtype).min), or a boolean mask, in place of the constant",
         "The code writes a constant{where} that half precision cannot hold, at step {step}{losses}.",
-        counts_against_a_patch=False,
+        pin_helps=True,
+        is_a_constant=True,
     ),
     Code(
         "precision-loss",

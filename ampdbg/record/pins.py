@@ -188,6 +188,11 @@ class Handover:
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def pins_nothing(self) -> bool:
+        """Whether the patch leaves every module in half, and keeps constants in its range."""
+        return bool(self.files) and not any(unit.pins for unit in self.units)
+
 
 @dataclass(frozen=True)
 class ProofStep:

@@ -180,7 +180,7 @@ class Investigator:
     """Replays steps of one run, at most ``limit`` of each kind, and no third one with the same root."""
 
     def __init__(
-        self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated
+        self, run: Run, watcher: Watch, limit: int, observer: Observer, on_investigated: OnInvestigated | None
     ) -> None:
         self.found: list[Investigation] = []
         self._run = run
@@ -193,11 +193,13 @@ class Investigator:
         self._tried: Counter[Why] = Counter()
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
+        self._latest: Snapshot | None = None
 
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with copies of its batches where it may be replayed."""
         kept = batches if self._limit else ()
-        return take_snapshot(self._run.workload.model, len(self._watcher.steps), kept)
+        self._latest = take_snapshot(self._run.workload.model, len(self._watcher.steps), kept)
+        return self._latest
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
         """To be called between the backward pass and the optimizer: the last moment with the step's weights."""
@@ -211,6 +213,16 @@ class Investigator:
             and not any(made.why == "loss" for made in self.found)
         ):
             self._investigate(snapshot, "end", scale)
+
+    def raised(self) -> None:
+        """To be called where autocast made the latest step raise an error, which tells the cause: no replay has to."""
+        if self._on_investigated is None or self._latest is None:
+            return
+        steps = self._watcher.steps
+        scale = steps[-1].scale if steps else self._run.mode.scaler().get_scale()
+        with self._watcher.paused():
+            made = investigate(self._run, self._latest, "loss", scale, before=steps, observer=self._observer)
+            self._on_investigated(self._latest, scale, made)
 
     def after_update(self, snapshot: Snapshot, step: Step) -> None:
         """To be called after the update: a step that the scaler withheld still has its weights."""
@@ -238,7 +250,8 @@ class Investigator:
             made = investigate(self._run, unpoisoned, why, scale, before=steps, observer=self._observer)
             if made.reproduced == 0 and unpoisoned is not snapshot and self.found:
                 return  # it went wrong by what the step that was found first has left behind
-            self._on_investigated(unpoisoned, scale, made)
+            if self._on_investigated is not None:
+                self._on_investigated(unpoisoned, scale, made)
         self.found.append(made)
 
     def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:

@@ -135,6 +135,9 @@ def _commented(lines: Sequence[str]) -> str:
 
 def _kept_in_fp32(handover: Handover) -> Iterator[str]:
     """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    if handover.pins_nothing:
+        yield "Keeps constants within the range of half precision; no module needs FP32:"
+        return
     covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
     names = [in_words(name) for name in handover.names if name in covered]
     shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"

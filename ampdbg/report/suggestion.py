@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampdbg.levels import format_of_config
-from ampdbg.quantities import counted
-from ampdbg.record.pins import Handover
+from ampdbg.quantities import counted, listed
+from ampdbg.record.pins import Handover, in_words
 from ampdbg.record.run import Record
 
 from . import bisection, handover
 from .pins import cost_sentence, pin_table, proof_table
-from .view import Headline, Page, Paragraph, Section, Typed, line, ran_on
+from .view import Findings, Headline, Page, Paragraph, Section, Typed, line, ran_on
 
 
 def page(record: Record, typed: Typed) -> Page:
@@ -20,7 +20,7 @@ def page(record: Record, typed: Typed) -> Page:
     handed = record.handover
     if handed is None:  # as in records of before
         return bisection.page(record, typed)
-    if not record.pins or record.search is None or record.interrupted:
+    if record.search is None or record.interrupted or not (record.pins or handed.files):
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
@@ -35,7 +35,7 @@ def page(record: Record, typed: Typed) -> Page:
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
-    yield pin_table(record)
+    yield Findings(record.findings) if handed.pins_nothing else pin_table(record)
     if handed.files:
         edits = (
             text
@@ -47,6 +47,11 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
         yield Paragraph(tuple(map(line, handed.refused)), "Why ampdbg edits no code")
     if record.verification is not None:
         yield proof_table(record.verification)
+    if handed.pins_nothing:
+        names = [in_words(name) for name in handed.names]
+        instead = (f"FP32 for {listed(names)} cures it too: --format yaml prints the pins.",) if names else ()
+        yield from _remedies(instead)
+        return
     if record.search is not None and record.search.cost is not None:
         yield Paragraph((line(cost_sentence(record.search.cost, format_of_config(record.config))),))
     yield from _remedies(handed.notes)
@@ -64,6 +69,11 @@ def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
 def headline(record: Record, handed: Handover) -> Headline:
     """What came of it, in a sentence."""
     proof, count = record.verification, len(record.pins)
+    if handed.pins_nothing:
+        what = "No module needs FP32: the patch keeps a constant within the range of half precision"
+        if proof is None:
+            return Headline("stopped", f"{what}; it is not proven.")
+        return Headline("good", f"{what}, and is proven on the failing step.")
     need, them = ("needs", "it") if count == 1 else ("need", "them")
     what = f"{counted(count, 'place')} {need} FP32"
     if proof is not None and not proof.passed:

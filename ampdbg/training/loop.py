@@ -72,7 +72,7 @@ def train_prepared(
     observer: Observer,
     command: str,
     replays: int,
-    on_investigated: OnInvestigated = lambda snapshot, scale, made: None,
+    on_investigated: OnInvestigated | None = None,
 ) -> Record:
     """As :func:`train`, on a run that is prepared already and goes on to be used; says nothing of the time it took.
 
@@ -93,6 +93,8 @@ def train_prepared(
         except AmpdbgError as raised:
             error = autocast_error(raised, step=len(watcher.steps))
             failure = None if error or watcher.explains(raised.__cause__) else raised
+            if error is not None:
+                investigator.raised()
     model = run.workload.model
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     record = replace(

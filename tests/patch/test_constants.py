@@ -45,7 +45,7 @@ def source(line: str) -> str:
 @pytest.mark.parametrize("name", EDITS)
 def test_a_constant_is_kept_within_range(name: str) -> None:
     before, after = EDITS[name]
-    edited = edit_constants(source(before).encode(), 5, ("x", "y"))
+    edited = edit_constants(source(before).encode(), [5], ("x", "y"))
     assert edited.source.decode() == source(after)
     assert (edited.changed, edited.refused) == (True, ())
 
@@ -62,19 +62,25 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
     ],
 )
 def test_what_half_can_hold_or_is_meant_is_left_alone(line: str) -> None:
-    edited = edit_constants(source(line).encode(), 5, ("x", "y"))
+    edited = edit_constants(source(line).encode(), [5], ("x", "y"))
     assert edited.source.decode() == source(line)
     assert [one.line for one in edited.refused] == [5]
 
 
+def test_several_lines_are_edited_at_once() -> None:
+    text = source("x = x.masked_fill(m, -1e9)\n    y = y.masked_fill(m, -1e9)")
+    edited = edit_constants(text.replace("import torch", "import math").encode(), [5, 6], ("x", "y"))
+    assert edited.source.count(b"torch.finfo") == 2
+
+
 def test_torch_goes_by_the_name_that_it_has() -> None:
     text = source(EDITS["masked_fill"][0]).replace("import torch", "import torch as th")
-    assert "th.finfo(x.dtype).min" in edit_constants(text.encode(), 5).source.decode()
+    assert "th.finfo(x.dtype).min" in edit_constants(text.encode(), [5]).source.decode()
     hidden = source(EDITS["masked_fill"][0]).replace("import torch\n", "torch = None\n")
-    (refused,) = edit_constants(hidden.encode(), 5).refused
+    (refused,) = edit_constants(hidden.encode(), [5]).refused
     assert "stands for something else" in refused.reason
     missing = source(EDITS["masked_fill"][0]).replace("import torch\n", "import math\n")
-    assert edit_constants(missing.encode(), 5).source.decode().startswith("import math\n\nimport torch\n")
+    assert edit_constants(missing.encode(), [5]).source.decode().startswith("import math\n\nimport torch\n")
 
 
 @pytest.mark.parametrize("name", ["masked_fill", "multiplied", "an eps", "a least value"])
