@@ -132,7 +132,7 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
     needed = replace(materials, pins=tuple(pin for pin in materials.pins if pin.sites or not pin.tied))
     plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
-    if constants := _constants(record):
+    if prover is not None and (constants := _constants(record)):  # pins have been tried by the search
         plans.insert(0, functools.partial(constants_kept, constants, materials))
     for plan in plans:
         patch = plan()

@@ -32,7 +32,7 @@ PATCHED = Handover(
     is_git=True,
     files=(FILE,),
     units=(
-        PatchUnit("lines 41 to 43 of model.py", (), ("applies to all 24 instances of GLU, 1 of them in the set",)),
+        PatchUnit("lines 41 to 43 of model.py", NAMES, ("applies to all 24 instances of GLU, 1 of them in the set",)),
         PatchUnit("Block.forward in model.py", ()),
     ),
     notes=("/home/me/model.py:41: scale before the product", "a larger loss scale"),
@@ -90,6 +90,14 @@ HEADLINES = {
     "not proven": (found(), PATCHED, "2 places need FP32; the patch for them is not proven."),
     "by name": (proven(), Handover("module", NAMES, "x = 1"), "2 places need FP32; this pins them by name."),
     "no code": (found(), Handover("diff"), "2 places need FP32, but ampdbg could not edit your code for them."),
+    "a constant": (
+        proven(),
+        replace(PATCHED, units=(PatchUnit("the constant on line 3 of model.py", ()),)),
+        (
+            "No module needs FP32: the patch keeps a constant within the range of half precision, and is proven on "
+            "the failing step."
+        ),
+    ),
     "failed": (
         replace(found(), verification=FAILED),
         Handover("diff"),

@@ -1,0 +1,52 @@
+"""A constant that half cannot hold: the patch keeps it in range on its line, and takes no module into FP32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config.file import load_config
+from ampdbg.proof import proof
+from ampdbg.proof.experiments import perform
+from ampdbg.proof.suggestion import suggest
+from ampdbg.report.handover import content
+from tests.zoo.test_zoo import FILES, config_of
+
+ADDED = {
+    "mask_constant": "scores = scores.masked_fill(x > 1, max(self.fill, torch.finfo(scores.dtype).min))  # <- here",
+    "mask_of_a_whole_row": "mask = hidden * max(self.fill, torch.finfo(hidden.dtype).min / 2)  # <- here",
+    "eps_in_the_backward_pass": (
+        "length = torch.sqrt((h * h).amax(dim=-1, keepdim=True) + max(self.eps, torch.finfo(h.dtype).tiny))  # <- here"
+    ),
+    "eps_on_a_zero_row": (
+        "h = h / (h.abs().amax(dim=-1, keepdim=True) + max(self.eps, torch.finfo(h.dtype).tiny))  # <- here"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for the proof: it takes seconds to start one."""
+    monkeypatch.setattr(proof, "in_fresh_process", perform)
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_the_constant_is_kept_in_range_on_its_line(name: str, tmp_path: Path) -> None:
+    file = next(file for file in FILES if file.stem == name)
+    record = suggest(load_config(config_of(file, tmp_path))).record
+    assert record.verification is not None
+    assert record.verification.passed, record.verification
+    lines = (content(record) or b"").decode().splitlines()
+    assert lines[0] == "# Keeps constants within the range of half precision; no module needs FP32:"
+    added = [line.removeprefix("+").strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert added == [ADDED[name]]
+    assert record.pins  # FP32 would cure it too, and is what a file of pins holds
+
+
+def test_unproven_it_is_no_better_than_the_pins_that_the_search_has_tried(tmp_path: Path) -> None:
+    file = next(file for file in FILES if file.stem == "mask_of_a_whole_row")
+    record = suggest(load_config(config_of(file, tmp_path)), verify=False).record
+    assert record.handover is not None
+    assert record.handover.files
+    assert not record.handover.pins_nothing
