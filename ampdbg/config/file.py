@@ -31,6 +31,9 @@ LARGEST_FILE = 2**20
 MOST_MISTAKES = 20
 """So many mistakes are explained, and the rest counted."""
 
+MOST_VALUES = 100_000
+"""So many values a config may hold, with those that its aliases repeat: aliases of aliases may stand for billions."""
+
 # Options come after every line of the file.
 _AFTER_THE_FILE = 10**9
 
@@ -333,8 +336,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
-    r"""A string; JSON's ``"\ud83d\ude00"``, which ``--format yaml`` writes too, is one character."""
-    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    r"""A string; JSON's ``"\ud83d\ude00"`` is one character, of which half is none that could be written again."""
+    try:
+        return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise yaml.constructor.ConstructorError(None, None, "half a surrogate pair", node.start_mark) from None
 
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _text)
@@ -345,13 +351,14 @@ def read_yaml(text: str) -> YamlDocument:
     """Reads one YAML document; an empty one has the data None.
 
     Raises:
-        YamlError: the text is not YAML, or nested without end: an alias may contain itself.
+        YamlError: the text is not YAML, or holds an alias that contains itself or stands for too much.
     """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(None, {(): 1}, ())
+        _check_size(node, [], {})
         keys = list(_keys(node))  # before construction, which puts merged keys beside those that replace them
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
@@ -360,6 +367,25 @@ def read_yaml(text: str) -> YamlDocument:
         raise YamlError(1, "nested too deeply to be read") from None
     duplicates = tuple((path, line, first) for path, line, first in keys if first is not None)
     return YamlDocument(data, {(): _line(node)} | {path: line for path, line, _ in keys}, duplicates)
+
+
+def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
+    """How many values a node stands for, those of its aliases and merges each time; kept in ``sizes``.
+
+    Raises:
+        YamlError: they are more than ``MOST_VALUES``, or an alias contains itself.
+    """
+    if node in above:
+        raise YamlError(_line(node), "an alias that contains itself")
+    if id(node) not in sizes:
+        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+        sizes[id(node)] = 1 + sum(_check_size(part, [*above, node], sizes) for part in parts)
+    if sizes[id(node)] > MOST_VALUES:
+        raise YamlError(
+            _line(node), f"more than {MOST_VALUES:,} values, with those that aliases repeat; write plain values"
+        )
+    return sizes[id(node)]
 
 
 def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, int | None]]:

@@ -67,6 +67,11 @@ def _workload(addition: str) -> dict[str, str | bytes]:
     return {"workload.py": f"{WORKLOAD}\n\n{addition}"}
 
 
+BOMB = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(9))
+MERGES = "b0: &b0 {x: 1}\n" + "".join(
+    f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}'] * 9)}], x: {n}}}\n" for n in range(1, 9)
+)
+
 BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("empty file", "", ("2 mistakes", "model: missing", "data: missing")),
     Broken("only comments", "# model:\n", ("model: missing", "data: missing")),
@@ -82,7 +87,9 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("control character", HEALTHY + "# \x00\n", ("config.yaml:4", "control character")),
     Broken("python tag", "model: !!python/name:os.system {}\n", ("config.yaml:1", "plain YAML")),
     Broken("two documents", HEALTHY + "---\n" + HEALTHY, ("config.yaml:4", "one document")),
-    Broken("alias of itself", "model: &m {args: *m}\n" + DATA, ("config.yaml:1", "nested too deeply")),
+    Broken("alias of itself", "model: &m {args: *m}\n" + DATA, ("config.yaml:1", "contains itself")),
+    Broken("aliases of aliases", HEALTHY + BOMB, ("config.yaml:", "more than 100,000 values")),
+    Broken("merges of merges", HEALTHY + MERGES, ("config.yaml:", "more than 100,000 values")),
     Broken("a megabyte", HEALTHY + "# " + "x" * 2**20, ("config.yaml", "larger than 1,048,576 bytes")),
     Broken(
         "no boolean", HEALTHY + "train: {steps: !!bool x}\n", ("config.yaml:4", "YAML type bool does not allow (x)")

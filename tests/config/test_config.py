@@ -148,6 +148,7 @@ def test_json_is_yaml_also_beyond_the_basic_plane(folder: Path) -> None:
     )
     assert "\\ud83d\\ude00" in text
     assert load(folder, text=text).model.args == {"a": "\U0001f600"}
+    assert "half a surrogate pair" in message(folder, text=text.replace("\\ude00", ""))
 
 
 def test_values_that_json_does_not_have_are_resolved_to_those_nearest(folder: Path) -> None:
