@@ -1,15 +1,11 @@
-"""An experiment of a proof: a job in a process of its own, and what came out of it; both sides of the process."""
+"""The experiments of a proof, in a process that has the patched code: the failing steps, further batches, training."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,91 +24,6 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
-
-ENDING = 30.0
-"""Seconds that a process may take to end once it has said all: the user's code may have left threads behind."""
-
-# Imports are to be found where they are in this process. `python -m` would look into the working folder first,
-# where a file may have the name of a module of Python's own.
-_START = (
-    "import os, sys; sys.path[:] = sys.argv.pop().split(os.pathsep); from ampdbg.proof.experiments import main; main()"
-)
-
-
-def in_fresh_process(job: Job, steps: Path, observer: Observer) -> Seen:
-    """Runs a job in a process of its own; its failure or crash is the ``failure`` of what was seen.
-
-    Args:
-        job: what to run.
-        steps: the file with the failing steps.
-        observer: sees what the process is about to run.
-    """
-    with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
-        task, result, output = (Path(name, part) for part in ("task", "result", "output"))
-        try:
-            task.write_bytes(pickle.dumps((job, steps, torch.get_num_threads(), sys.argv)))
-            with _started(job.config.start, task, result, output) as child:
-                for line in child.stdout or ():
-                    observer.stage(line.strip())
-                failure = _ended(child)
-        except OSError as error:
-            return Seen(failure=f"no process can be started: {error}")
-        if result.exists():
-            seen: Seen = pickle.loads(result.read_bytes())
-            return seen
-        return Seen(failure=": ".join(filter(None, (failure, _last_line(output)))))
-
-
-@contextlib.contextmanager
-def _started(working_folder: Path, task: Path, result: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
-    """The process, in one group with workers that it starts; whatever happens on this side, they end with it."""
-    command = [sys.executable, "-c", _START, str(task), str(result), os.pathsep.join(sys.path)]
-    with output.open("wb") as stderr:
-        child = subprocess.Popen(
-            command,
-            cwd=working_folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-    with child:
-        try:
-            yield child
-        finally:
-            if child.poll() is None:
-                _kill(child)
-
-
-def _kill(child: subprocess.Popen[str]) -> None:
-    if sys.platform == "win32":
-        child.kill()
-    else:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _ended(child: subprocess.Popen[str]) -> str:
-    """How the process ended, where it has left no result."""
-    try:
-        code = child.wait(ENDING)
-    except subprocess.TimeoutExpired:
-        return "its process does not end"
-    return (
-        f"its process ended by a signal: {signal.strsignal(-code)}"
-        if code < 0
-        else f"its process ended with exit code {code}"
-    )
-
-
-def _last_line(output: Path) -> str:
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-# The side that runs in the process
 
 
 def main() -> None:

@@ -13,8 +13,9 @@ from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.config.schema import LossScale, Precision
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
-from ampdbg.proof.experiments import in_fresh_process, save_steps
+from ampdbg.proof.experiments import save_steps
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
+from ampdbg.proof.processes import Run, fresh_processes
 from ampdbg.proof.training_runs import OfAStep, last_quarter
 from ampdbg.quantities import byte_size, counted, duration, scale
 from ampdbg.record.pins import Proof, ProofStep
@@ -49,14 +50,20 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
         except AmpdbgError as why:
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
-        return _proof(job, steps, _fp32_losses(failing), without, observer)
+        with fresh_processes(job.config.start) as run:
+            return _proof(job, steps, _fp32_losses(failing), without, run, observer)
 
 
 def _proof(
-    job: Job, steps: Path, recorded: Mapping[int, float], without: Mapping[str, Patched], observer: Observer
+    job: Job,
+    steps: Path,
+    recorded: Mapping[int, float],
+    without: Mapping[str, Patched],
+    run: Run,
+    observer: Observer,
 ) -> Proof:
     observer.stage("the failing step with the patch")
-    patched = in_fresh_process(job, steps, observer)
+    patched = run(job, steps, observer)
     cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
@@ -65,10 +72,10 @@ def _proof(
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
             observer.stage(f"the failing step without {title}")
-            dropped[title] = in_fresh_process(replace(job, kind="dropped", patched=rest), steps, observer)
+            dropped[title] = run(replace(job, kind="dropped", patched=rest), steps, observer)
     observer.stage("the failing step without the patch")
     job = replace(job, withheld=frozenset(trained.skipped))
-    reference = in_fresh_process(replace(job, kind="reference", patched=Patched()), steps, observer)
+    reference = run(replace(job, kind="reference", patched=Patched()), steps, observer)
     shown = [*cured, same_in_fp32(patched, reference, recorded)]
     shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     shown += [further_batches(patched), in_eval_mode(patched, reference)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,7 @@ import pytest
 
 from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.proof import experiments
-from ampdbg.proof.experiments import in_fresh_process
+from ampdbg.proof import processes
 from ampdbg.proof.jobs import Job, Patched, Seen, Trained
 from ampdbg.replay.investigation import ScaleRange
 from tests.observing import observing
@@ -26,9 +26,11 @@ def config(tmp_path: Path) -> Config:
 
 
 def run(config: Config, program: str, monkeypatch: pytest.MonkeyPatch, observer: Observer = UNOBSERVED) -> Seen:
-    """A job whose process runs ``program`` and not a proof: it starts at once."""
-    monkeypatch.setattr(experiments, "_START", program)
-    return in_fresh_process(Job("dropped", config, Patched(), (ScaleRange(),), False), Path("steps"), observer)
+    """A job whose process runs ``program`` and not a proof; what it is forked from has not imported torch."""
+    monkeypatch.setattr(processes, "RUN", program)
+    monkeypatch.setattr(processes, "SERVE", "from ampdbg.proof.processes import serve; serve()")
+    with processes.fresh_processes(config.start) as run_job:
+        return run_job(Job("dropped", config, Patched(), (ScaleRange(),), False), Path("steps"), observer)
 
 
 def result(seen: Seen) -> str:
@@ -70,7 +72,7 @@ def test_a_process_that_ends_without_a_result_says_how(
 
 
 def test_a_result_counts_although_threads_are_left(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments, "ENDING", 0.2)
+    monkeypatch.setattr(processes, "ENDING", 0.2)
     program = result(Seen(unused=("a.py",))) + "import os, time; os.close(1); time.sleep(60)"
     assert run(config, program, monkeypatch) == Seen(unused=("a.py",))
 
@@ -113,3 +115,29 @@ def is_alive(pid: int) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+KILLED = """
+from pathlib import Path
+from ampdbg.observer import Observer
+from ampdbg.proof import processes
+
+class Said(Observer):
+    def stage(self, doing):
+        print(doing, flush=True)
+
+processes.RUN = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+processes.SERVE = "from ampdbg.proof.processes import serve; serve()"
+with processes.fresh_processes(Path.cwd()) as run:
+    run(None, Path("steps"), Said())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a process learns that the one who waits for it is gone")
+def test_a_process_ends_at_once_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", KILLED], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    assert not is_alive(pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ ADDED = {
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for the proof: it takes seconds to start one."""
-    monkeypatch.setattr(proof, "in_fresh_process", perform)
+    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
 
 
 @pytest.mark.parametrize("name", ADDED)

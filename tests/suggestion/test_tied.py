@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ ADDED = """\
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started for the proof: it takes seconds to start one."""
-    monkeypatch.setattr(proof, "in_fresh_process", perform)
+    monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
 
 
 def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
