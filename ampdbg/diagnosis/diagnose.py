@@ -8,7 +8,14 @@ from dataclasses import replace
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.scale import runaway, skips
-from ampdbg.diagnosis.tensors import buffer_poisoned, data_nonfinite, lost_updates, spoilt_weights, weights_nonfinite
+from ampdbg.diagnosis.tensors import (
+    buffer_poisoned,
+    data_nonfinite,
+    frozen_weights,
+    lost_updates,
+    spoilt_weights,
+    weights_nonfinite,
+)
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -30,6 +37,7 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     runaway,
     hidden_faults,
     lost_updates,
+    frozen_weights,
     doubtful_misuses,
 )
 

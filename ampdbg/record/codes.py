@@ -212,6 +212,15 @@ _ALL = (
         counts_against_a_patch=False,
     ),
     Code(
+        "frozen-weights",
+        GRADIENTS,
+        "other",
+        "keep the parameters in float32 and let autocast lower the ops (from_pretrained(..., dtype=torch.float32)), or "
+        "use an optimizer that rounds stochastically or keeps float32 copies",
+        "Weights in bfloat16 hardly move: the optimizer's updates are too small to change their rounded values.",
+        counts_against_a_patch=False,
+    ),
+    Code(
         "data-nonfinite",
         DATA,
         "other",

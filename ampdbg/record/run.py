@@ -105,18 +105,35 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class FrozenParameter:
+    """A bfloat16 parameter that the optimizer's updates hardly move: they are too small to change its rounded values.
+
+    In ``still`` of the compared steps no entry changed; ``unmoved`` is the mean share of the entries that did not.
+    """
+
+    name: str
+    still: Count
+    unmoved: float
+
+
+@dataclass(frozen=True)
 class HalfUpdates:
-    """The updates of float16 parameters, each held against the same optimizer step on float32 copies.
+    """The updates of half parameters, each held against the same optimizer step on float32 copies.
 
     ``steps`` is how many were. ``lost_energy`` is the share of the sum of squares of float32's updates that fell
-    on weights which did not change at all, and ``lost`` names the parameters that lost more than half of theirs.
+    on weights which did not change at all; ``lost_gradient`` and ``lost_decay`` are its shares in what comes of the
+    gradient and of a decoupled weight decay. ``lost`` names the float16 parameters that lost more than half of theirs.
+    ``frozen`` are bfloat16 parameters that did, and have not gone that way by rounding up as often as it takes.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """
 
     steps: Count
     lost_energy: float | None = None
+    lost_gradient: float | None = None
+    lost_decay: float | None = None
     lost: tuple[str, ...] = ()
+    frozen: tuple[FrozenParameter, ...] = ()
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()

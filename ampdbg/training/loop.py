@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import HalfUpdates, Record, Unseen
+from ampdbg.record.run import FrozenParameter, HalfUpdates, Record, Unseen
 from ampdbg.replay.comparison import MOST_OF_IT
 from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.passes import run_pass
@@ -223,22 +223,23 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
 
 _wider = widening(LIFTS["float32"])
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class ComparedUpdates:
-    """Compares every update of a run's float16 parameters, until one of them is no longer finite.
+    """Compares every update of a run's half parameters, until one of them is no longer finite.
 
-    It does nothing where there are none, and where the loss is scaled: a scaler refuses half gradients.
+    It does nothing where there are none, and where the loss is scaled: a scaler refuses float16 gradients.
     """
 
     def __init__(self, run: Run) -> None:
         scaled = run.mode.dtype is torch.float16
         named = [] if scaled else run.workload.model.named_parameters()
-        self._half = {name: value for name, value in named if value.dtype is torch.float16 and value.requires_grad}
+        self._half = {name: value for name, value in named if value.dtype in HALF and value.requires_grad}
         self._run = run
         self._before: Held | None = None
         self._start: dict[str, torch.Tensor] = {}
-        self._energy = dict.fromkeys(self._half, 0.0)
-        self._lost = dict.fromkeys(self._half, 0.0)
+        self._sums: dict[str, torch.Tensor] = {}
         self._steps = 0
         self._spoilt: tuple[int, tuple[str, ...]] | None = None
 
@@ -262,27 +263,73 @@ class ComparedUpdates:
         if spoilt:
             self._spoilt = step, spoilt
             return
+        decays = dict(_decoupled_decays(self._run))
         for name, parameter in self._half.items():
-            start = self._start[name]
-            squares = (wide[name].double() - start.double()).square()
-            self._energy[name] += float(squares.sum())
-            self._lost[name] += float(squares[parameter.detach() == start].sum())
+            sums = _sums_of_update(self._start[name], wide[name], parameter.detach(), decays.get(parameter, 0.0))
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     @property
     def seen(self) -> HalfUpdates | None:
         """What came of the comparisons; None where none was made."""
         if not self._steps:
             return None
-        total = sum(self._energy.values())
+        by_name = {name: UpdateSums(*sums.tolist()) for name, sums in self._sums.items()}
+        total = UpdateSums(*map(sum, zip(*by_name.values(), strict=True))) if by_name else UpdateSums()
+        is_float16 = {name: parameter.dtype is torch.float16 for name, parameter in self._half.items()}
+        lost = [name for name, sums in by_name.items() if sums.lost > MOST_OF_IT * sums.energy]
         step, names = self._spoilt or (None, ())
         return HalfUpdates(
             steps=self._steps,
-            lost_energy=sum(self._lost.values()) / total if total else None,
-            lost=tuple(name for name, lost in self._lost.items() if lost > MOST_OF_IT * self._energy[name]),
-            vanishing_eps=_vanishing_eps(self._run),
+            lost_energy=total.lost / total.energy if total.energy else None,
+            lost_gradient=total.lost_gradient / total.gradient if total.decay and total.gradient else None,
+            lost_decay=total.lost_decay / total.decay if total.decay else None,
+            lost=tuple(name for name in lost if is_float16[name]),
+            frozen=tuple(
+                FrozenParameter(name, int(sums.still), round(sums.unmoved / self._steps, 4))
+                for name, sums in by_name.items()
+                if name in lost and not is_float16[name] and sums.along < MOST_OF_IT * sums.energy
+            ),
+            vanishing_eps=_vanishing_eps(self._run) if any(is_float16.values()) else None,
             spoilt_step=step,
             spoilt=names,
         )
+
+
+class UpdateSums(NamedTuple):
+    """Sums over the updates of a parameter: of squares, all and those of entries that did not move.
+
+    ``along`` is the product of float32's updates and of those that were made. ``still`` counts updates that moved no
+    entry, ``unmoved`` the share of entries that none moved.
+    """
+
+    energy: float = 0.0
+    lost: float = 0.0
+    gradient: float = 0.0
+    lost_gradient: float = 0.0
+    decay: float = 0.0
+    lost_decay: float = 0.0
+    along: float = 0.0
+    still: float = 0.0
+    unmoved: float = 0.0
+
+
+def _sums_of_update(start: torch.Tensor, wide: torch.Tensor, now: torch.Tensor, decay: float) -> torch.Tensor:
+    """The ``UpdateSums`` of one update, as a tensor, so that a GPU need not be waited for."""
+    before, unmoved = start.double(), now == start
+    update = wide.double() - before
+    by_decay = -decay * before
+    parts = [part.square() for part in (update, update - by_decay, by_decay)]
+    sums = [each for squares in parts for each in (squares.sum(), (squares * unmoved).sum())]
+    along = (update * (now.double() - before)).sum()
+    return torch.stack([*sums, along, unmoved.all().double(), unmoved.double().mean()])
+
+
+def _decoupled_decays(run: Run) -> Iterator[tuple[torch.nn.Parameter, float]]:
+    """What share of each parameter an update takes off by itself."""
+    for optimizer in run.workload.optimizers:
+        for group in optimizer.param_groups:
+            if group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
+                yield from ((parameter, group["lr"] * group.get("weight_decay", 0.0)) for parameter in group["params"])
 
 
 def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

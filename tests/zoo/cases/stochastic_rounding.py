@@ -1,0 +1,56 @@
+"""Weights in bfloat16, and an optimizer that rounds each of its small steps up as often as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    steps=60,
+    config={
+        "precision": {"dtype": "bfloat16"},
+        "optimizer": {"target": f"{__file__}:Stochastic", "args": {"lr": 1e-4}},
+    },
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 16)
+        self.norm = nn.RMSNorm(16)
+        self.head = nn.Linear(16, 1)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x.to(self.body.weight.dtype)).relu()))
+
+
+class Stochastic(torch.optim.Optimizer):
+    """The sign of the gradient times the learning rate, rounded up or down by chance."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                wide = parameter.float() - group["lr"] * parameter.grad.float().sign()
+                bits = wide.view(torch.int32) + torch.randint_like(wide, 1 << 16, dtype=torch.int32)
+                rounded = (bits & -(1 << 16)).view(torch.float32)
+                parameter.copy_(rounded if parameter.dtype is torch.bfloat16 else wide)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
