@@ -28,8 +28,7 @@ from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_no
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
-from ampdbg.record.replays import Producer
-from ampdbg.record.run import Record
+from ampdbg.record.run import Producer, Record
 
 OR = ", or "
 """Between alternatives: where a pin helps, the first is the pin."""

@@ -18,8 +18,7 @@ from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Record, Step
 
 CALIBRATION, RUNAWAY = "scale-calibration", "scale-runaway"
 

@@ -23,8 +23,7 @@ from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Record
+from ampdbg.record.run import Investigation, Record, Replay
 from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.shadow import shadow_step

@@ -12,7 +12,7 @@ from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise
 from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.quantities import listed, number
 from ampdbg.record.pins import PinSite, Trial
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Investigation, Replay
 from ampdbg.replay.investigation import PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of

@@ -14,7 +14,7 @@ from ampdbg.ops import CASTS, base_name
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
-from ampdbg.record.replays import Producer, Replay
+from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Replayed
 
 PRODUCERS_KEPT = 20

@@ -22,8 +22,7 @@ from ampdbg.probes import tensors
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values
 from ampdbg.probes.watch import Watch
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import distances, first_far_op, held_against, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run

@@ -19,7 +19,7 @@ from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.steps import to_host
 from ampdbg.probes.tensors import float_values, is_finite
-from ampdbg.record.replays import Replay
+from ampdbg.record.run import Replay
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.passes import loss_of, run_pass
 from ampdbg.replay.run import Run

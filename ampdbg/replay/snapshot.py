@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ampdbg.probes.tensors import is_finite
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.run import Run
 from ampdbg.replay.state import LARGEST, NOT_OWN, RandomState, distinct, duplicated, own_attributes, restored, written

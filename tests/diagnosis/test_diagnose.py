@@ -14,8 +14,18 @@ import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation, Producer, Replay
-from ampdbg.record.run import AutocastError, Environment, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record.run import (
+    AutocastError,
+    Environment,
+    GroupOverflow,
+    Investigation,
+    ParameterCounts,
+    Producer,
+    Record,
+    Replay,
+    Step,
+    TensorCounts,
+)
 
 ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
