@@ -14,8 +14,8 @@ from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Handover, Pin
 from ampdbg.record.run import Environment, Record, Step, TensorCounts, Unseen
 from ampdbg.report.formats import FORMATS, written
-from ampdbg.report.handover import content
 from ampdbg.report.pins import pins_yaml
+from ampdbg.report.suggestion import content
 from ampdbg.report.view import Look, Typed
 from tests.report.bisections import FOUND, TRIALS
 from tests.report.records import ENVIRONMENT, overflow, run, skipped_step

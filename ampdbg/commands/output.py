@@ -155,7 +155,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
 
 def _handed_over(record: Record, beside: Path) -> Path | None:
     """Writes what the record hands over beside it, but over nothing."""
-    from ampdbg.report.handover import content, suffix
+    from ampdbg.report.suggestion import content, suffix
 
     text = content(record)
     if text is None or record.handover is None:

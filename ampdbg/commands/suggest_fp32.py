@@ -16,7 +16,7 @@ from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import latest_record, to_json
 from ampdbg.record.pins import Form
-from ampdbg.report import formats, handover
+from ampdbg.report import formats, suggestion
 
 from . import bisect, options, progress
 from .output import Saved, look_of, results_only, save, say, typed_as, write_result
@@ -68,12 +68,17 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
-        saved, text = save(found, record), handover.content(found)
+        saved, text = save(found, record), suggestion.content(found)
         file = saved.handed_over
         if output is not None and text is not None:
             file = _written(output, text, saved)
         is_printed = not apply and output is None and text is not None
-        if is_printed and not json and not stdout.isatty() and (warning := handover.warning_of_piping(found.handover)):
+        if (
+            is_printed
+            and not json
+            and not stdout.isatty()
+            and (warning := suggestion.warning_of_piping(found.handover))
+        ):
             say(warning)  # also with --quiet: git itself would say nothing
         if text is None or not quiet:
             typed = replace(

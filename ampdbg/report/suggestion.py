@@ -1,18 +1,29 @@
-"""The page beside a patch: what it pins and why, its edits, the proof, other remedies, what to type next."""
+"""A suggestion: its page, and what is handed over: a diff, a Python file of pins, lines of a config, JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, listed
-from ampdbg.record.pins import Handover, in_words
+from ampdbg.record.file import to_json
+from ampdbg.record.pins import Form, Handover, in_words
 from ampdbg.record.run import Record
 
-from . import bisection, handover
-from .pins import cost_sentence, pin_table, proof_table
-from .view import Findings, Headline, Page, Paragraph, Section, Typed, line, ran_on
+from . import bisection
+from .pins import cost_sentence, pin_table, pins_yaml, proof_table
+from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Typed, line, ran_on
+
+FORMAT, VERSION = "ampdbg.patch", 1
+
+MANY = 6
+"""Beyond so many pins the comments count them."""
 
 
 def page(record: Record, typed: Typed) -> Page:
@@ -30,7 +41,7 @@ def page(record: Record, typed: Typed) -> Page:
         tuple(_sections(record, handed)),
         tuple(ran_on(record)),
         typed.record_path,
-        handover.next_command(record, handed, typed),
+        next_command(record, handed, typed),
     )
 
 
@@ -58,7 +69,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
 
 
 def _is_by_name(record: Record, handed: Handover) -> bool:
-    return handed.form in ("module", "yaml") and handover.content(record) is not None
+    return handed.form in ("module", "yaml") and content(record) is not None
 
 
 def _remedies(notes: tuple[str, ...]) -> Iterator[Section]:
@@ -86,3 +97,154 @@ def headline(record: Record, handed: Handover) -> Headline:
     if proof is None:
         return Headline("stopped", f"{what}; the patch for {them} is not proven.")
     return Headline("good", f"{what}; the patch for {them} is proven on the failing step.")
+
+
+def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:
+    """What to type next."""
+    proof, search = record.verification, record.search
+    if proof is not None and not proof.passed:
+        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
+    strategy = f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
+    again = f"ampdbg suggest-fp32 {typed.config}{strategy}"
+    if content(record) is None:
+        if not handover.names and not handover.files:
+            return None
+        if handover.form == "diff":
+            return NextCommand("write the pins into a file of their own", f"{again} --format module")
+        return NextCommand("make a patch: lines outside of any module have no name", again)
+    if typed.is_applied:
+        return NextCommand("run it again, with the patch", f"ampdbg scan {typed.config}")
+    return _use_of(handover, typed, again) if typed.handed_over else None
+
+
+def _use_of(handover: Handover, typed: Typed, again: str) -> NextCommand:
+    """What to do with the file that has it."""
+    if handover.form == "diff":
+        return NextCommand("apply the patch", applying(handover, typed.handed_over))
+    if handover.form == "module":
+        what = "put it beside your code as ampdbg_pins.py, and call it where the model is made"
+        return NextCommand(what, "from ampdbg_pins import pin_fp32; pin_fp32(model)")
+    if handover.form == "json":
+        return NextCommand("make a patch of it", again)
+    if typed.is_record:  # it does not know the name of its config's file
+        return NextCommand("put these lines into the config of that run", "")
+    return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
+
+
+# What is handed over
+
+
+def content(record: Record) -> bytes | None:
+    """The suggestion in its form; None where there is none: of a patch that failed its proof there is no form."""
+    handover, proof = record.handover, record.verification
+    if handover is None or record.interrupted or (proof is not None and not proof.passed):
+        return None
+    is_by_name = bool(handover.names) and all(pin.source is None for pin in record.pins)
+    # JSON holds a patch or names.
+    if (handover.form != "diff" and is_by_name) or (handover.form in ("diff", "json") and handover.files):
+        return FORMS[handover.form][1](record, handover)
+    return None
+
+
+def suffix(form: Form) -> str:
+    """The end of the name of a file in that form; the record beside it ends in ``.json``."""
+    return FORMS[form][0]
+
+
+def applying(handover: Handover, file: str = "") -> str:
+    """The command that applies a diff from here: the patch of that name, else what is piped into it.
+
+    git, typed below the root of a repository, passes over the files outside of this folder without a word.
+    """
+    here = Path.cwd().resolve()
+    elsewhere = "" if here == Path(handover.folder) else f" {shlex.quote(os.path.relpath(handover.folder, here))}"
+    if not handover.is_git:
+        return f"patch -p1{elsewhere and f' -d{elsewhere}'}" + (f" < {shlex.quote(file)}" if file else "")
+    applied = f" {shlex.quote(os.path.relpath(file, handover.folder))}" if file else ""
+    return f"git{elsewhere and f' -C{elsewhere}'} apply{applied}"
+
+
+def warning_of_piping(handover: Handover | None) -> str | None:
+    """That ``git apply`` in this folder may leave files as they are, with the diff piped into it; None where not."""
+    if handover is None or handover.form != "diff" or Path(handover.folder) == Path.cwd().resolve():
+        return None
+    return f"warning: the paths of this diff count from {handover.folder}; type ... | {applying(handover)}"
+
+
+# The forms
+
+
+def diff(record: Record, handover: Handover) -> bytes:
+    """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
+    comments = _commented([*_kept_in_fp32(handover), *_units(handover), *_proof(record)])
+    return comments.encode() + b"".join(file.diff.encode(file.encoding) for file in handover.files)
+
+
+def module(record: Record, handover: Handover) -> bytes:
+    """A Python file of its own, with ``pin_fp32(model)``, for code that cannot be edited."""
+    return f"{_comments_by_name(record, handover)}\n{handover.helper}".encode()
+
+
+def config_lines(record: Record, handover: Handover) -> bytes:
+    """The pins as the config takes them, in YAML."""
+    lines = "\n".join(pins_yaml(handover.names, record.config))
+    return f"{_comments_by_name(record, handover)}{lines}\n".encode()
+
+
+def as_json(record: Record, handover: Handover) -> bytes:
+    """One JSON object: pins, files with their diffs, proof and notes, as the record has them."""
+    of_record = json.loads(to_json(record))
+    handed = of_record["handover"]
+    keys = ("folder", "names", "files", "units", "notes", "refused")
+    text: dict[str, object] = {"format": FORMAT, "version": VERSION}
+    text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
+    return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+# The comments
+
+
+def _comments_by_name(record: Record, handover: Handover) -> str:
+    return _commented([*_kept_in_fp32(handover), *_proof(record)])
+
+
+def _commented(lines: Sequence[str]) -> str:
+    """Each line behind a ``#``: neither git nor patch takes such a line for a part of the diff."""
+    return "".join(f"# {printable(part)}".rstrip() + "\n" for line in lines for part in line.splitlines() or [""])
+
+
+def _kept_in_fp32(handover: Handover) -> Iterator[str]:
+    """The pins that the patch stands for: what is only tied to one of them it may leave as it is."""
+    if handover.pins_nothing:
+        yield "Keeps constants within the range of half precision; no module needs FP32:"
+        return
+    covered = {name for unit in handover.units for name in unit.pins} if handover.files else handover.names
+    names = [in_words(name) for name in handover.names if name in covered]
+    shown = ", ".join(names) if len(names) <= MANY else f"{len(names)} modules, {names[0]} to {names[-1]}"
+    yield f"Keeps in FP32 under autocast: {shown}." if names else "Keeps in FP32 under autocast:"
+
+
+def _units(handover: Handover) -> Iterator[str]:
+    for unit in handover.units:
+        yield f"  - {unit.title}"
+        yield from (f"    {note}" for note in unit.notes)
+
+
+def _proof(record: Record) -> Iterator[str]:
+    proof, ran = record.verification, record.environment
+    if proof is None:
+        yield "Not proven: --no-verify was given, and nothing was run with this patch."
+        return
+    emulated = ", CUDA's autocast emulated" if ran.emulated else ""
+    yield f"Proven by ampdbg {ran.ampdbg} (torch {ran.torch}, {ran.device}{emulated}):"
+    for step in proof.steps:
+        yield f"  - {step.name}: {step.detail}" if step.detail else f"  - {step.name}"
+
+
+FORMS: Mapping[Form, tuple[str, Callable[[Record, Handover], bytes]]] = {
+    "diff": (".patch", diff),
+    "module": (".py", module),
+    "yaml": (".yaml", config_lines),
+    "json": (".patch.json", as_json),
+}
+"""The end of the name of a file in each form, and its text."""

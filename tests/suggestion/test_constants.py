@@ -11,7 +11,7 @@ from ampdbg.config.file import load_config
 from ampdbg.proof import proof
 from ampdbg.proof.experiments import perform
 from ampdbg.proof.suggestion import suggest
-from ampdbg.report.handover import content
+from ampdbg.report.suggestion import content
 from tests.zoo.test_zoo import FILES, config_of
 
 ADDED = {

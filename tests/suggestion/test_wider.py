@@ -9,7 +9,7 @@ import pytest
 
 from ampdbg.proof import suggestion
 from ampdbg.record.pins import Proof, ProofStep
-from ampdbg.report.handover import content
+from ampdbg.report.suggestion import content
 from tests.proof.overflowing import NET, written
 
 FAILED = Proof(

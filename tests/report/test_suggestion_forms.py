@@ -15,12 +15,12 @@ from torch import nn
 from ampdbg.patch.file_edits import FileEdit, base_folder
 from ampdbg.proof.suggestion import Suggestion
 from ampdbg.record.pins import Form, Handover, PatchUnit
-from ampdbg.report import handover
+from ampdbg.report import suggestion as suggestions
 from tests.commands.suggestions import AFTER, BEFORE, handed_over, proven, suggestion
 
 
 def text_of(found: Suggestion, form: Form = "diff") -> bytes:
-    text = handover.content(replace(found.record, handover=replace(handover_of(found), form=form)))
+    text = suggestions.content(replace(found.record, handover=replace(handover_of(found), form=form)))
     assert text is not None
     return text
 
