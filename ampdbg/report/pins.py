@@ -25,7 +25,7 @@ PIN_COLUMNS = (
     Column("activations", "number", is_spare=True),
 )
 
-PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?")
+PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?|:own")
 """Names that YAML reads as they stand; ``"*"`` and numbers it does not. A config reads more as numbers (``1e5``) than
 PyYAML, which reads YAML 1.1, would quote."""
 
