@@ -16,6 +16,7 @@ from . import options, progress, scan
 from .output import results_only, show
 
 
+@options.with_run_options
 def command(
     config: options.OptionalConfig = None,
     module: Annotated[
@@ -23,15 +24,8 @@ def command(
     ] = None,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
-    steps: options.Steps = None,
-    device: options.Device = None,
-    policy: options.PolicyChoice = None,
-    seed: options.Seed = None,
-    settings: options.Settings = None,
-    record: options.RecordFile = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    *,
+    run: options.RunOptions,
 ) -> int:
     """Find the fewest modules that need FP32.
 
@@ -39,10 +33,10 @@ def command(
     modules in FP32.
     """
     with results_only() as stdout:
-        given = read_given(config, module, **options.changes(steps, device, policy, seed, settings))
-        with progress.shown(quiet, max_trials) as observer:
+        given = read_given(config, module, **run.changes)
+        with progress.shown(run.quiet, max_trials) as observer:
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
-        show(searched, given, stdout, asked_for=record, as_json=json)
+        show(searched, given, stdout, asked_for=run.record, as_json=run.json)
     return exit_code(searched)
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
-
-Policy = Literal["cuda", "native"]
-FailOn = Literal["error", "warning", "never"]
 
 
 def _checked_record(value: Path | None) -> Path | None:
@@ -37,51 +37,66 @@ def _holds_something_else(path: Path) -> bool:
 CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
-Steps = Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to train.")]
-Device = Annotated[str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Where to run.")]
-PolicyChoice = Annotated[
-    Policy | None,
-    typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
-]
 SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")]
-Replays = Annotated[
-    int,
-    typer.Option("--replays", metavar="N", min=0, help="Replay at most N unhealthy steps of each kind; 0 for none."),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set any config key: dotted.key=YAML. Repeatable.",
-    ),
-]
-RecordFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--record",
-        metavar="FILE",
-        dir_okay=False,
-        callback=_checked_record,
-        help="Write the record here, not into .ampdbg/.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
-FailOnChoice = Annotated[FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")]
 
 
-def changes(
-    steps: int | None, device: str | None, policy: Policy | None, seed: int | None, settings: Sequence[str] | None
-) -> Changes:
-    """What the options change in the config."""
-    return {
-        "overrides": settings or (),
-        "steps": steps,
-        "device": device,
-        "policy": policy,
-        "seed": seed,
-    }
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of every command that runs a workload, in the order of its help."""
+
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to train.")] = None
+    device: Annotated[str | None, typer.Option("--device", metavar="auto|cpu|cuda[:i]", help="Where to run.")] = None
+    policy: Annotated[
+        Literal["cuda", "native"] | None,
+        typer.Option("--policy", help="cuda: CUDA's autocast op lists on any device; native: the device's own."),
+    ] = None
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="The random seed.")] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set any config key: dotted.key=YAML. Repeatable."),
+    ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            "--record",
+            metavar="FILE",
+            dir_okay=False,
+            callback=_checked_record,
+            help="Write the record here, not into .ampdbg/.",
+        ),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")] = False
+    debug: Debug = False
+
+    @property
+    def changes(self) -> Changes:
+        """What they change in the config."""
+        return {
+            "overrides": self.settings or (),
+            "steps": self.steps,
+            "device": self.device,
+            "policy": self.policy,
+            "seed": self.seed,
+        }
+
+
+def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Gives a command the options of a run, which it takes as one argument ``run``; Typer reads them off a signature.
+
+    An option of the command's own stands in the place of the one of the same name.
+    """
+    own = inspect.signature(command, eval_str=True)
+    shared = inspect.signature(RunOptions, eval_str=True).parameters
+    shared = {name: option for name, option in shared.items() if name not in own.parameters}
+
+    @functools.wraps(command)
+    def typed(**options: Any) -> int:
+        run = RunOptions(**{name: options.pop(name) for name in shared})
+        return command(**options, run=run)
+
+    every = [option for name, option in own.parameters.items() if name != "run"]
+    vars(typed)["__signature__"] = own.replace(parameters=[*every, *shared.values()])
+    return typed

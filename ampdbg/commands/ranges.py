@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from .output import results_only, show
 from .scan import exit_code
 
 
+@options.with_run_options
 def command(
     config: options.ConfigFile,
     steps: Annotated[
@@ -22,14 +24,8 @@ def command(
     ] = 1,
     order: Annotated[Order, typer.Option("--order", help="How the sites are listed.")] = "tightest",
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")] = 10,
-    device: options.Device = None,
-    policy: options.PolicyChoice = None,
-    seed: options.Seed = None,
-    settings: options.Settings = None,
-    record: options.RecordFile = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    *,
+    run: options.RunOptions,
 ) -> int:
     """Show how close one step is to FP16's limits.
 
@@ -37,9 +33,8 @@ def command(
     """
     with results_only() as stdout:
         # The first step, the default, is no reason for a scan of one step.
-        changes = options.changes(steps if steps > 1 else None, device, policy, seed, settings)
-        given = read_given(config, **changes)
-        with progress.shown(quiet) as observer:
+        given = read_given(config, **replace(run, steps=steps if steps > 1 else None).changes)
+        with progress.shown(run.quiet) as observer:
             measured = api.ranges(given, observer=observer)
-        show(measured, given, stdout, asked_for=record, as_json=json, order=order, top=top)
+        show(measured, given, stdout, asked_for=run.record, as_json=run.json, order=order, top=top)
     return exit_code(measured, "warning")

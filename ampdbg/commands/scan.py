@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+import typer
+
 from ampdbg import api
 from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, EXIT_INTERRUPTED
 from ampdbg.given import read_given
 from ampdbg.record.run import Record
 
 from . import options, progress
-from .options import FailOn
 from .output import results_only, show
+
+FailOn = Literal["error", "warning", "never"]
 
 SEVERITIES: dict[FailOn, set[str]] = {"error": {"error"}, "warning": {"error", "warning"}, "never": set()}
 
 
+@options.with_run_options
 def command(
     config: options.ConfigFile,
-    steps: options.Steps = None,
-    device: options.Device = None,
-    policy: options.PolicyChoice = None,
-    seed: options.Seed = None,
-    settings: options.Settings = None,
-    replays: options.Replays = 2,
-    record: options.RecordFile = None,
-    json: options.Json = False,
-    fail_on: options.FailOnChoice = "warning",
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
+    replays: Annotated[
+        int,
+        typer.Option(
+            "--replays", metavar="N", min=0, help="Replay at most N unhealthy steps of each kind; 0 for none."
+        ),
+    ] = 2,
+    fail_on: Annotated[
+        FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
+    ] = "warning",
+    *,
+    run: options.RunOptions,
 ) -> int:
     """Train a few steps, explain what went wrong.
 
     Runs the workload of CONFIG under autocast and GradScaler and watches every step.
     """
     with results_only() as stdout:
-        given = read_given(config, **options.changes(steps, device, policy, seed, settings))
-        with progress.shown(quiet) as observer:
+        given = read_given(config, **run.changes)
+        with progress.shown(run.quiet) as observer:
             scanned = api.scan(given, replays=replays, observer=observer)
-        show(scanned, given, stdout, asked_for=record, as_json=json)
+        show(scanned, given, stdout, asked_for=run.record, as_json=run.json)
     return exit_code(scanned, fail_on)
 
 

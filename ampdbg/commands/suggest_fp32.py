@@ -22,6 +22,7 @@ from . import bisect, options, progress
 from .output import Saved, look_of, results_only, save, say, typed_as, write_result
 
 
+@options.with_run_options
 def command(
     config: options.OptionalConfig = None,
     format_: Annotated[
@@ -35,16 +36,9 @@ def command(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the patch.")] = False,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
-    steps: options.Steps = None,
-    device: options.Device = None,
-    policy: options.PolicyChoice = None,
-    seed: options.Seed = None,
-    settings: options.Settings = None,
-    record: options.RecordFile = None,
-    json: options.Json = False,
-    quiet: options.Quiet = False,
-    debug: options.Debug = False,
     module: Annotated[Path | None, typer.Option("--module", hidden=True)] = None,
+    *,
+    run: options.RunOptions,
 ) -> int:
     """Print the patch that cures it, proven.
 
@@ -53,11 +47,10 @@ def command(
     """
     _check(format_, output, module, apply=apply)
     with results_only() as stdout:
-        changes = options.changes(steps, device, policy, seed, settings)
-        given = read_given(latest_record() if config is None else config, **changes)
-        if apply and not force and not quiet:
+        given = read_given(latest_record() if config is None else config, **run.changes)
+        if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
-        with progress.shown(quiet, max_trials) as observer:
+        with progress.shown(run.quiet, max_trials) as observer:
             found = api.suggest_fp32(
                 given,
                 form=format_,
@@ -68,19 +61,19 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
-        saved, text = save(found, record), suggestion.content(found)
+        saved, text = save(found, run.record), suggestion.content(found)
         file = saved.handed_over
         if output is not None and text is not None:
             file = _written(output, text, saved)
         is_printed = not apply and output is None and text is not None
         if (
             is_printed
-            and not json
+            and not run.json
             and not stdout.isatty()
             and (warning := suggestion.warning_of_piping(found.handover))
         ):
             say(warning)  # also with --quiet: git itself would say nothing
-        if text is None or not quiet:
+        if text is None or not run.quiet:
             typed = replace(
                 typed_as(given.typed, saved.path),
                 handed_over=str(file or ""),
@@ -88,7 +81,7 @@ def command(
                 is_record=given.record is not None,
             )
             say(formats.written(found, typed, look_of(sys.stderr), "text").rstrip())
-        write_result(to_json(found) if json else text or b"" if is_printed else b"", stdout)
+        write_result(to_json(found) if run.json else text or b"" if is_printed else b"", stdout)
     if saved.failure is not None:
         raise saved.failure
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
