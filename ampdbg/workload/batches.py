@@ -24,7 +24,7 @@ class BatchSource:
         self.device = device
         self.position = -1
         self._delivered_id: int | None = None
-        self._restarts = is_factory(found.value)
+        self._is_factory = is_factory(found.value)
         self._data = self._make()
         self._used = False
 
@@ -55,7 +55,7 @@ class BatchSource:
         return f"batch{number} holds {'; '.join(leaves[:8]) if leaves else a(batch)}"
 
     def _start(self) -> Iterator[Any]:
-        if isinstance(self._data, Iterator) and self._used and self._restarts:
+        if isinstance(self._data, Iterator) and self._used and self._is_factory:
             self._data = self._make()
         self._used = True
         with self.found.user.running(f"{self.found.named}: starting it"):
@@ -76,7 +76,7 @@ class BatchSource:
 
     def _make(self) -> Any:
         found = self.found
-        if is_factory(found.value):
+        if self._is_factory:
             data = found.made()
         else:
             found.refuse_arguments()
@@ -85,7 +85,7 @@ class BatchSource:
             data = self._train_dataloader(data)
         problem = why_no_batches(data)
         if problem:
-            raise found.refuse(f"{'returned' if is_factory(found.value) else 'is'} {problem}")
+            raise found.refuse(f"{'returned' if self._is_factory else 'is'} {problem}")
         return data
 
     def _train_dataloader(self, module: Any) -> Any:

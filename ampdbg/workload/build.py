@@ -32,13 +32,6 @@ _NESTINGS = ("state_dict", "model_state_dict", "model")
 # What DistributedDataParallel and torch.compile put before every name.
 _WRAPPERS = ("module.", "_orig_mod.")
 
-GROUPINGS: Mapping[str, Callable[[str], str]] = {
-    "parameter": lambda name: name,
-    "module": lambda name: name.rpartition(".")[0] or "(root)",
-    "single": lambda name: "all",
-}
-"""Groupings: the name of the group that a parameter is in, by the parameter's qualified name."""
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -88,23 +81,19 @@ def build_workload(config: Config, device: torch.device) -> Workload:
     forget_user_modules()
     user = UserCode(_folders(config), config.start)
     with user.reading("building the workload"):
-        return _built(config, device, user)
-
-
-def _built(config: Config, device: torch.device, user: UserCode) -> Workload:
-    found = _find_all(config, user)
-    model = _model(found["model"])
-    if config.checkpoint is not None:
-        load_checkpoint(model, config.folder / config.checkpoint, config.where("checkpoint"), user)
-    with user.running(f"moving {type(model).__name__} to {device}"):
-        model.to(device)
-    return Workload(
-        model=model,
-        optimizers=_optimizers(model, found["optimizer"], config, user),
-        source=BatchSource(found["data"], device),
-        step=choose_step(model, found.get("loss"), found.get("step"), device),
-        user=user,
-    )
+        found = _find_all(config, user)
+        model = _model(found["model"])
+        if config.checkpoint is not None:
+            load_checkpoint(model, config.folder / config.checkpoint, config.where("checkpoint"), user)
+        with user.running(f"moving {type(model).__name__} to {device}"):
+            model.to(device)
+        return Workload(
+            model=model,
+            optimizers=_optimizers(model, found["optimizer"], config, user),
+            source=BatchSource(found["data"], device),
+            step=choose_step(model, found.get("loss"), found.get("step"), device),
+            user=user,
+        )
 
 
 def _specs(config: Config) -> dict[str, TargetSpec]:
@@ -289,9 +278,12 @@ def _memory(value: Any) -> object:
 
 def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
     """The trainable parameters in named groups: one for each, one for each module, or a single one."""
+    if grouping == "single":
+        return [{"params": [parameter for _, parameter in trainable(model)], "name": "all"}]
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in trainable(model):
-        groups.setdefault(GROUPINGS[grouping](name), []).append(parameter)
+        owner = name.rpartition(".")[0] or "(root)"
+        groups.setdefault(name if grouping == "parameter" else owner, []).append(parameter)
     return [{"params": parameters, "name": name} for name, parameters in groups.items()]
 
 

@@ -42,9 +42,7 @@ class UserCode:
         with self._importable():
             try:
                 yield
-            except AmpdbgError:
-                raise
-            except KeyboardInterrupt:
+            except (AmpdbgError, KeyboardInterrupt):
                 raise
             except BaseException as error:
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
@@ -68,16 +66,17 @@ class UserCode:
 
     @contextlib.contextmanager
     def _importable(self) -> Iterator[None]:
-        before = [str(folder) for folder in self.folders]
-        after = [str(self.start)]
-        sys.path[:] = [*before, *sys.path, *after]
+        before, after = [str(folder) for folder in self.folders], str(self.start)
+        sys.path[:] = [*before, *sys.path, after]
         try:
             yield
         finally:
+            # The user's code may have taken some out itself.
             for entry in before:
-                _discard(sys.path, entry, from_the_end=False)
-            for entry in after:
-                _discard(sys.path, entry, from_the_end=True)
+                with contextlib.suppress(ValueError):
+                    sys.path.remove(entry)
+            if after in sys.path:
+                del sys.path[-1 - sys.path[::-1].index(after)]
 
 
 def user_traceback(error: BaseException) -> str:
@@ -124,10 +123,3 @@ def _in_a_line(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'
     return line
-
-
-def _discard(path: list[str], entry: str, *, from_the_end: bool) -> None:
-    """Takes one ``entry`` out, if the user's code has not done so itself."""
-    if entry in path:
-        index = len(path) - 1 - path[::-1].index(entry) if from_the_end else path.index(entry)
-        del path[index]
