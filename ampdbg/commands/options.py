@@ -89,14 +89,14 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
     An option of the command's own stands in the place of the one of the same name.
     """
     own = inspect.signature(command, eval_str=True)
-    shared = inspect.signature(RunOptions, eval_str=True).parameters
-    shared = {name: option for name, option in shared.items() if name not in own.parameters}
+    every = inspect.signature(RunOptions, eval_str=True).parameters
+    shared = {name: option for name, option in every.items() if name not in own.parameters}
 
     @functools.wraps(command)
     def typed(**options: Any) -> int:
         run = RunOptions(**{name: options.pop(name) for name in shared})
         return command(**options, run=run)
 
-    every = [option for name, option in own.parameters.items() if name != "run"]
-    vars(typed)["__signature__"] = own.replace(parameters=[*every, *shared.values()])
+    given = [option for name, option in own.parameters.items() if name != "run"]
+    vars(typed)["__signature__"] = own.replace(parameters=[*given, *shared.values()])
     return typed

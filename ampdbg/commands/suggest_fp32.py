@@ -66,12 +66,8 @@ def command(
         if output is not None and text is not None:
             file = _written(output, text, saved)
         is_printed = not apply and output is None and text is not None
-        if (
-            is_printed
-            and not run.json
-            and not stdout.isatty()
-            and (warning := suggestion.warning_of_piping(found.handover))
-        ):
+        warning = suggestion.warning_of_piping(found.handover)
+        if warning and is_printed and not run.json and not stdout.isatty():
             say(warning)  # also with --quiet: git itself would say nothing
         if text is None or not run.quiet:
             typed = replace(

@@ -30,23 +30,22 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 def _findings(record: Record) -> Iterator[Finding]:
     # An error that ended the run has a finding of its own, with the same line.
     reported = record.autocast_error.code if record.autocast_error else ""
+    steps = len(record.steps)
     for found in record.misuses:
-        if found.code != reported and found.code in CODES:
-            yield _finding(found, CODES[found.code], len(record.steps))
-
-
-def _finding(found: Misuse, code: Code, steps: int) -> Finding:
-    times = f" ({found.count} times)" if found.count > 1 else ""
-    refused = f"; torch says: {found.raised}" if found.raised else ""
-    return finding_of(
-        code.name,
-        found.step,
-        "optimizer",
-        f"{code.message}{times}{refused}",
-        severity=_severity(found, code, steps),
-        source=found.source,
-        evidence={"count": found.count, "steps": steps},
-    )
+        if found.code == reported or found.code not in CODES:
+            continue
+        code = CODES[found.code]
+        times = f" ({found.count} times)" if found.count > 1 else ""
+        refused = f"; torch says: {found.raised}" if found.raised else ""
+        yield finding_of(
+            code.name,
+            found.step,
+            "optimizer",
+            f"{code.message}{times}{refused}",
+            severity=_severity(found, code, steps),
+            source=found.source,
+            evidence={"count": found.count, "steps": steps},
+        )
 
 
 def _severity(found: Misuse, code: Code, steps: int) -> Severity:

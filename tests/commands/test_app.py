@@ -34,6 +34,13 @@ def test_each_command_has_help(name: str, here: Here) -> None:
     assert result.stdout.startswith(f"Usage: ampdbg {name} [OPTIONS]")
 
 
+@pytest.mark.parametrize("name", ["scan", "ranges", "bisect", "suggest-fp32"])
+def test_each_command_that_runs_a_workload_takes_the_options_of_a_run_once(name: str, here: Here) -> None:
+    out = here(name, "--help").stdout
+    shared = ("--steps", "--device", "--policy", "--seed", "--set", "--record", "--json", "--quiet", "--debug")
+    assert [option for option in shared if out.count(f"\n  {option} ") + out.count(f"\n  {option}\n") != 1] == []
+
+
 def test_the_version_is_that_of_the_package(here: Here) -> None:
     assert here("--version").stdout == f"ampdbg {__version__}\n"
 
