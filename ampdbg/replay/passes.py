@@ -25,6 +25,9 @@ def run_pass(
 ) -> tuple[Losses, ...]:
     """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
 
+    Where there are as many optimizers as losses, as for the two sides of a GAN, each loss reaches the parameters of its
+    own alone: the first loss those of the first optimizer.
+
     Args:
         workload: what makes losses of a batch.
         batches: one a micro-batch, on the device; each has an equal share of the gradients.
@@ -52,8 +55,17 @@ def run_pass(
         for position, loss in enumerate(() if has_stopped else losses.values(), start=1):
             with workload.user.running("the backward pass"):
                 part = scaled(loss * share if share != 1.0 else loss)
-                part.backward(retain_graph=position < len(losses))
+                part.backward(retain_graph=position < len(losses), inputs=_own_parameters(workload, losses, position))
     return tuple(every)
+
+
+def _own_parameters(workload: Workload, losses: Losses, position: int) -> list[torch.Tensor] | None:
+    """The parameters that the loss at ``position``, from 1, has an optimizer of its own for; None for all."""
+    optimizers = workload.optimizers
+    if not len(losses) == len(optimizers) > 1:
+        return None
+    parameters = (each for group in optimizers[position - 1].param_groups for each in group["params"])
+    return [each for each in parameters if each.requires_grad]
 
 
 def loss_of(losses: Sequence[Losses]) -> float:
