@@ -130,4 +130,4 @@ def _nonfinite_counts(gradient: torch.Tensor, version: int | None, norm: float, 
 
 def group_name(group: Mapping[str, object], index: int) -> str:
     """What a parameter group is called: its ``"name"`` key, else its position."""
-    return str(group.get("name", f"group {index}"))
+    return str(group.get("name") or f"group {index}")

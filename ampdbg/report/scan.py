@@ -25,15 +25,9 @@ TONES: Mapping[str, view.Tone] = {"healthy": "good", "precision": "bad", "other"
 SEARCHES = ("bisect", "suggest-fp32")
 """They take what a scan does not: a record, or a module file; the same command can be typed again."""
 
-TENSOR_COLUMNS = (
-    view.Column("tensor"),
-    view.Column("steps", "number"),
-    view.Column("first", "number"),
-    view.Column("inf", "number"),
-    view.Column("NaN", "number"),
-    view.Column("of", "number"),
-    view.Column("at", "sign"),
-)
+COUNTS = tuple(view.Column(heading, "number") for heading in ("steps", "first", "inf", "NaN"))
+GROUP_COLUMNS = (view.Column("group"), *COUNTS, view.Column("worst share", "number"))
+TENSOR_COLUMNS = (view.Column("tensor"), *COUNTS, view.Column("of", "number"), view.Column("at", "sign"))
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:
@@ -129,15 +123,6 @@ MAX_GROUPS = 12
 
 FEW_GROUPS = 4
 
-GROUP_COLUMNS = (
-    view.Column("group"),
-    view.Column("steps", "number"),
-    view.Column("first", "number"),
-    view.Column("inf", "number"),
-    view.Column("NaN", "number"),
-    view.Column("worst share", "number"),
-)
-
 
 @dataclass(frozen=True)
 class GroupHits:
@@ -224,10 +209,6 @@ def _bad_share(parameters: Sequence[ParameterCounts]) -> float:
     return sum(p.inf + p.nan for p in parameters) / size if size else 0.0
 
 
-def _name(name: str, index: int) -> str:
-    return name or f"group {index}"
-
-
 def group_table(record: Record) -> view.Table | None:
     """The groups as a table, the step with the fewest above it, and below it what hit all at once."""
     found = overflows(record)
@@ -248,7 +229,7 @@ def _narrowest(found: Overflows) -> tuple[view.Line, ...]:
     step = found.narrowest
     if step is None or len(step.groups) >= min(MAX_GROUPS, len(found.hits)):
         return ()
-    names = listed([_name(group.name, group.index) for group in step.groups])
+    names = listed([group.name for group in step.groups])
     start = f"Step {step.step} hits the fewest groups, {len(step.groups)} of {found.total:,}: "
     return (line(start, view.Words(names, "strong")),)
 
@@ -270,10 +251,7 @@ def _rows(found: Overflows) -> tuple[tuple[str, ...], ...]:
 
 def _with_worst(hit: GroupHits) -> str:
     """The group, and the worst of its parameters unless that is the group's own name."""
-    name = _name(hit.name, hit.index)
-    if hit.worst in ("", name):
-        return name
-    return f"{name} ({hit.worst})"
+    return hit.name if hit.worst in ("", hit.name) else f"{hit.name} ({hit.worst})"
 
 
 def _everywhere(found: Overflows) -> tuple[view.Line, ...]:
