@@ -24,7 +24,9 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
     error = record.autocast_error
     if error is not None:
         message = error.message.partition("\n")[0]
-        yield finding_of(error.code, error.step, "forward", message, severity="error", source=error.source)
+        yield finding_of(
+            error.code, error.step, "forward", message, severity="error", module=error.module, source=error.source
+        )
 
 
 def _findings(record: Record) -> Iterator[Finding]:

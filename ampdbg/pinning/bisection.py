@@ -169,7 +169,8 @@ def _search(
     observer.search(covered.callable)
     is_silent = CODES[record.findings[0].code].erases_itself
     cases = (case, *_others(run, record, failing[1:]))
-    experiment = Experiment(run, cases, atom_tree(covered.callable), is_silent=is_silent)
+    raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
+    experiment = Experiment(run, cases, atom_tree(covered.callable), is_silent=is_silent, suspected=raises)
     search = _how_often(experiment, replace(search, modules=len(covered.callable)))
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"

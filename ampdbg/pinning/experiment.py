@@ -31,16 +31,25 @@ class Experiment:
         cases: the steps, the one that the search is about first.
         tree: what can be pinned.
         is_silent: see :func:`health_of`.
+        suspected: modules that something is known to go wrong in.
     """
 
-    def __init__(self, run: Run, cases: Sequence[PinnedReplays], tree: AtomTree, *, is_silent: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        cases: Sequence[PinnedReplays],
+        tree: AtomTree,
+        *,
+        is_silent: bool,
+        suspected: Iterable[str] = (),
+    ) -> None:
         self.cases = tuple(cases)
         self.is_silent = is_silent
         self.outside: list[PinSite] = []
         """What went wrong although the module that it seems to be in was pinned: lines of the step or the loss."""
         self._run = run
         self.tree = tree
-        self._sites: dict[str, list[PinSite]] = {}
+        self._sites: dict[str, list[PinSite]] = {tree.own(name): [] for name in suspected if name in tree}
 
     def run(self, pins: Sequence[str], *, is_brief: bool = False) -> Trial:
         """One trial. Its loss is that of the first step, in FP16. A brief one is faster, and names no suspects."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
+import torch
 from torch.autograd.function import FunctionCtx
 
 from ampdbg.errors import AmpdbgError, text_of
@@ -80,8 +81,11 @@ TORCH_ERRORS = (
 )
 
 
-def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
-    """The finding that an exception of the user's code is, or None when autocast did not cause it."""
+def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> AutocastError | None:
+    """The finding that an exception of the user's code is, or None when autocast did not cause it.
+
+    Its module is the innermost of the ``model`` whose code was running.
+    """
     cause = raised.__cause__
     if cause is None:
         return None
@@ -90,7 +94,10 @@ def autocast_error(raised: AmpdbgError, step: int) -> AutocastError | None:
     if known is None:
         return None
     line = line_of_error(cause)
-    return AutocastError(known.code, step, text, line and source_of(line))
+    names = {module: name for name, module in model.named_modules()}
+    owners = [value for frame, _ in traceback.walk_tb(cause.__traceback__) for value in _first_argument(frame)]
+    running = [names[value] for value in owners if isinstance(value, torch.nn.Module) and value in names]
+    return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
 
 
 def misuse_of_error(error: BaseException) -> str:

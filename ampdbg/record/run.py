@@ -267,12 +267,16 @@ class Site:
 
 @dataclass(frozen=True)
 class AutocastError:
-    """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's."""
+    """An exception of the user's code that autocast causes and FP32 would not raise; ``code`` is a finding's.
+
+    ``module`` is the innermost that ran.
+    """
 
     code: str
     step: Count
     message: str
     source: Source | None = None
+    module: str = ""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def train_prepared(
         except KeyboardInterrupt:
             interrupted = True
         except AmpdbgError as raised:
-            error = autocast_error(raised, step=len(watcher.steps))
+            error = autocast_error(raised, len(watcher.steps), run.workload.model)
             failure = None if error or watcher.explains(raised.__cause__) else raised
             if error is not None:
                 investigator.raised()
@@ -204,7 +204,7 @@ def _ranges_of_last_step(run: Run, watcher: Watch) -> dict[str, Any]:
     except KeyboardInterrupt:
         return {"interrupted": True}
     except UserCodeError as raised:
-        error = autocast_error(raised, step=len(watcher.steps))
+        error = autocast_error(raised, len(watcher.steps), run.workload.model)
         if error is None:
             raise
         return {"autocast_error": error}

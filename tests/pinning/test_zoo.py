@@ -25,7 +25,7 @@ SETS = {
     "infinite_prices": (":own",),
     "loss_too_large_for_any_scale": ("head",),
     # A pin cures these two as well; what suggest-fp32 hands over is an edit of the constant.
-    "mask_constant": (":own",),
+    "mask_constant": ("attn",),
     "mask_of_a_whole_row": (":own",),
     "no_usable_scale": ("first",),
     "poisoned_batch_norm": ("body",),

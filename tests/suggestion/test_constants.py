@@ -15,7 +15,7 @@ from ampdbg.report.suggestion import content
 from tests.zoo.test_zoo import FILES, config_of
 
 ADDED = {
-    "mask_constant": "scores = scores.masked_fill(x > 1, max(self.fill, torch.finfo(scores.dtype).min))  # <- here",
+    "mask_constant": "scores = scores.masked_fill(hidden, max(self.fill, torch.finfo(scores.dtype).min))  # <- here",
     "mask_of_a_whole_row": "mask = hidden * max(self.fill, torch.finfo(hidden.dtype).min / 2)  # <- here",
     "eps_in_the_backward_pass": (
         "length = torch.sqrt((h * h).amax(dim=-1, keepdim=True) + max(self.eps, torch.finfo(h.dtype).tiny))  # <- here"
