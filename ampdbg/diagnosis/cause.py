@@ -28,7 +28,7 @@ from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_no
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Producer, Record, Replay, Step
+from ampdbg.record.run import Investigation, Producer, Record, Replay
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
@@ -45,7 +45,9 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
     explain are left out.
     """
-    bad = [step for step in record.steps if not math.isfinite(step.loss) and not _is_explained(step, record)]
+    spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
+    unexplained = (step for step in record.steps if step.step < spoilt and not math.isfinite(step.loss))
+    bad = [step for step in unexplained if blamed_in_batch(step, record) is None]
     if not bad:
         return
     numbers = {step.step for step in bad}
@@ -120,11 +122,6 @@ def _starts_in(made: Investigation) -> Producer | None:
     phases = ("forward",) if made.why == "loss" else ("backward",)
     found = [producer for producer in made.replays[1].producers if producer.phase in phases]
     return next((producer for producer in found if producer.nan), next(iter(found), None))
-
-
-def _is_explained(step: Step, record: Record) -> bool:
-    spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
-    return step.step >= spoilt or blamed_in_batch(step, record) is not None
 
 
 # Faults behind a finite loss and finite gradients: overflow that erases itself, lost gradients, lost precision

@@ -46,7 +46,8 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
 
 def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
     """The leaf of the step's batch whose inf or NaN made it fail; None where there is none."""
-    if _is_healthy(step) or _finite_in_fp32(record, step):
+    bad = [counts for counts in step.nonfinite if counts.kind == "batch"]
+    if not bad or _is_healthy(step) or _finite_in_fp32(record, step):
         return None
     meant = {
         (counts.name, counts.nan > 0)
@@ -55,7 +56,6 @@ def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
         for counts in other.nonfinite
         if counts.kind == "batch"
     }
-    bad = (counts for counts in step.nonfinite if counts.kind == "batch")
     return next((counts for counts in bad if (counts.name, counts.nan > 0) not in meant), None)
 
 
