@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,16 @@ from ampdbg.patch.edits import Edited, Refused
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import bare, code_of, names_read, spelled, walk
 from ampdbg.source.imports import dotted, with_imported
-from ampdbg.source.source_file import EditError, SourceFile, read_source
+from ampdbg.source.source_file import EditError, read_source
 
 FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0}
 """Methods that write a number into a tensor of their own kind, and which argument that is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 """Methods whose first argument, or ``min``, is the least value that they leave."""
+
+Replacements = Iterator[tuple[cst.BaseExpression, str]]
+"""Constants, and what is to stand in the place of each."""
 
 NOTHING = "no constant stands there that could be kept within the range of half"
 
@@ -46,56 +49,48 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     Returns:
         The new file, or the reason why it is as it was.
     """
-    line, replacer = 0, _Replacer()
+    line, needs_import = 0, False
+    new: dict[int, str] = {}
     try:
         file = read_source(source)
         for line in lines:
-            replacer.see(file, line, frozenset(half))
-        module = file.module.visit(replacer)
-        after = file.with_module(with_imported(module, "torch") if replacer.needs_import else module)
+            located = file.at(line)
+            bindings = Bindings(file.module, located.function)
+            torch, is_missing = torch_in(bindings)
+            found = dict(_Constants(bindings, frozenset(half), f"{torch}.finfo").replaced(located.line))
+            if not found:
+                raise EditError(NOTHING, line)
+            new |= {id(constant): text for constant, text in found.items()}
+            needs_import |= is_missing
+        module = file.module.visit(_Replacer(new))
+        after = file.with_module(with_imported(module, "torch") if needs_import else module)
     except EditError as error:
         return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
     return Edited(after, (), after != source)
 
 
 class _Replacer(cst.CSTTransformer):
-    """Replaces constants, by the nodes' ids."""
+    """Puts ``new`` expressions in the place of nodes, by the nodes' ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, new: Mapping[int, str]) -> None:
         super().__init__()
-        self.needs_import = False
-        self._found: dict[int, str] = {}
-
-    def see(self, file: SourceFile, line: int, half: frozenset[str]) -> None:
-        """Finds those of one statement.
-
-        Raises:
-            EditError: there is none, or nothing that could be edited.
-        """
-        located = file.at(line)
-        bindings = Bindings(file.module, located.function)
-        torch, needs_import = torch_in(bindings)
-        found = {id(old): new for old, new in _Constants(bindings, half, torch).replaced(located.line)}
-        if not found:
-            raise EditError(NOTHING, line)
-        self._found |= found
-        self.needs_import |= needs_import
+        self._new = new
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
         """As LibCST calls it for a node of any kind."""
-        new = self._found.get(id(original_node))
-        return super().on_leave(original_node, updated_node) if new is None else cst.parse_expression(new)
+        new = self._new.get(id(original_node))
+        return updated_node if new is None else cst.parse_expression(new)
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants of a statement, in which ``half`` held half tensors, and ``torch`` is what torch is called."""
+    """The constants of a statement, in which ``half`` held half tensors; ``finfo`` is how torch.finfo is called."""
 
     bindings: Bindings
     half: frozenset[str]
-    torch: str
+    finfo: str
 
-    def replaced(self, statement: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, str]]:
+    def replaced(self, statement: cst.CSTNode) -> Replacements:
         """Each constant that half cannot hold, and what is to stand in its place."""
         for node in walk(statement):
             match node:
@@ -110,9 +105,7 @@ class _Constants:
                     yield from self._least(left, right)
                     yield from self._least(right, left)
 
-    def _in_call(
-        self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]
-    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+    def _in_call(self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]) -> Replacements:
         if name in FILLS:
             yield from self._filled(_argument(args, FILLS[name], "value"), owner)
         elif name in LEAST_VALUES:
@@ -123,32 +116,29 @@ class _Constants:
             yield from self._filled(args[1].value, args[2].value)
             yield from self._filled(args[2].value, args[1].value)
 
-    def _filled(
-        self, constant: cst.BaseExpression | None, owner: cst.BaseExpression
-    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+    def _filled(self, constant: cst.BaseExpression | None, owner: cst.BaseExpression) -> Replacements:
         """A number that is written into ``owner``, or a name that may stand for one."""
         tensor = self._tensor_of(owner)
         if constant is None or not tensor:
             return
         value = _value(constant)
         if value is not None and FLOAT16.largest < abs(value) < math.inf:
-            yield constant, f"{self.torch}.finfo({tensor}.dtype).{'min' if value < 0 else 'max'}"
-        elif value is None and dotted(constant) and not self._is_tensor(constant):
-            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).min)"
+            yield constant, f"{self.finfo}({tensor}.dtype).{'min' if value < 0 else 'max'}"
+        elif value is None and self._may_be_number(constant):
+            yield constant, f"max({spelled(constant)}, {self.finfo}({tensor}.dtype).min)"
 
-    def _multiplied(
-        self, constant: cst.BaseExpression, other: cst.BaseExpression
-    ) -> Iterator[tuple[cst.BaseExpression, str]]:
-        value, tensor = _value(constant), self._tensor_of(other)
-        is_name = value is None and bool(dotted(constant)) and not self._is_tensor(constant)
-        if tensor and value is not None and -math.inf < value < -FLOAT16.largest:
-            yield constant, f"({self.torch}.finfo({tensor}.dtype).min / 2)"
-        elif tensor and is_name and self._is_tensor(other):
-            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).min / 2)"
+    def _multiplied(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
+        """A mask's number, or a name that may stand for one beside a half tensor."""
+        tensor = self._tensor_of(other)
+        if not tensor:
+            return
+        value, least = _value(constant), f"{self.finfo}({tensor}.dtype).min / 2"
+        if value is not None and -math.inf < value < -FLOAT16.largest:
+            yield constant, f"({least})"
+        elif value is None and self._may_be_number(constant) and self._is_tensor(other):
+            yield constant, f"max({spelled(constant)}, {least})"
 
-    def _least(
-        self, constant: cst.BaseExpression | None, other: cst.BaseExpression
-    ) -> Iterator[tuple[cst.BaseExpression, str]]:
+    def _least(self, constant: cst.BaseExpression | None, other: cst.BaseExpression) -> Replacements:
         """An eps, by its size or its name."""
         tensor = self._tensor_of(other)
         if constant is None or not tensor:
@@ -156,7 +146,10 @@ class _Constants:
         value = _value(constant)
         is_small = value is not None and 0.0 < value < FLOAT16.smallest_subnormal
         if is_small or (value is None and "eps" in dotted(constant).rpartition(".")[2].lower()):
-            yield constant, f"max({spelled(constant)}, {self.torch}.finfo({tensor}.dtype).tiny)"
+            yield constant, f"max({spelled(constant)}, {self.finfo}({tensor}.dtype).tiny)"
+
+    def _may_be_number(self, node: cst.BaseExpression) -> bool:
+        return bool(dotted(node)) and not self._is_tensor(node)
 
     def _is_tensor(self, node: cst.BaseExpression) -> bool:
         return bool(self.half & {code_of(item) for item in walk(node) if isinstance(item, cst.BaseExpression)})
@@ -183,30 +176,27 @@ def _argument(args: Sequence[cst.Arg], index: int, keyword: str) -> cst.BaseExpr
 
 def _value(node: cst.BaseExpression) -> float | None:
     """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``float("-1e9")``."""
-    match bare(node):
-        case cst.Integer() | cst.Float() as number:
-            return _as_float(number.evaluated_value)
-        case cst.UnaryOperation(operator=cst.Minus(), expression=inner):
-            value = _value(inner)
-            return None if value is None else -value
-        case cst.BinaryOperation(left=left, operator=cst.Power(), right=right):
-            base, exponent = _value(left), _value(right)
-            return _power(base, exponent) if base is not None and exponent is not None else None
-        case cst.Call(func=cst.Name(value="float"), args=[cst.Arg(value=cst.SimpleString() as text)]):
-            return _as_float(ast.literal_eval(text.value))
-    return None
-
-
-def _as_float(value: object) -> float | None:
     try:
-        return float(value) if isinstance(value, (int, float, str)) else None
+        return _computed(node)
     except (ValueError, OverflowError):
         return None
 
 
-def _power(base: float, exponent: float) -> float | None:
-    try:
-        value = base**exponent
-    except (OverflowError, ZeroDivisionError):
-        return None
-    return value if isinstance(value, float) else None
+def _computed(node: cst.BaseExpression) -> float:
+    """As a float, so that no integer takes long to compute.
+
+    Raises:
+        ValueError: the expression holds something else, or is no real number.
+        OverflowError: the number is too large.
+    """
+    match bare(node):
+        case cst.Integer() | cst.Float() as number:
+            return float(number.evaluated_value)
+        case cst.UnaryOperation(operator=cst.Minus(), expression=inner):
+            return -_computed(inner)
+        case cst.BinaryOperation(left=left, operator=cst.Power(), right=right):
+            return math.pow(_computed(left), _computed(right))
+        case cst.Call(func=cst.Name(value="float"), args=[cst.Arg(value=cst.SimpleString() as text)]):
+            return float(ast.literal_eval(text.value))
+        case _:
+            raise ValueError
