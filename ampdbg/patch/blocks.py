@@ -13,14 +13,7 @@ from ampdbg.patch.pieces import Piece, may_run_in_either, pieces_of_line, value_
 from ampdbg.patch.regions import PinnedLine, Region, viewed
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import (
-    assigned_codes,
-    code_of,
-    find,
-    names_bound_inside,
-    spelled,
-    walk,
-)
+from ampdbg.source.expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
 from ampdbg.source.imports import imports_of
 from ampdbg.source.source_file import EditError
 
@@ -100,13 +93,9 @@ class Suite:
         """
         autocast, needs_import = _autocast_in(self.bindings)
         self.needs_import |= needs_import
-        tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-        arguments = [
-            cst.Arg(cst.parse_expression(device_type), cst.Name("device_type"), equal=tight),
-            cst.Arg(cst.Name("False"), cst.Name("enabled"), equal=tight),
-        ]
+        off = cst.parse_expression(f"{autocast}(device_type={device_type}, enabled=False)")
         inside = cst.IndentedBlock([_indented(line, self.indent) for line in body], indent=self.indent)
-        return cst.With([cst.WithItem(cst.Call(autocast, arguments))], inside)
+        return cst.With([cst.WithItem(off)], inside)
 
 
 def _indented(line: cst.BaseStatement, indent: str) -> cst.BaseStatement:
@@ -217,13 +206,13 @@ def _given(piece: Piece) -> Iterator[str]:
             )
 
 
-def _autocast_in(bindings: Bindings) -> tuple[cst.BaseExpression, bool]:
-    """The expression for autocast in a function, and whether the file must import torch for it."""
+def _autocast_in(bindings: Bindings) -> tuple[str, bool]:
+    """What autocast is called in a function, and whether the file must import torch for it."""
     for name, origin in bindings.imports.items():
         if origin in AUTOCASTS and _means_itself(name, bindings):
-            return cst.Name(name), False
+            return name, False
     torch, needs_import = torch_in(bindings)
-    return cst.Attribute(cst.Name(torch), cst.Name("autocast")), needs_import
+    return f"{torch}.autocast", needs_import
 
 
 def torch_in(bindings: Bindings) -> tuple[str, bool]:

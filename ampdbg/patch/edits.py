@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import libcst as cst
 
 from ampdbg.patch.blocks import Suite
-from ampdbg.patch.casts import cast, root_name
+from ampdbg.patch.casts import root_name
 from ampdbg.patch.regions import PinnedLine, writes_in_place
 from ampdbg.patch.tensor_names import NamesSeen, TensorNames
 from ampdbg.source.bindings import Bindings
@@ -222,7 +222,7 @@ def _with_body_in_fp32(
     first = 1 if function.get_docstring() is not None else 0
     statements = list(body.body[first:])
     bindings = suite.bindings
-    if _is_off_already(statements, bindings):
+    if len(statements) == 1 and disables_autocast(statements[0], bindings.imports):
         return updated
     names = _half_parameters(function, bindings, half)
     _refuse_writes(function, names, bindings)
@@ -258,13 +258,12 @@ def _casts(names: Sequence[str], bindings: Bindings) -> Iterator[cst.BaseStateme
         yield cst.If(cst.parse_expression(is_there), cst.IndentedBlock([_rebinding([name])]))
 
 
-def _rebinding(names: Sequence[str]) -> cst.SimpleStatementLine:
+def _rebinding(names: Sequence[str]) -> cst.BaseStatement:
     """``q, k = q.float(), k.float()``."""
-    targets, values = [cst.Name(name) for name in names], [cast(cst.Name(name)) for name in names]
-    if len(names) == 1:
-        return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(targets[0])], values[0])])
-    target, value = (cst.Tuple([cst.Element(item) for item in items], lpar=(), rpar=()) for items in (targets, values))
-    return cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(target)], value)])
+    casts = ", ".join(f"{name}.float()" for name in names)
+    statement = cst.parse_statement(f"{', '.join(names)} = {casts}")
+    assert isinstance(statement, cst.BaseStatement)
+    return statement
 
 
 def _refuse_writes(function: cst.FunctionDef, names: Sequence[str], bindings: Bindings) -> None:
@@ -290,11 +289,3 @@ def _refuse_suspended(function: cst.FunctionDef) -> None:
         raise EditError("it is a coroutine, and other code would run with autocast off")
     if any(isinstance(node, cst.Yield) for node in walk(function.body)):
         raise EditError("it is a generator, and the caller's code would run with autocast off")
-
-
-def _is_off_already(statements: Sequence[cst.CSTNode], bindings: Bindings) -> bool:
-    return (
-        len(statements) == 1
-        and isinstance(statements[0], cst.With)
-        and any(disables_autocast(item.item, bindings.imports) for item in statements[0].items)
-    )

@@ -57,16 +57,22 @@ def origin_of(name: str, imports: Mapping[str, str]) -> str:
     return f"{imports[first]}{dot}{rest}" if first in imports else ""
 
 
-def disables_autocast(item: cst.BaseExpression, imports: Mapping[str, str]) -> bool:
-    """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too."""
-    if not isinstance(item, cst.Call):
-        return False
-    name = dotted(item.func)
-    origin = origin_of(name, imports) or name
-    is_off = any(
-        arg.keyword is not None and arg.keyword.value == "enabled" and dotted(arg.value) == "False" for arg in item.args
-    )
-    return is_off and origin.startswith("torch.") and origin.endswith("autocast")
+def disables_autocast(node: cst.CSTNode, imports: Mapping[str, str]) -> bool:
+    """Whether this is ``autocast(…, enabled=False)``, by whatever name, torch.cuda.amp's too, or under it.
+
+    Under it are the block of a ``with`` and a function with such a decorator.
+    """
+    match node:
+        case cst.With(items=managers):
+            return any(disables_autocast(manager.item, imports) for manager in managers)
+        case cst.FunctionDef(decorators=decorators):
+            return any(disables_autocast(each.decorator, imports) for each in decorators)
+        case cst.Call(func=function, args=args):
+            origin = origin_of(dotted(function), imports) or dotted(function)
+            off = {arg.keyword.value for arg in args if arg.keyword is not None and dotted(arg.value) == "False"}
+            return "enabled" in off and origin.startswith("torch.") and origin.endswith("autocast")
+        case _:
+            return False
 
 
 def with_imported(module: cst.Module, name: str) -> cst.Module:

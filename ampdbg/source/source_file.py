@@ -51,15 +51,11 @@ class Located:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file's text, the encoding that Python reads it in (``utf-8-sig`` with a byte order mark), and its tree.
-
-    ``imports`` are those of the top level: local name to dotted name.
-    """
+    """A file's text, the encoding that Python reads it in (``utf-8-sig`` with a byte order mark), and its tree."""
 
     text: str
     encoding: str
     module: cst.Module
-    imports: Mapping[str, str]
 
     @functools.cached_property
     def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
@@ -113,9 +109,9 @@ class SourceFile:
             reason = "it is the head of a compound statement; compute what it needs on a line of its own first"
             raise EditError(reason, number)
         functions: list[cst.FunctionDef] = []
-        is_off = False
+        is_off, imports = False, imports_of(self.module.body)
         for node in self._around(statement):
-            is_off |= not functions and self._disables_autocast(node)
+            is_off |= not functions and disables_autocast(node, imports)
             functions += [node] if isinstance(node, cst.FunctionDef) else []
         return Located(statement, self.span(statement), self.qualname(statement), tuple(reversed(functions)), is_off)
 
@@ -144,16 +140,6 @@ class SourceFile:
         while (above := self._parents.get(node)) is not None:
             yield (node := above)
 
-    def _disables_autocast(self, node: cst.CSTNode) -> bool:
-        match node:
-            case cst.FunctionDef(decorators=decorators):
-                items = [item.decorator for item in decorators]
-            case cst.With(items=managers):
-                items = [item.item for item in managers]
-            case _:
-                return False
-        return any(disables_autocast(item, self.imports) for item in items)
-
     def span(self, node: cst.CSTNode) -> range:
         """The lines of a node."""
         position = self._positions.get(node)
@@ -177,7 +163,7 @@ def read_source(source: bytes) -> SourceFile:
         raise EditError(f"line {error.raw_line} does not parse", error.raw_line) from None
     except (SyntaxError, UnicodeDecodeError) as error:
         raise EditError(f"it cannot be decoded: {error}") from None
-    return SourceFile(text, encoding, module, imports_of(module.body))
+    return SourceFile(text, encoding, module)
 
 
 def parts_of(function: str) -> tuple[str, ...]:

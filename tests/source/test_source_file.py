@@ -46,7 +46,7 @@ def test_odd_files_without_a_change_stay_as_they_are(source: bytes) -> None:
 
 
 def test_a_file_whose_lines_libcst_loses_is_refused() -> None:
-    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"), {})
+    text = SourceFile("x = 1\n\n", "utf-8", cst.parse_module("x = 1\n"))
     with pytest.raises(EditError, match="line endings cannot be kept"):
         text.with_module(cst.parse_module("y = 1\n"))
 
