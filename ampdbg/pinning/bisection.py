@@ -105,23 +105,12 @@ def bisected(
             search = _without_a_search(record, failing, strategy)
             record = replace(record, search=search)
             if search is None:
-                record = _searched(run, record, failing, strategy, max_trials, observer)
+                try:
+                    with weights_of(run.workload.model, failing[0]):
+                        record = _searched(run, record, failing, strategy, max_trials, observer)
+                except KeyboardInterrupt:  # before the first trial has ended
+                    record = replace(record, interrupted=True)
         yield Bisected(run, replace(record, elapsed=round(time.monotonic() - started, 3)), tuple(failing))
-
-
-def _searched(
-    run: Run,
-    record: Record,
-    failing: Sequence[FailingStep],
-    strategy: Strategy,
-    max_trials: int | None,
-    observer: Observer,
-) -> Record:
-    try:
-        with weights_of(run.workload.model, failing[0]):
-            return _search(run, record, failing, strategy, max_trials, observer)
-    except KeyboardInterrupt:  # before the first trial has ended
-        return replace(record, interrupted=True)
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:
@@ -150,7 +139,7 @@ def _because_of(strategy: Strategy, outcome: Outcome, root: Finding) -> Search:
 # The search
 
 
-def _search(
+def _searched(
     run: Run,
     record: Record,
     failing: Sequence[FailingStep],

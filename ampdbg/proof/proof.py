@@ -50,14 +50,16 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
         except AmpdbgError as why:
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
+        # What FP32 made of the steps when they were investigated, in their second replay.
+        recorded = [next((replay.loss for replay in step.made.replays[1:2]), math.nan) for step in failing]
         with fresh_processes(job.config.start) as run:
-            return _proof(job, steps, _fp32_losses(failing), without, run, observer)
+            return _proof(job, steps, recorded, without, run, observer)
 
 
 def _proof(
     job: Job,
     steps: Path,
-    recorded: Mapping[int, float],
+    recorded: Sequence[float],
     without: Mapping[str, Patched],
     run: Run,
     observer: Observer,
@@ -84,16 +86,6 @@ def _proof(
         shown.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
     shown += use_of_a_step({**patched.uses, **reference.uses})
     return Proof(all(step.passed for step in shown), tuple(shown))
-
-
-def _fp32_losses(failing: Sequence[FailingStep]) -> dict[int, float]:
-    """What FP32 made of the steps when they were investigated."""
-    return {
-        step.snapshot.step: replay.loss
-        for step in failing
-        for replay in step.made.replays
-        if replay.dtype == "float32" and not replay.rounded and not replay.error
-    }
 
 
 # What the experiments say about the patch: each a step of the proof, passed or not
@@ -133,7 +125,7 @@ def without_a_unit(title: str, seen: Seen) -> ProofStep:
     return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
 
 
-def same_in_fp32(patched: Seen, reference: Seen, recorded: Mapping[int, float]) -> ProofStep:
+def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> ProofStep:
     """Whether the model computes what it did, as FP32 shows it; ``recorded`` are FP32's losses as the run was made.
 
     Those were made in another process: what they differ by from this one's is what the code varies by itself.
@@ -141,8 +133,8 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Mapping[int, float]) 
     name = "the model's function"
     if reference.failure:
         return ProofStep(name, False, f"could not be compared: {reference.failure}")
-    for now, before in zip(patched.tried, reference.tried, strict=True):
-        share = _allowed(before.fp32_loss, recorded.get(before.step, before.fp32_loss))
+    for now, before, loss in zip(patched.tried, reference.tried, recorded, strict=True):
+        share = _allowed(before.fp32_loss, loss)
         for what, one, other in (
             ("loss", now.fp32_loss, before.fp32_loss),
             ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),

@@ -84,7 +84,7 @@ def test_a_unit_is_needed_when_the_step_fails_without_it(seen: Seen, passed: boo
     ids=["the same", "rounding", "another loss", "within what it varies by", "other gradients", "NaN"],
 )
 def test_the_function_is_the_same_when_fp32_is(change: dict[str, float], recorded: float, passed: bool) -> None:
-    step = same_in_fp32(Seen(tried=(tried(**change),)), Seen(tried=(SICK,)), {403: recorded})
+    step = same_in_fp32(Seen(tried=(tried(**change),)), Seen(tried=(SICK,)), [recorded])
     assert step.passed is passed
     assert step.detail.startswith("unchanged" if passed else "changed")
 
