@@ -14,7 +14,6 @@ from ampdbg.patch.regions import PinnedLine, Region, viewed
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
-from ampdbg.source.imports import imports_of
 from ampdbg.source.source_file import EditError
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast")
@@ -208,9 +207,8 @@ def _given(piece: Piece) -> Iterator[str]:
 
 def _autocast_in(bindings: Bindings) -> tuple[str, bool]:
     """What autocast is called in a function, and whether the file must import torch for it."""
-    for name, origin in bindings.imports.items():
-        if origin in AUTOCASTS and _means_itself(name, bindings):
-            return name, False
+    if known := _imported_as(AUTOCASTS, bindings):
+        return known, False
     torch, needs_import = torch_in(bindings)
     return f"{torch}.autocast", needs_import
 
@@ -221,17 +219,14 @@ def torch_in(bindings: Bindings) -> tuple[str, bool]:
     Raises:
         EditError: the name stands for something else there.
     """
-    for name, origin in bindings.imports.items():
-        if origin == "torch" and _means_itself(name, bindings):
-            return name, False
+    if known := _imported_as(("torch",), bindings):
+        return known, False
     if "torch" in bindings.taken:
         raise EditError("the name torch stands for something else here; import torch under its own name first")
     return "torch", True
 
 
-def _means_itself(name: str, bindings: Bindings) -> bool:
-    """Whether no variable of the function hides the import."""
-    if bindings.function is None:
-        return True
-    imported_here = imports_of(bindings.function.body.body)
-    return name in imported_here or name not in bindings.local
+def _imported_as(origins: Sequence[str], bindings: Bindings) -> str:
+    """The name of one of these that no variable of the function hides; "" where there is none."""
+    hidden = bindings.local if bindings.function is not None else frozenset()
+    return next((name for name, origin in bindings.imports.items() if origin in origins and name not in hidden), "")

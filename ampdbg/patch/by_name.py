@@ -14,7 +14,7 @@ from torch import nn
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.record.pins import OWN
 from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, assigned_codes, block_of, find, names_assigned, walk
-from ampdbg.source.imports import imports_of, with_imported
+from ampdbg.source.imports import Statement, apart, imports_of, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
 MODEL = "model"
@@ -45,10 +45,6 @@ TRANSPOSED_LINEAR = "transformers.pytorch_utils.Conv1D"
 """GPT-2's Linear, by its name: transformers is not to be imported."""
 
 CONTAINERS = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, *COMPREHENSIONS)
-
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-
-_BLANK = cst.EmptyLine(indent=False)
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -129,10 +125,10 @@ def _with_functions(module: cst.Module, functions: Mapping[str, str], place: int
         raise EditError(f"it has a function {FUNCTION} already; add the modules to it by hand, or rename it")
     if taken := [name for name in functions if name in there]:
         raise EditError(f"it has a function {taken[0]} of its own; rename that first")
-    added = [_apart(_parsed(text, module.default_indent)) for text in functions.values()]
+    added = [apart(_parsed(text, module.default_indent), 2) for text in functions.values()]
     body = module.body
     # What the helper stands in front of keeps its own comment lines.
-    return module.with_changes(body=[*body[:place], *added, _apart(body[place]), *body[place + 1 :]])
+    return module.with_changes(body=[*body[:place], *added, apart(body[place], 2), *body[place + 1 :]])
 
 
 def _parsed(text: str, indent: str) -> Statement:
@@ -141,13 +137,6 @@ def _parsed(text: str, indent: str) -> Statement:
     indented = leading.sub(lambda start: indent * (len(start[0]) // len(INDENT)), text)
     (node,) = cst.parse_module(indented + "\n").body
     return node
-
-
-def _apart(node: Statement) -> Statement:
-    """With the two blank lines that stand around a function; it may have more."""
-    lines = node.leading_lines
-    blank = next((index for index, line in enumerate(lines) if line.comment is not None), len(lines))
-    return node.with_changes(leading_lines=[*[_BLANK] * (2 - min(blank, 2)), *lines])
 
 
 # The call, where the file makes the model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -88,7 +88,7 @@ def modules_running(function: SourceFunction, model: torch.nn.Module) -> tuple[s
 
 def function_at(file: str, line: int) -> SourceFunction | None:
     """The innermost named function that holds a line."""
-    found = [(function, node) for function, node in _functions(file) if function.line <= line <= _end(node)]
+    found = [(function, node) for function, node in _functions(file) if function.line <= line <= (node.end_lineno or 0)]
     return max(found, key=lambda item: item[0].line)[0] if found else None
 
 
@@ -118,36 +118,26 @@ def _own(node: ast.AST | None) -> Iterator[ast.AST]:
             yield from _own(child)
 
 
-def _functions(file: str) -> tuple[tuple[SourceFunction, FunctionNode], ...]:
+def _functions(file: str) -> Sequence[tuple[SourceFunction, FunctionNode]]:
+    """The functions of a file as it is now; none where it cannot be read or parsed."""
     try:
-        source = Path(file).read_bytes()
-    except OSError:
+        return _functions_of(file, Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return ()
-    return tuple((SourceFunction(file, name, _first(node)), node) for name, node in _functions_of(source))
 
 
 @functools.lru_cache(maxsize=32)
-def _functions_of(source: bytes) -> tuple[tuple[str, FunctionNode], ...]:
-    """The functions of a file, with their qualified names."""
-    try:
-        return tuple(_functions_in(ast.parse(source), ""))
-    except (SyntaxError, ValueError):
-        return ()
+def _functions_of(file: str, source: bytes) -> Sequence[tuple[SourceFunction, FunctionNode]]:
+    return tuple(_functions_in(ast.parse(source), file, ""))
 
 
-def _functions_in(node: ast.AST, around: str) -> Iterator[tuple[str, FunctionNode]]:
+def _functions_in(node: ast.AST, file: str, around: str) -> Iterator[tuple[SourceFunction, FunctionNode]]:
     for child in ast.iter_child_nodes(node):
+        inner = around
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield around + child.name, child
-            yield from _functions_in(child, f"{around}{child.name}.<locals>.")
-        else:
-            inner = f"{around}{child.name}." if isinstance(child, ast.ClassDef) else around
-            yield from _functions_in(child, inner)
-
-
-def _first(node: FunctionNode) -> int:
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _end(node: FunctionNode) -> int:
-    return node.end_lineno or node.lineno
+            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+            yield SourceFunction(file, around + child.name, first), child
+            inner = f"{around}{child.name}.<locals>."
+        elif isinstance(child, ast.ClassDef):
+            inner = f"{around}{child.name}."
+        yield from _functions_in(child, file, inner)

@@ -20,7 +20,7 @@ from ampdbg.patch.regions import (
 )
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings, is_number
-from ampdbg.source.expressions import bare, code_of, find, names_read, walk
+from ampdbg.source.expressions import bare, code_of, find, names_read, targets, walk
 from ampdbg.source.source_file import EditError
 
 
@@ -143,18 +143,14 @@ def _refuse_writes(statement: cst.BaseSmallStatement, names: TensorNames) -> Non
     for call in find(statement, cst.Call):
         if writes_in_place(call):
             raise EditError("it writes into an existing tensor, which stays in half; assign the result instead")
-    if isinstance(statement, (cst.Assign, cst.AugAssign)):
-        targets = (
-            [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
-        )
-        for target in targets:
-            if isinstance(target, cst.Subscript) and (names.is_half_element(target) or not names.is_traced):
-                raise EditError("it writes into part of a half tensor; create that tensor in FP32")
+    for target in targets(statement):
+        if isinstance(target, cst.Subscript) and (names.is_half_element(target) or not names.is_traced):
+            raise EditError("it writes into part of a half tensor; create that tensor in FP32")
 
 
 def _without_augmented(statement: cst.BaseSmallStatement, names: TensorNames) -> cst.BaseSmallStatement:
     """``x += y`` as ``x = x + y`` where x is in half: written in place, the sum would be in half too."""
-    if not isinstance(statement, cst.AugAssign) or names.is_known_full(statement.target):
+    if not isinstance(statement, cst.AugAssign) or code_of(statement.target) in names.full:
         return statement
     target = statement.target
     if isinstance(target, cst.Name) and (others := names.bindings.aliases(target.value)):
@@ -181,7 +177,8 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     statement = line.body[0]
     if not isinstance(statement, (cst.Assign, cst.AnnAssign)) or statement.value is None:
         return False
-    if _keeps_a_tensor(statement):
+    # Who reads `self.last = h` elsewhere is to find what the code put there, and no cast.
+    if any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(statement)):
         return False
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
     if any(isinstance(node, banned) or action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
@@ -189,12 +186,6 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     if has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False
     return is_number(statement.value) or _reads_what_is_known(statement.value, names, made)
-
-
-def _keeps_a_tensor(statement: cst.Assign | cst.AnnAssign) -> bool:
-    """``self.last = h``: who reads it elsewhere is to find what the code put there, and no cast."""
-    targets = [item.target for item in statement.targets] if isinstance(statement, cst.Assign) else [statement.target]
-    return any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets)
 
 
 def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: frozenset[str]) -> bool:

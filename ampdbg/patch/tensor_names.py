@@ -32,7 +32,7 @@ class NamesSeen:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or other tensors.
+    """``half`` and ``full`` are canonical texts of expressions that a trace saw hold half tensors, or none but others.
 
     With ``guesses`` a plain name of which nothing is known may be a tensor.
     """
@@ -49,18 +49,12 @@ class TensorNames:
 
     def with_new(self, name: str, *, is_full: bool) -> TensorNames:
         """The same with a new name, one of the edit itself."""
-        half, full = self.half - {name}, self.full - {name}
-        return replace(self, half=half, full=full | {name}) if is_full else replace(self, half=half | {name}, full=full)
+        return replace(self, full=self.full | {name}) if is_full else replace(self, half=self.half | {name})
 
     def is_half_element(self, node: cst.BaseExpression) -> bool:
         """Whether ``x[i]`` is an element of a half tensor."""
         is_half = code_of(node) in self.half
         return is_half or (isinstance(node, cst.Subscript) and self.is_half_element(node.value))
-
-    def is_known_full(self, node: cst.BaseExpression) -> bool:
-        """Whether a trace saw other than half tensors there."""
-        code = code_of(node)
-        return code in self.full and code not in self.half
 
     def is_tensor(self, node: cst.BaseExpression) -> bool:
         """Whether arithmetic with it is arithmetic with tensors, as far as can be told."""

@@ -63,10 +63,14 @@ def names_assigned(node: cst.CSTNode) -> set[str]:
 
 def assigned_codes(statement: cst.CSTNode) -> set[str]:
     """What a statement assigns to: names, and the canonical text of attributes and subscripts."""
-    plain = names_assigned(statement)
+    parts = (target for target in targets(statement) if isinstance(target, (cst.Attribute, cst.Subscript)))
+    return names_assigned(statement) | set(map(code_of, parts))
+
+
+def targets(statement: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """What stands in front of each ``=``, or of ``+=`` and its like."""
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign)
-    targets = (item.target for item in walk(statement) if isinstance(item, kinds))
-    return plain | {code_of(target) for target in targets if isinstance(target, (cst.Attribute, cst.Subscript))}
+    return (item.target for item in walk(statement) if isinstance(item, kinds))
 
 
 def names_bound_inside(statement: cst.CSTNode) -> set[str]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+
 # `from __future__`, the standard library, installed packages, the package's own.
 _FUTURE, _STANDARD, _INSTALLED, _OWN = range(4)
 
@@ -92,7 +94,7 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
     rank = _rank(line)
     place = next((index for index in block if _rank(module.body[index]) >= rank), block[-1] + 1 if block else first)
     starts_section = not block or _rank(module.body[max(place - 1, block[0])])[0] != rank[0]
-    body: list[cst.SimpleStatementLine | cst.BaseCompoundStatement] = list(module.body)
+    body: list[Statement] = list(module.body)
     if place in block:  # the blank lines and comments that stood there stay above
         line = line.with_changes(leading_lines=body[place].leading_lines)
         body[place] = body[place].with_changes(leading_lines=())
@@ -102,7 +104,7 @@ def with_imported(module: cst.Module, name: str) -> cst.Module:
         ends_section = starts_section
     body.insert(place, line)
     if ends_section and place + 1 < len(body):
-        body[place + 1] = _spaced(body[place + 1])
+        body[place + 1] = apart(body[place + 1], 1)
     return module.with_changes(body=body)
 
 
@@ -131,11 +133,9 @@ def _rank(line: cst.CSTNode) -> tuple[int, bool, str]:
     return section, is_from, root
 
 
-def _spaced(
-    line: cst.SimpleStatementLine | cst.BaseCompoundStatement,
-) -> cst.SimpleStatementLine | cst.BaseCompoundStatement:
-    """With a blank line in front of it, unless it has one."""
-    above: Sequence[cst.EmptyLine] = getattr(line, "leading_lines", ())
-    if any(line.comment is None for line in above[:1]):
-        return line
-    return line.with_changes(leading_lines=[cst.EmptyLine(indent=False), *above])
+def apart(statement: Statement, count: int) -> Statement:
+    """With so many blank lines above it and its comments; it may have more."""
+    lines = statement.leading_lines
+    blank = next((index for index, line in enumerate(lines) if line.comment is not None), len(lines))
+    missing = [cst.EmptyLine(indent=False)] * (count - min(blank, count))
+    return statement.with_changes(leading_lines=[*missing, *lines])
