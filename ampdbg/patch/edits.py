@@ -140,7 +140,8 @@ class _Rewriter(cst.CSTTransformer):
             suite = self._suite(getattr(original_node.body, "indent", None))
             lines = self.source.span(original_node)
             try:
-                updated_node = _with_body_in_fp32(original_node, updated_node, suite, self._half_on(lines))
+                half = {name for number in lines for name in self.names.half.get(number, ())}
+                updated_node = _with_body_in_fp32(original_node, updated_node, suite, half)
             except EditError as error:
                 self.refused.append(Refused(lines[0], str(error)))
             self.needs_import |= suite.needs_import
@@ -175,9 +176,6 @@ class _Rewriter(cst.CSTTransformer):
 
         return Suite(bindings, self.lines, names_of, indent or self.source.module.default_indent)
 
-    def _half_on(self, lines: range) -> set[str]:
-        return {name for number in lines for name in self.names.half.get(number, ())}
-
 
 # A line
 
@@ -189,13 +187,10 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
         raise EditError(f"the file has changed since the run: the line is in {where}, not in {pin.function}")
     if located.is_off:
         raise EditError("autocast is off there already; cast its half inputs with .float()")
-    if (function := located.function) is not None and any(_is_scripted(item) for item in function.decorators):
+    function = located.function
+    if function is not None and any("jit.script" in dotted(each.decorator) for each in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
-
-
-def _is_scripted(decorator: cst.Decorator) -> bool:
-    return "jit.script" in dotted(decorator.decorator)
 
 
 # A whole function

@@ -264,8 +264,12 @@ class _Placer(cst.CSTTransformer):
         self._around: list[tuple[cst.CSTNode, int]] = []
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        is_callee = bool(self._around) and _is_callee(node, self._around[-1][0])
-        self._wants.append(_inner_mode(node, self._wants[-1], self._pinned, is_callee))
+        parent = self._around[-1][0] if self._around else None
+        # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
+        is_method = isinstance(parent, cst.Call) and parent.func is node and isinstance(node, cst.Attribute)
+        is_part = isinstance(node, cst.BaseExpression) and not is_method
+        mode = self._pinned.of(node) if is_part else Region.EITHER
+        self._wants.append(self._wants[-1] if mode is Region.EITHER else mode)
         self._around.append((node, len(self.visited)))
         return not self._pinned.is_whole(node)
 
@@ -302,16 +306,6 @@ def _overtaken(visited: Sequence[_Visited]) -> frozenset[int]:
         if not item.is_step and next(overtaking, None) is not None:
             forced.add(item.node)
     return frozenset(forced)
-
-
-def _inner_mode(node: cst.CSTNode, want: Region, pinned: PinnedLine, is_callee: bool) -> Region:
-    # In `f(x).sum()` what may be taken out is `f(x)`, and not the method `f(x).sum`.
-    mode = pinned.of(node) if isinstance(node, cst.BaseExpression) and not is_callee else Region.EITHER
-    return want if mode is Region.EITHER else mode
-
-
-def _is_callee(node: cst.CSTNode, parent: cst.CSTNode) -> bool:
-    return isinstance(parent, cst.Call) and parent.func is node and isinstance(node, cst.Attribute)
 
 
 def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression:

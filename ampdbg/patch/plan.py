@@ -22,7 +22,7 @@ from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
 from ampdbg.patch.own_lines import OwnLines
 from ampdbg.patch.tensor_names import NamesSeen
-from ampdbg.pinning.pin_set import tied_together
+from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words
@@ -360,17 +360,12 @@ def _target(place: Placement) -> tuple[object, ...]:
     return place.file, "helper", place.pins
 
 
-def _parts(placements: Sequence[Placement], materials: Materials) -> list[list[Placement]]:
+def _parts(placements: Sequence[Placement], materials: Materials) -> tuple[tuple[Placement, ...], ...]:
     """The placements in parts that can be left out: of tied modules, which were pinned together, one may do alone."""
     names = [pin.name for pin in materials.pins if pin.source is None]
     tied = [part for part in tied_together(names, materials.model) if len(part) > 1]
-    parts: list[tuple[set[str], list[Placement]]] = []
-    for place in placements:
-        ties = {name for part in tied if not set(part).isdisjoint(place.pins) for name in part}
-        same = [part for part in parts if part[0] & ties]
-        parts = [part for part in parts if part not in same]
-        parts.append((ties.union(*(part[0] for part in same)), [*(one for part in same for one in part[1]), place]))
-    return [part for _, part in parts]
+    ties = {name: part for part in tied for name in part}
+    return parted(placements, lambda place: (ties[pin] for pin in place.pins if pin in ties))
 
 
 def _unit(part: Sequence[Placement], materials: Materials) -> PatchUnit:

@@ -147,16 +147,14 @@ class PinnedLine:
         return isinstance(node, CONDITIONAL) or _consumes_generator(node)
 
     def _of_whole(self, node: cst.CSTNode) -> Region:
-        found = {self._own(item) for item in walk(node) if item is not node} - {Region.EITHER}
+        inside = (item for item in walk(node) if item is not node and not isinstance(item, CONDITIONAL))
+        found = {self.of(item) for item in inside} - {Region.EITHER}
         words = _CONDITIONAL.get(type(node), "an expression")
         if len(found) == 2:
             raise EditError(f"{words} holds both what must run in FP32 and what must not; split it first")
         if Region.FP32 in found and isinstance(node, (cst.Lambda, cst.GeneratorExp)):
             raise EditError(f"{words} runs after the block has ended; make it a function or a list first")
         return found.pop() if found else Region.EITHER
-
-    def _own(self, node: cst.CSTNode) -> Region:
-        return Region.EITHER if isinstance(node, CONDITIONAL) else self.of(node)
 
     def has_fp32(self, node: cst.CSTNode) -> bool:
         """Whether any part of it must run in FP32."""

@@ -65,14 +65,16 @@ class TensorNames:
                 return self._may_be_tensor(node.value)
             case cst.Attribute():
                 return node.attr.value in MOVES and self.is_tensor(node.value)
-            case cst.Subscript():
-                return not _is_metadata(node.value) and self.is_tensor(node.value)
             case cst.Call():
                 return self._call_is_tensor(node)
             case cst.BinaryOperation(operator=cst.MatrixMultiply()):
                 return True
+            case cst.BinaryOperation(left=one, right=other) | cst.IfExp(body=one, orelse=other):
+                return self.is_tensor(one) or self.is_tensor(other)
+            case cst.Subscript(value=inner) | cst.UnaryOperation(expression=inner):
+                return self.is_tensor(inner)
             case _:
-                return any(self.is_tensor(operand) for operand in _operands(node))
+                return False
 
     def _may_be_tensor(self, name: str) -> bool:
         return self.guesses and name not in {*self.bindings.numbers, *self.bindings.imports, "self", "cls", "super"}
@@ -82,7 +84,7 @@ class TensorNames:
         if origin := self.bindings.origin(function):
             return not self.bindings.is_plain_module(origin)
         if isinstance(function, cst.Attribute):
-            return not _is_metadata(function)
+            return function.attr.value not in METADATA
         return isinstance(function, cst.Name) and function.value in self.bindings.local
 
     def is_tensor_method(self, method: cst.Attribute) -> bool:
@@ -96,24 +98,4 @@ class TensorNames:
             # `self.decoder.norm(x)` is a module; `self.weight.t()` a tensor.
             return name in MOVES
         # A method of a call's or an operator's result.
-        return not _is_super(base)
-
-
-def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    match node:
-        case cst.BinaryOperation(left=one, right=other) | cst.IfExp(body=one, orelse=other):
-            return [one, other]
-        case cst.UnaryOperation(expression=inner):
-            return [inner]
-        case _:
-            return []
-
-
-def _is_metadata(node: cst.BaseExpression) -> bool:
-    if isinstance(node, cst.Call):
-        node = node.func
-    return isinstance(node, cst.Attribute) and node.attr.value in METADATA
-
-
-def _is_super(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value == "super"
+        return not (isinstance(base, cst.Call) and code_of(base.func) == "super")

@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,6 +32,8 @@ from ampdbg.source.ownership import is_library_class, is_users_file
 AGAIN = "the whole set once more"
 
 HALF_BYTES = 2
+
+Item = TypeVar("Item", bound=Hashable)
 
 
 class Contradiction(Exception):  # noqa: N818 - not an error: the search begins again
@@ -232,21 +235,25 @@ def digest(file: str) -> str:
 
 def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """The pins in parts: those that hold the same parameter are one part, every other is a part of its own."""
-    holder: dict[int, str] = {}
-    part = {name: [name] for name in names}
-    for name in names:
-        for parameter in _parameters(name, model):
-            mine, other = part[name], part[holder.setdefault(id(parameter), name)]
+
+    def parameters(pin: str) -> Iterator[int]:
+        module = model.get_submodule(pin.removesuffix(OWN))
+        return map(id, module.parameters(recurse=not pin.endswith(OWN)))
+
+    return parted(names, parameters)
+
+
+def parted(items: Iterable[Item], held: Callable[[Item], Iterable[Hashable]]) -> tuple[tuple[Item, ...], ...]:
+    """The items in parts: those that hold the same thing, as ``held`` lists what an item holds, are in one part."""
+    holder: dict[Hashable, Item] = {}
+    part = {item: [item] for item in items}
+    for item in list(part):
+        for key in held(item):
+            mine, other = part[item], part[holder.setdefault(key, item)]
             if mine is not other:
                 other += mine
                 part.update(dict.fromkeys(mine, other))
-    return tuple(dict.fromkeys(tuple(names) for names in part.values()))
-
-
-def _parameters(pin: str, model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters of a module, or of its own lines."""
-    module = model.get_submodule(pin.removesuffix(OWN))
-    yield from module.parameters(recurse=not pin.endswith(OWN))
+    return tuple(dict.fromkeys(tuple(same) for same in part.values()))
 
 
 # What pins cost: the share of a step's FLOPs and of its half activations that leave FP16

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import libcst as cst
-from libcst.helpers import get_full_name_for_node
 
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 
@@ -46,11 +45,13 @@ def _imported(statement: cst.BaseSmallStatement) -> Iterator[tuple[str, str]]:
 
 def dotted(node: cst.BaseExpression) -> str:
     """``a.b.c`` as text; "" for anything that is not names and dots."""
-    return (get_full_name_for_node(node) or "") if _is_dotted(node) else ""
-
-
-def _is_dotted(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Name) or (isinstance(node, cst.Attribute) and _is_dotted(node.value))
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if owner := dotted(base):
+            return f"{owner}.{name}"
+        case _:
+            return ""
 
 
 def origin_of(name: str, imports: Mapping[str, str]) -> str:

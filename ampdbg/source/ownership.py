@@ -96,14 +96,9 @@ def _is_installed(path: Path) -> bool:
     return in_library or any(path.is_relative_to(place) for place in (*INSTALLED, AMPDBG))
 
 
-def file_of_class(kind: type) -> str:
-    """The source file of a class; "" where none is known."""
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):
-        return ""
-
-
 def is_library_class(kind: type) -> bool:
     """Whether the source of the class is not the user's; so is one whose source is not known."""
-    return not is_users_file(file_of_class(kind))
+    try:
+        return not is_users_file(inspect.getfile(kind))
+    except (TypeError, OSError):
+        return True
