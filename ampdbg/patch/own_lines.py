@@ -16,9 +16,8 @@ from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import LinePin
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.pins import Pin
-from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.replay import Manner, replay_step, shadow_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, weights_of
 from ampdbg.source.expressions import code_of, find
 from ampdbg.source.ownership import Line, is_users_file

@@ -17,7 +17,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
-from ampdbg.probes.module_calls import coverage
+from ampdbg.probes.module_calls import module_paths
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
@@ -25,8 +25,8 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
 from ampdbg.record.run import Investigation, Record, Replay
 from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
+from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
 from ampdbg.search.atoms import atom_tree
 from ampdbg.search.strategies import Result, best_so_far, delta_debug, guided
@@ -151,20 +151,20 @@ def _searched(
     first = failing[0]
     search = Search(strategy, "found", step=first.snapshot.step, scale=first.scale)
     case = _case(run, record, first)
-    with coverage(run.workload.model) as covered:
+    with module_paths(run.workload.model) as paths:
         fp32 = case.fp32.replay
     if not is_finite(fp32):
         return replace(record, search=_unusable_reference(search, fp32))
-    observer.search(covered.callable)
+    observer.search(paths.callable)
     is_silent = CODES[record.findings[0].code].erases_itself
     cases = (case, *_others(run, record, failing[1:]))
     raises = (record.autocast_error.module,) if record.autocast_error is not None else ()
-    experiment = Experiment(run, cases, atom_tree(covered.callable), is_silent=is_silent, suspected=raises)
-    search = _how_often(experiment, replace(search, modules=len(covered.callable)))
+    experiment = Experiment(run, cases, atom_tree(paths.callable), is_silent=is_silent, suspected=raises)
+    search = _how_often(experiment, replace(search, modules=len(paths.callable)))
     if search.failed == 0:
         message = f"none of {search.tried} replays reproduced the failure"
         return replace(record, search=replace(search, outcome="not-reproduced", message=message))
-    return _settled(Setting(run, experiment, covered.callable, observer, max_trials, search.repeats), record, search)
+    return _settled(Setting(run, experiment, paths.callable, observer, max_trials, search.repeats), record, search)
 
 
 def _unusable_reference(search: Search, fp32: Replay) -> Search:

@@ -55,20 +55,16 @@ def lifted(dtype: str) -> Iterator[None]:
 Alteration = Callable[[torch.Tensor], torch.Tensor]
 
 
-def widening(wider: Wider) -> Alteration:
-    """Tensors of a dtype in ``wider`` become what it says; others are returned as they are."""
-    return lambda tensor: tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
+def widened(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
+    """The tensor in the dtype that ``wider`` has for its own; itself where it has none."""
+    return tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
 
 
-def rounding_to(dtype: torch.dtype) -> Alteration:
-    """Floating-point values are rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
-
-    def rounded(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided:
-            return tensor
-        return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
-
-    return rounded
+def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        return tensor
+    return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 @contextlib.contextmanager

@@ -24,13 +24,15 @@ OUTSIDE: Where = ("", 0)
 
 
 class ModulePaths:
-    """The stack of modules that are running now. A shared module has the name it was registered under first.
+    """The stack of a model's modules that are running now, and which of them were called.
 
+    A shared module has the name it was registered under first.
     A module that runs during a backward pass is computed again, by a checkpoint: that is no new call but an
     earlier one, and they come back last first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
         self._stack: list[_Running] = []
         self._recomputed: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
@@ -62,6 +64,35 @@ class ModulePaths:
         while self._stack and self._stack.pop().where[0] != name:
             pass
 
+    @property
+    def callable(self) -> tuple[str, ...]:
+        """The names of all modules that a step can call: those that were, in the order of their first calls, then
+        those that another step may."""
+        return tuple(dict.fromkeys([*self.calls, *self._names()]))
+
+    def unseen(self) -> Unseen:
+        """What was not touched; to be asked after the backward pass, while the gradients are there."""
+        return Unseen(
+            modules_never_called=tuple(name for name in self._names() if name not in self.calls),
+            parameters_without_gradient=tuple(
+                name
+                for name, parameter in self._model.named_parameters()
+                if parameter.requires_grad and parameter.grad is None
+            ),
+            notes=tuple(f"module {name!r} is scripted and cannot be watched inside" for name in self._outer_scripted()),
+        )
+
+    def _names(self) -> list[str]:
+        modules = self._model.named_modules()
+        return [name for name, module in modules if not _is_scripted(module) and not _is_container(module)]
+
+    def _outer_scripted(self) -> list[str]:
+        outer: list[str] = []
+        for name, module in self._model.named_modules():
+            if _is_scripted(module) and not any(other == "" or name.startswith(f"{other}.") for other in outer):
+                outer.append(name)
+        return outer
+
 
 @dataclass(frozen=True, slots=True)
 class _Running:
@@ -72,7 +103,7 @@ class _Running:
 @contextlib.contextmanager
 def module_paths(model: torch.nn.Module) -> Iterator[ModulePaths]:
     """Follows the calls of the model's modules; its hooks are gone afterwards. Scripted modules refuse them."""
-    paths = ModulePaths()
+    paths = ModulePaths(model)
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if not _is_scripted(module):
@@ -81,52 +112,6 @@ def module_paths(model: torch.nn.Module) -> Iterator[ModulePaths]:
                 stack.callback(before.remove)
                 stack.callback(after.remove)
         yield paths
-
-
-class Coverage:
-    """The modules of a model that were called while :func:`coverage` was entered."""
-
-    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
-        self._model = model
-        self._paths = paths
-        self._scripted = [name for name, module in model.named_modules() if _is_scripted(module)]
-
-    @property
-    def callable(self) -> tuple[str, ...]:
-        """The names of all modules that a step can call: those that were, in the order of their first calls, then
-        those that another step may."""
-        others = [name for name, module in self._model.named_modules() if not _is_container(module)]
-        return tuple(dict.fromkeys([*self._paths.calls, *(name for name in others if name not in self._scripted)]))
-
-    def unseen(self) -> Unseen:
-        """What was not touched; to be asked after the backward pass, while the gradients are there."""
-        return Unseen(
-            modules_never_called=tuple(
-                name
-                for name, module in self._model.named_modules()
-                if name not in self._paths.calls and name not in self._scripted and not _is_container(module)
-            ),
-            parameters_without_gradient=tuple(
-                name
-                for name, parameter in self._model.named_parameters()
-                if parameter.requires_grad and parameter.grad is None
-            ),
-            notes=tuple(f"module {name!r} is scripted and cannot be watched inside" for name in self._outer_scripted()),
-        )
-
-    def _outer_scripted(self) -> list[str]:
-        outer: list[str] = []
-        for name in self._scripted:
-            if not any(other == "" or name.startswith(f"{other}.") for other in outer):
-                outer.append(name)
-        return outer
-
-
-@contextlib.contextmanager
-def coverage(model: torch.nn.Module) -> Iterator[Coverage]:
-    """Notes which modules are called inside; its hooks are gone afterwards."""
-    with module_paths(model) as paths:
-        yield Coverage(model, paths)
 
 
 def _is_scripted(module: torch.nn.Module) -> bool:

@@ -5,18 +5,17 @@ Where an op's values come from is followed by their storage: the code, the weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, base_name
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import Magnitude, float_values
+from ampdbg.probes.tensors import Magnitude, float_values, leaves_of
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
@@ -148,7 +147,8 @@ class Origins:
 
     def __init__(self, model: torch.nn.Module, batches: Sequence[Any] = ()) -> None:
         self._of_weights = {key for key in map(storage_of, model.parameters()) if key}
-        self._of_batch = dict(_leaves(batches))
+        leaves = ((path, storage_of(leaf)) for batch in batches for path, leaf in leaves_of(batch))
+        self._of_batch = {key: path for path, key in leaves if key}
         self._constants: set[float] = set()
 
     def leaf(self, tensor: torch.Tensor) -> str | None:
@@ -203,13 +203,6 @@ class Origins:
 def _is_like(name: str) -> bool:
     """Whether an op takes no more than shape and dtype from the tensor it is given."""
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _leaves(batches: Iterable[Any]) -> Iterator[tuple[int, str]]:
-    for batch in batches:
-        for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-            if isinstance(leaf, torch.Tensor) and (key := storage_of(leaf)):
-                yield key, _pytree.keystr(path)
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.probes.gradients import NormOfEach
-from ampdbg.probes.tensors import nonfinite_in_model
+from ampdbg.probes.tensors import nonfinite_in_model, to_host
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 
@@ -86,15 +86,6 @@ class OpenStep:
             nonfinite=tuple(self.nonfinite),
             losses=losses if len(losses) > 1 else {},
         )
-
-
-def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """The values of scalar tensors, with one transfer for all of them."""
-    if not scalars:
-        return []
-    device = scalars[0].device
-    stacked = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
-    return [float(value) for value in stacked.tolist()]
 
 
 def is_finite_scalar(norm: torch.Tensor | None) -> bool:

@@ -6,7 +6,7 @@ Dense or sparse, any float dtype; nothing is changed or kept alive.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,31 @@ def is_finite(tensor: torch.Tensor) -> bool:
     ``aminmax`` propagates NaN, so both ends are finite exactly when all elements are. On a GPU this syncs.
     """
     return magnitude_of(tensor).is_finite
+
+
+@torch.no_grad()
+def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Those of the named tensors that hold inf or NaN. On a GPU one sync tells of all of them."""
+    measured = [(pair, largest) for pair in named if (largest := _largest(pair[1])) is not None]
+    values = to_host([largest for _, largest in measured])
+    return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The largest magnitude of a tensor, a scalar on its device; inf and NaN count, and None where it has no values."""
+    values = float_values(tensor)
+    if values is None or values.numel() == 0:
+        return None
+    return torch.stack(torch.aminmax(values)).abs().amax()
+
+
+def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """The values of scalar tensors, with one transfer for all of them."""
+    if not scalars:
+        return []
+    device = scalars[0].device
+    stacked = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
+    return [float(value) for value in stacked.tolist()]
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -59,9 +84,14 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
 
 def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
     """The leaves of a batch that hold inf or NaN, with the index of the first such element."""
-    leaves, _ = _pytree.tree_flatten_with_path(batch)
-    named = ((_pytree.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor))
-    return tuple(_counts("batch", named))
+    return tuple(_counts("batch", leaves_of(batch)))
+
+
+def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch, each with its path as text."""
+    for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield _pytree.keystr(path), leaf
 
 
 def nonfinite_in_model(
@@ -79,10 +109,9 @@ When = Literal["before", "after"]
 def _counts(
     kind: Literal["batch", "parameter", "buffer"], named: Iterable[tuple[str, torch.Tensor]], when: When = "before"
 ) -> Iterator[TensorCounts]:
-    for name, tensor in named:
+    for name, tensor in nonfinite(named):
         magnitude = magnitude_of(tensor)
-        if not magnitude.is_finite:
-            yield TensorCounts(kind, name, magnitude.inf, magnitude.nan, tensor.numel(), _first_index(tensor), when)
+        yield TensorCounts(kind, name, magnitude.inf, magnitude.nan, tensor.numel(), _first_index(tensor), when)
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -17,13 +17,12 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.precision.modes import DTYPES
-from ampdbg.precision.widening import rounding_to
+from ampdbg.precision.widening import rounded
 from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, first_line, prepared_with
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
-from ampdbg.replay.passes import loss_of, run_pass
-from ampdbg.replay.run import Run, prepared
+from ampdbg.replay.run import Run, loss_of, prepared, run_pass
 from ampdbg.training.loop import train, update_weights
 
 OfAStep = TypeVar("OfAStep")
@@ -160,9 +159,8 @@ def fp32_losses(
 
 
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    rounded = rounding_to(dtype)
     for parameter in model.parameters():
-        parameter.data.copy_(rounded(parameter.data))
+        parameter.data.copy_(rounded(parameter.data, dtype))
 
 
 def _accumulated(run: Run, batches: tuple[object, ...]) -> float:

@@ -11,16 +11,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from torch.utils import _pytree
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.precision.pins import PinHandle, pin_fp32
-from ampdbg.probes import tensors
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.probes.tensors import float_values
+from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import distances, first_far_op, held_against, producers_of
@@ -154,12 +152,12 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
     As float32 has it: what a model casts is that, whatever the batch holds.
     """
     for batch in snapshot.batches:
-        for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:
-            values = _numbers_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        for path, leaf in leaves_of(batch):
+            values = _numbers_of(leaf)
             if values is not None and values.numel():
                 finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
                 at = torch.unravel_index(finite.argmax(), finite.shape)
-                yield _pytree.keystr(path), (float(finite.max()), tuple(int(index) for index in at))
+                yield path, (float(finite.max()), tuple(int(index) for index in at))
 
 
 def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
@@ -260,7 +258,7 @@ class Investigator:
 
     def _weights_are_finite(self) -> bool:
         """Where weights are not finite, they are what is wrong, and no replay says more."""
-        return all(tensors.is_finite(parameter) for parameter in self._run.workload.model.parameters())
+        return not nonfinite(self._run.workload.model.named_parameters())
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

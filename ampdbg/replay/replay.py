@@ -1,4 +1,4 @@
-"""Replays: one step run again under another precision or loss scale, leaving everything as it was."""
+"""Replays: one step run again under another precision or loss scale, or as the shadow, leaving everything as it was."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.environment import FUSED_ATTENTION_NOTE
+from ampdbg.errors import AmpdbgError, UserCodeError, text_of
 from ampdbg.precision.modes import DTYPES
-from ampdbg.precision.widening import LIFTS, Alteration, lifted, rounding_to, widening
-from ampdbg.probes.module_calls import ModulePaths
+from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widened
+from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
-from ampdbg.probes.steps import to_host
-from ampdbg.probes.tensors import float_values, is_finite
-from ampdbg.record.run import Replay
+from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.tensors import float_values, is_finite, nonfinite, to_host
+from ampdbg.record.run import Replay, Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
-from ampdbg.replay.passes import loss_of, run_pass
-from ampdbg.replay.run import Run
+from ampdbg.replay.run import Run, loss_of, run_pass
 from ampdbg.replay.snapshot import Snapshot, rewound
-from ampdbg.replay.state import altered_model, held_by
+from ampdbg.replay.state import held_by, tensors_in
 
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
@@ -47,11 +47,10 @@ class Manner:
     is_lifted: bool = True
     rounds_to: str = ""
 
-    @property
-    def alterations(self) -> tuple[Alteration, ...]:
-        """What is done to the tensors of the model and the batch, in order."""
-        rounding = (rounding_to(DTYPES[self.rounds_to]),) if self.rounds_to else ()
-        return (*rounding, widening(LIFTS[self.dtype])) if self.is_lifted and self.dtype in LIFTS else rounding
+    def altered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the model or the batch becomes."""
+        own = rounded(tensor, DTYPES[self.rounds_to]) if self.rounds_to else tensor
+        return widened(own, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else own
 
 
 FP32 = Manner("float32")
@@ -98,7 +97,7 @@ def replay_step(
         in FP16 may name a dtype and fail in another.
     """
     model = run.workload.model
-    with rewound(model, snapshot), _altered(model, manner):
+    with rewound(model, snapshot), altered(tensors_in(model), manner.altered):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
@@ -108,16 +107,17 @@ def replay_step(
         if error:
             failed = Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error)
             return Replayed(failed, trace, seconds=seconds)
+        found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         replay = Replay(
             dtype=manner.dtype,
             scale=manner.scale,
             loss=loss,
-            grad_norm=_unscaled_norm(model, manner.scale),
-            gradients=tuple(_nonfinite_gradients(model)),
+            grad_norm=_unscaled_norm(found.values(), manner.scale),
+            gradients=tuple(name for name, _ in nonfinite(found.items())),
             buffers=tuple(_newly_nonfinite_buffers(model, snapshot.state.buffers)),
             rounded=bool(manner.rounds_to),
         )
-        gradients = dict(_copied_gradients(model, manner.scale)) if keep_gradients else {}
+        gradients = {name: _unscaled(one, manner.scale) for name, one in found.items()} if keep_gradients else {}
         idle = frozenset(_idle(run, gradients)) if manner == FP32 else frozenset()
         return Replayed(replay, trace, gradients, seconds, idle)
 
@@ -170,14 +170,6 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
             return
 
 
-@contextlib.contextmanager
-def _altered(model: torch.nn.Module, manner: Manner) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for alter in manner.alterations:
-            stack.enter_context(altered_model(model, alter))
-        yield
-
-
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
     """The loss, or the first line of the error that the user's code raised."""
     try:
@@ -192,7 +184,7 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
     batches = [run.mode.cast(batch) for batch in snapshot.batches] if as_it_was else snapshot.batches
     losses = run_pass(
         run.workload,
-        [functools.reduce(altered_batch, manner.alterations, batch) for batch in batches],
+        [altered_batch(batch, manner.altered) for batch in batches],
         run.mode.forward if as_it_was else functools.partial(_autocast, run.device, manner.dtype),
         scaled=lambda loss: loss.float() * manner.scale,
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
@@ -211,26 +203,59 @@ def _autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMan
     return torch.autocast(device.type, dtype=DTYPES[dtype])
 
 
-def _nonfinite_gradients(model: torch.nn.Module) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not is_finite(parameter.grad):
-            yield name
-
-
 def _newly_nonfinite_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    for name, buffer in model.named_buffers():
-        if not is_finite(buffer) and name in before and is_finite(before[name]):
+    for name, _ in nonfinite(model.named_buffers()):
+        if name in before and is_finite(before[name]):
             yield name
 
 
-def _unscaled_norm(model: torch.nn.Module, scale: float) -> float:
-    values = [float_values(p.grad) for p in model.parameters() if p.grad is not None]
+def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:
+    values = map(float_values, gradients)
     squares = to_host([value.detach().double().square().sum() for value in values if value is not None])
     return math.sqrt(sum(squares)) / scale
 
 
-def _copied_gradients(model: torch.nn.Module, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            yield name, (gradient.to_dense() if gradient.layout is not torch.strided else gradient).float() / scale
+def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """A dense float32 copy."""
+    gradient = gradient.detach()
+    return (gradient.to_dense() if gradient.layout is not torch.strided else gradient).float() / scale
+
+
+def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:
+    """Runs the step of ``snapshot`` once more as the shadow, at a loss scale of 1, and changes nothing.
+
+    That is under the same policy with bfloat16 for float16, every op of it measured. It costs two to three plain steps
+    and shows every place that would overflow in FP16 at once. What it shows is a proposal: code that asks for its
+    dtype may take another path, and only a replay in FP16 disposes.
+
+    Args:
+        run: the workload, with the weights of the step; its pins stay in force.
+        snapshot: the step.
+
+    Returns:
+        Every op whose output FP16 would hold, forward and backward, in order of execution; and what the step did not
+        touch, and how it was analysed.
+
+    Raises:
+        UserCodeError: the user's code raised.
+    """
+    model = run.workload.model
+    with rewound(model, snapshot), module_paths(model) as paths:
+        with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:
+            _run_in_bfloat16(run, snapshot)
+        unseen = paths.unseen()
+    notes = [*compiled_notes(model)]
+    if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
+        notes.append(FUSED_ATTENTION_NOTE)
+    return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))
+
+
+def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> None:
+    try:
+        run_pass(run.workload, snapshot.batches, lambda: torch.autocast(run.device.type, dtype=torch.bfloat16))
+    except UserCodeError as error:
+        if "BFloat16" not in text_of(error.__cause__ or error):
+            raise
+        # A user who never wrote bfloat16 must learn where it comes from.
+        message = f"{error}; ampdbg runs this step in bfloat16, so that overflows do not hide one another"
+        raise UserCodeError(message, error.user_traceback) from error.__cause__

@@ -1,11 +1,15 @@
-"""A prepared run: a config's workload on its device, under its precision policy, seeded and pinned."""
+"""A prepared run: a config's workload on its device, under its precision policy, seeded and pinned; and its pass.
+
+The pass of a step is forward and backward over its micro-batches, with one loss or several.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,3 +50,66 @@ def prepared(config: Config) -> Iterator[Run]:
         stack.enter_context(pin_fp32(workload.model, config.precision.pins))
         with workload.user.reading("running the workload"):
             yield Run(config, workload, device, mode)
+
+
+Losses = Mapping[str, torch.Tensor]
+"""The losses of one micro-batch by name, each of shape ()."""
+
+
+def run_pass(
+    workload: Workload,
+    batches: Sequence[Any],
+    forward: Callable[[], AbstractContextManager[Any]],
+    *,
+    scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    seen: Callable[[Losses, float], None] = lambda losses, share: None,
+    stops_at: Callable[[Losses], bool] = lambda losses: False,
+) -> tuple[Losses, ...]:
+    """Adds up the gradients of one step's micro-batches; several losses go backward one after another.
+
+    Where there are as many optimizers as losses, as for the two sides of a GAN, each loss reaches the parameters of its
+    own alone: the first loss those of the first optimizer.
+
+    Args:
+        workload: what makes losses of a batch.
+        batches: one a micro-batch, on the device; each has an equal share of the gradients.
+        forward: makes the context of each forward pass and its losses.
+        scaled: multiplies a loss by the loss scale.
+        seen: called with the losses of each micro-batch and its share, before they go backward.
+        stops_at: whether no backward pass is needed from these losses on.
+
+    Returns:
+        The losses of each micro-batch, detached.
+
+    Raises:
+        WorkloadError: what the user's code returned holds no usable loss.
+        UserCodeError: the user's code raised.
+    """
+    share = 1.0 / len(batches)
+    every: list[Losses] = []
+    has_stopped = False
+    for batch in batches:
+        with forward():
+            losses = workload.losses(batch)
+        seen(losses, share)
+        every.append({name: loss.detach() for name, loss in losses.items()})
+        has_stopped = has_stopped or stops_at(losses)
+        for position, loss in enumerate(() if has_stopped else losses.values(), start=1):
+            with workload.user.running("the backward pass"):
+                part = scaled(loss * share if share != 1.0 else loss)
+                part.backward(retain_graph=position < len(losses), inputs=_own_parameters(workload, losses, position))
+    return tuple(every)
+
+
+def _own_parameters(workload: Workload, losses: Losses, position: int) -> list[torch.Tensor] | None:
+    """The parameters that the loss at ``position``, from 1, has an optimizer of its own for; None for all."""
+    optimizers = workload.optimizers
+    if not len(losses) == len(optimizers) > 1:
+        return None
+    parameters = (each for group in optimizers[position - 1].param_groups for each in group["params"])
+    return [each for each in parameters if each.requires_grad]
+
+
+def loss_of(losses: Sequence[Losses]) -> float:
+    """The loss of a step: the mean over its micro-batches of the sum of their losses."""
+    return sum(float(loss) for each in losses for loss in each.values()) / len(losses)

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from ampdbg.precision.widening import Alteration, altered
-
 Restore = Callable[[], None]
 
 LARGEST = 2**24
@@ -123,11 +121,6 @@ def notes_on(model: torch.nn.Module) -> tuple[str, ...]:
         for key, value in (*own_attributes(module).items(), *module._buffers.items())
         if (problem := _unrestorable(key, value))
     )
-
-
-def altered_model(model: torch.nn.Module, alter: Alteration) -> contextlib.AbstractContextManager[None]:
-    """The model's parameters, its buffers and the tensors among its modules' attributes altered: see ``altered``."""
-    return altered(tensors_in(model), alter)
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -18,18 +18,17 @@ from ampdbg.config.schema import Config
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError, UserCodeError
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.precision.widening import LIFTS, widening
-from ampdbg.probes.module_calls import compiled_notes, coverage
+from ampdbg.precision.widening import LIFTS, widened
+from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import sites_of
-from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
+from ampdbg.probes.tensors import is_finite, nonfinite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import FrozenParameter, HalfUpdates, Record, Unseen
 from ampdbg.replay.comparison import MOST_OF_IT
 from ampdbg.replay.investigation import Investigator, OnInvestigated
-from ampdbg.replay.passes import run_pass
-from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.shadow import shadow_step
+from ampdbg.replay.replay import shadow_step
+from ampdbg.replay.run import Run, prepared, run_pass
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.replay.state import Held, RandomState, held_by, notes_on
 
@@ -143,9 +142,9 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
     unseen = Unseen()
     for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
         snapshot = investigator.snapshot(batches)
-        with coverage(run.workload.model) if number == 0 else nullcontext() as covered:
+        with module_paths(run.workload.model) if number == 0 else nullcontext() as paths:
             loss_is_finite = accumulate_gradients(run, watcher, scaler, batches)
-            unseen = covered.unseen() if covered else unseen
+            unseen = paths.unseen() if paths else unseen
         investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
         updates.before_update()
         update_weights(run, scaler)
@@ -221,8 +220,6 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
     return take_snapshot(run.workload.model, last, next(every))
 
 
-_wider = widening(LIFTS["float32"])
-
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -252,14 +249,14 @@ class ComparedUpdates:
     def after_update(self, step: int) -> None:
         """To be called right after it, while the gradients are still there; leaves everything as it is."""
         before, self._before = self._before, None
-        gradients = (parameter.grad for parameter in self._half.values() if parameter.grad is not None)
-        if before is None or not all(map(is_finite, gradients)):
+        gradients = ((name, value.grad) for name, value in self._half.items() if value.grad is not None)
+        if before is None or nonfinite(gradients):
             return
         wide = _float32_update(self._run, before, self._half)
-        if not wide or not all(map(is_finite, wide.values())):
+        if not wide or nonfinite(wide.items()):
             return
         self._steps += 1
-        spoilt = tuple(name for name, parameter in self._half.items() if not is_finite(parameter))
+        spoilt = tuple(name for name, _ in nonfinite(self._half.items()))
         if spoilt:
             self._spoilt = step, spoilt
             return
@@ -353,8 +350,8 @@ def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Paramete
 def _widen(tensor: torch.Tensor) -> None:
     """Gives a half parameter or a half tensor of an optimizer's state, and its gradient, memory in float32."""
     gradient, tensor.grad = tensor.grad, None
-    tensor.data = _wider(tensor.data)
-    tensor.grad = None if gradient is None else _wider(gradient)
+    tensor.data = widened(tensor.data, LIFTS["float32"])
+    tensor.grad = None if gradient is None else widened(gradient, LIFTS["float32"])
 
 
 def _vanishing_eps(run: Run) -> float | None:

@@ -16,8 +16,8 @@ from ampdbg.errors import UserCodeError
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Record, Site
+from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
-from ampdbg.replay.shadow import shadow_step
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.training.loop import profile_ranges
 
