@@ -148,8 +148,7 @@ _ALLOW_OVERRIDE = (
 def _kernels(lists: OpLists, native: set[str]) -> Iterator[tuple[str, Any]]:
     """Pairs of an op's name and its autocast kernel."""
     policies: list[tuple[frozenset[str], Callable[[torch._ops.OpOverload], Any]]] = [
-        (lists["LOWER_PRECISION_FP"], partial(_cast_to, _lower_precision)),
-        (frozenset(RECURRENT_LAYERS.split()), partial(_cast_to, _lower_precision)),
+        (lists["LOWER_PRECISION_FP"].union(RECURRENT_LAYERS.split()), partial(_cast_to, _lower_precision)),
         (lists["FP32"], partial(_cast_to, _fp32)),
         (lists["FP32_SET_OPT_DTYPE"], _fp32_set_opt_dtype),
         (lists["PROMOTE"], partial(_cast_to, _widest)),

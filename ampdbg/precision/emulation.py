@@ -117,14 +117,14 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     yield torch.Tensor, "record_stream", _stays
     yield torch.Tensor, "type", _tensor_type_named
     yield torch, "set_default_tensor_type", _tensor_type_named
-    yield torch, "Generator", lambda original: Generator
+    yield torch, "Generator", _gives(Generator)
     yield from ((torch.Tensor, name, _any_device) for name in _TENSOR_FACTORIES)
     yield from ((torch, name, _any_device) for name in (*_factories_of_torch(), *_FACTORIES_BY_EXAMPLE))
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
     for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
-        yield from ((module, name, _value(value)) for name, value in values.items())
+        yield from ((module, name, _gives(value)) for name, value in values.items())
 
 
 def _factories_of_torch() -> list[str]:
@@ -136,27 +136,14 @@ def _factories_of_torch() -> list[str]:
 _AUTOCAST_STATE = ("is_autocast_enabled", "set_autocast_enabled", "set_autocast_dtype")
 _MOVABLE = (torch.Tensor, torch.nn.Module)
 _TENSOR_FACTORIES = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full")
-_FACTORIES_BY_EXAMPLE = (
-    "empty_like",
-    "full_like",
-    "ones_like",
-    "rand_like",
-    "randint_like",
-    "randn_like",
-    "zeros_like",
-)
-
-
-def _is_cuda(value: Any) -> bool:
-    if isinstance(value, str):
-        return value == "cuda" or value.startswith("cuda:")
-    return isinstance(value, torch.device) and value.type == "cuda"
+_FACTORIES_BY_EXAMPLE = tuple(name for name in dir(torch) if name.endswith("_like"))
 
 
 def _on_cpu(value: Any) -> Any:
-    if not _is_cuda(value):
-        return value
-    return "cpu" if isinstance(value, str) else torch.device("cpu")
+    """The CPU in the place of a GPU, by name or as a device; anything else as it is."""
+    if isinstance(value, str):
+        return "cpu" if value.partition(":")[0] == "cuda" else value
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def _device_on_cpu(device: Any) -> Any:
@@ -229,9 +216,7 @@ def _any_device(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["device"] = _device_on_cpu(kwargs["device"])
         # Pinned memory is for copies to a GPU, and torch has none without one.
         kwargs.pop("pin_memory", None)
-        if len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _on_cpu(args[1]), *args[2:])
-        return original(*args, **kwargs)
+        return original(*args[:1], *map(_on_cpu, args[1:2]), *args[2:], **kwargs)
 
     return call
 
@@ -256,14 +241,6 @@ def _tensor_type_named(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _value(value: Any) -> Replacement:
-    return lambda original: value
-
-
-def _does_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _gives(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
@@ -271,13 +248,11 @@ def _gives(value: Any) -> Callable[..., Any]:
 class Stream:
     """The stream that everything runs on: what was launched is done."""
 
-    synchronize = wait_stream = wait_event = staticmethod(_does_nothing)
+    synchronize = wait_stream = wait_event = staticmethod(_gives(None))
+    query = staticmethod(_gives(True))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what a stream of CUDA takes: a device and a priority."""
-
-    def query(self) -> bool:
-        return True
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -288,7 +263,8 @@ class Stream:
 class Event:
     """A moment on that stream."""
 
-    synchronize = wait = staticmethod(_does_nothing)
+    synchronize = wait = staticmethod(_gives(None))
+    query = staticmethod(_gives(True))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what an event of CUDA takes: ``enable_timing`` and others."""
@@ -296,9 +272,6 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self._seconds = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to ``end_event``."""
@@ -339,10 +312,10 @@ RUNTIME: Mapping[str, Any] = {
     "_exchange_device": _gives(-1),
     "_maybe_exchange_device": _gives(-1),
     **dict.fromkeys(
-        ("init", "synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"), _does_nothing
+        ("init", "synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"), _gives(None)
     ),
 }
 """What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch."""
 
-NVTX: Mapping[str, Any] = dict.fromkeys(("range_push", "range_pop", "mark"), _does_nothing)
+NVTX: Mapping[str, Any] = dict.fromkeys(("range_push", "range_pop", "mark"), _gives(None))
 """The same for ``torch.cuda.nvtx``, whose ``range`` calls these."""

@@ -57,8 +57,8 @@ KEPT_IN_FP32 = {"_scaled_dot_product_flash_attention_for_cpu": (1,)}
 TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 """Ops that take a float32 operand (that log-sum-exp) beside half ones."""
 
-EMULATED_DTYPES = (torch.float16,)
-"""bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
+HALF = torch.float16
+"""What is emulated; bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
 
 ran: set[str] = set()
 """The names of the ops that were computed here since :func:`half_kernels` was entered."""
@@ -100,18 +100,17 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         below = keyset & _BELOW
         if clamps and not any(map(_is_beyond_half, args)):
             return op.redispatch(below, *args, **kwargs)
-        low = _emulated_dtype((*args, *kwargs.values()) if writes else args, mixed)
-        if low is None:
+        if not _are_half((*args, *kwargs.values()) if writes else args, mixed):
             return op.redispatch(below, *args, **kwargs)
         ran.add(name)
-        wide_args = [_widened(value, low) for value in args]
-        wide_kwargs = {key: _widened(value, low) for key, value in kwargs.items()}
+        wide_args = [_widened(value) for value in args]
+        wide_kwargs = {key: _widened(value) for key, value in kwargs.items()}
         result = op.redispatch(below, *wide_args, **wide_kwargs)
         written = {}
         for i, key in writes:
             target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
             written[i] = _round_into(target, wide)
-        return _rounded(result, low, kept) if returned is None else written[returned]
+        return _rounded(result, kept) if returned is None else written[returned]
 
     return kernel
 
@@ -136,35 +135,35 @@ def _is_beyond_half(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) > FLOAT16.largest
 
 
-def _emulated_dtype(args: Any, mixed: bool) -> torch.dtype | None:
-    """The half dtype of the operands; None when there is nothing to emulate.
+def _are_half(args: Any, mixed: bool) -> bool:
+    """Whether the operands are half tensors of the CPU, and none of another float dtype unless it may be ``mixed``.
 
     Operands of several float dtypes are left to torch, whose error says what is wrong, as CUDA's does.
     """
-    low: torch.dtype | None = None
+    found = False
     for argument in args:
         for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
                 continue
-            if tensor.dtype in EMULATED_DTYPES and tensor.device.type == "cpu":
-                low = tensor.dtype
+            if tensor.dtype is HALF and tensor.device.type == "cpu":
+                found = True
             elif not mixed:
-                return None
-    return low
+                return False
+    return found
 
 
-def _widened(value: Any, low: torch.dtype) -> Any:
+def _widened(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype is low else value
+        return value.float() if value.dtype is HALF else value
     if isinstance(value, (list, tuple)):
-        return [_widened(item, low) for item in value]
+        return [_widened(item) for item in value]
     return value
 
 
-def _rounded(result: Any, low: torch.dtype, kept: tuple[int, ...]) -> Any:
+def _rounded(result: Any, kept: tuple[int, ...]) -> Any:
     if isinstance(result, torch.Tensor):
-        return result.to(low)
+        return result.to(HALF)
     return tuple(
-        item.to(low) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
+        item.to(HALF) if isinstance(item, torch.Tensor) and item.dtype is torch.float32 and i not in kept else item
         for i, item in enumerate(result)
     )

@@ -68,8 +68,10 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
             handle._add(modules[name], WHOLE)
         for name in own:
             handle._add(modules[name], OWN_LINES)
-            for inner in _eager_modules(modules[name]):
-                handle._add(inner, pinned_forward(modules[name]).lines)
+            # All that own lines may call: the module itself too, should it recur.
+            for inner in modules[name].modules():
+                if not isinstance(inner, torch.jit.ScriptModule):
+                    handle._add(inner, pinned_forward(modules[name]).lines)
     except BaseException:
         handle.remove()
         raise
@@ -100,11 +102,6 @@ def _matching(pattern: str, modules: dict[str, torch.nn.Module]) -> list[str]:
 def _some_names(pattern: str, modules: dict[str, torch.nn.Module]) -> str:
     near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.5) or [name for name in modules if name][:5]
     return "the model has " + ", ".join(repr(name) for name in near)
-
-
-def _eager_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """All that own lines may call: the module itself too, should it recur."""
-    return [inner for inner in module.modules() if not isinstance(inner, torch.jit.ScriptModule)]
 
 
 WHOLE, OWN_LINES = "whole module", "own lines"
