@@ -238,27 +238,22 @@ class Investigator:
     def _investigate(self, snapshot: Snapshot, why: Why, scale: float) -> None:
         before = [made for made in self.found if made.why == why]
         same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
-        if self._tried[why] >= self._limit or same_root or not self._weights_are_finite():
+        if self._tried[why] >= self._limit or same_root:
             return
+        if nonfinite(self._run.workload.model.named_parameters()):
+            return  # they are what is wrong, and no replay says more
         self._tried[why] += 1
         steps = self._watcher.steps[: snapshot.step]
-        unpoisoned = self._unpoisoned(snapshot)
+        # What an earlier step has spoilt is as the run began: replays show how it comes.
+        state = snapshot.state.unpoisoned(self._first)
+        unpoisoned = replace(snapshot, state=state)
         with self._watcher.paused():
             made = investigate(self._run, unpoisoned, why, scale, before=steps, observer=self._observer)
-            if made.reproduced == 0 and unpoisoned is not snapshot and self.found:
+            if made.reproduced == 0 and state is not snapshot.state and self.found:
                 return  # it went wrong by what the step that was found first has left behind
             if self._on_investigated is not None:
                 self._on_investigated(unpoisoned, scale, made)
         self.found.append(made)
-
-    def _unpoisoned(self, snapshot: Snapshot) -> Snapshot:
-        """The step with what an earlier one has spoilt as the run began: replays show how it comes."""
-        state = snapshot.state.unpoisoned(self._first)
-        return snapshot if state is snapshot.state else replace(snapshot, state=state)
-
-    def _weights_are_finite(self) -> bool:
-        """Where weights are not finite, they are what is wrong, and no replay says more."""
-        return not nonfinite(self._run.workload.model.named_parameters())
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

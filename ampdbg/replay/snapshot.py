@@ -20,7 +20,7 @@ from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import LARGEST, NOT_OWN, RandomState, distinct, duplicated, own_attributes, restored, written
+from ampdbg.replay.state import LARGEST, NOT_OWN, RandomState, duplicated, own_attributes, restored, written
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class SavedTensor:
 
     def _is_written_into(self, own: torch.Tensor) -> bool:
         is_alike = own.is_leaf and own.requires_grad == self.requires_grad and own.dtype is self.contents.dtype
-        return is_alike and own.shape == self.contents.shape and _rewritten(own, self.contents)
+        return is_alike and own.shape == self.contents.shape and written(own.data, self.contents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +74,12 @@ class ModelState:
         of_model = {id(buffer) for _, module in modules for buffer in module._buffers.values()}
         copying = Copying(lambda value: _saved_leaf(value, of_model), strict=True)
         with torch.no_grad():
-            buffers = {name: copied for name, buffer in _buffers(modules) if (copied := _copied(buffer)) is not None}
-            attributes = {name: copying.each(own_attributes(module)) for name, module in modules if _is_eager(module)}
+            buffers = dict(_copied_buffers(modules))
+            attributes = {
+                name: copying.each(own_attributes(module))
+                for name, module in modules
+                if not isinstance(module, torch.jit.ScriptModule)
+            }
         return ModelState(buffers, attributes, weakref.ref(model))
 
     def write(self, model: torch.nn.Module, held: Collection[int]) -> None:
@@ -123,30 +127,21 @@ class ModelState:
         return replace(self, buffers=buffers, attributes=attributes)
 
     def _write_buffers(self, name: str, module: torch.nn.Module) -> None:
-        for full, buffer in _buffers([(name, module)]):
-            contents = self.buffers.get(full)
-            if contents is not None and _has_shape_of(contents, buffer) and not _rewritten(buffer, contents):
-                module._buffers[full.rpartition(".")[2]] = duplicated(contents)
+        for key, buffer in module._buffers.items():
+            contents = self.buffers.get(f"{name}.{key}".lstrip("."))
+            if buffer is None or contents is None or not _has_shape_of(contents, buffer):
+                continue
+            if not written(buffer.data, contents):
+                module._buffers[key] = duplicated(contents)
 
 
-def _rewritten(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-    """Whether a tensor could be given these contents; no graph learns of it."""
-    return written(tensor.data, distinct(contents))
-
-
-def _buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _copied_buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each but those that cannot be copied: a replay starts with what the model has of them by then."""
     for name, module in modules:
         for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{name}.{key}" if name else key, buffer
-
-
-def _copied(buffer: torch.Tensor) -> torch.Tensor | None:
-    """None where it cannot be copied: a replay starts with what the model has by then."""
-    try:
-        return duplicated(buffer)
-    except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
-        return None
+            with contextlib.suppress(Exception):  # a class of the user's own may raise anything
+                if buffer is not None:
+                    yield f"{name}.{key}".lstrip("."), duplicated(buffer)
 
 
 def _has_shape_of(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -201,10 +196,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return bool(one.shape == other.shape and torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
     except (AttributeError, TypeError, RuntimeError):  # no tensors; sparse, of other dtypes, on other devices
         return False
-
-
-def _is_eager(module: torch.nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule)
 
 
 @dataclass(frozen=True)

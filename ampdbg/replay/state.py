@@ -200,7 +200,7 @@ def _save_tensor(tensor: torch.Tensor) -> Restore:
             tensor.grad = None  # may not fit the memory that comes back
         tensor.data = memory
         # Through the bare memory: no graph is to learn of a write that changes nothing.
-        if not _is_equal(distinct(memory), contents) and not written(memory, contents):
+        if not _is_equal(_distinct(memory), contents) and not written(memory, contents):
             tensor.data = _spread(contents, memory)
         if is_leaf:
             tensor.grad = gradient
@@ -208,7 +208,7 @@ def _save_tensor(tensor: torch.Tensor) -> Restore:
     return restore
 
 
-def distinct(tensor: torch.Tensor) -> torch.Tensor:
+def _distinct(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor without the repetitions that ``expand`` makes: it can be copied, and written."""
     if tensor.layout is not torch.strided or tensor.is_nested or 0 not in tensor.stride():
         return tensor
@@ -217,7 +217,7 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 def _contents(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the distinct part of a tensor."""
-    part = distinct(tensor.detach() if tensor.requires_grad else tensor)
+    part = _distinct(tensor.detach() if tensor.requires_grad else tensor)
     try:
         return part.clone()
     except RuntimeError:  # as of a tensor that is quantized by channel
@@ -237,7 +237,7 @@ def duplicated(tensor: torch.Tensor) -> torch.Tensor:
 def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
     """Whether the contents could be written into the memory of a tensor."""
     try:
-        distinct(tensor).copy_(contents)
+        _distinct(tensor).copy_(_distinct(contents))
     except (RuntimeError, TypeError):
         return False
     return True
@@ -251,8 +251,6 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _save_container(value: Any) -> Restore:
-    if not value:
-        return value.clear  # type: ignore[no-any-return]
     before, flat = dict(value) if isinstance(value, dict) else list(value), _flat(value)
 
     def restore() -> None:
