@@ -142,7 +142,7 @@ class StepLog:
         return len(self._steps) + len(self._unread)
 
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
-        """Adds unscaled losses, scalar tensors by name, to the step under way."""
+        """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""
         for name, loss in losses.items():
             part = loss.detach().float() * weight
             self._losses[name] = self._losses[name] + part if name in self._losses else part

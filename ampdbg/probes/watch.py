@@ -26,7 +26,7 @@ from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 from ampdbg.probes.seams import Seam, attach, detach
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
-from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, TensorCounts, Unseen
+from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
 
 
 class Watch:
@@ -41,8 +41,8 @@ class Watch:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._log = StepLog(model, on_step)
-        self._calls = Calls(optimizers, self._log.closed)
+        self.log = StepLog(model, on_step)
+        self.calls = Calls(optimizers, self.log.closed)
         self._now = OpenStep()
         self._fired: set[int] = set()
         self._scalers: dict[int, bool] = {}
@@ -80,7 +80,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             self._interrupted = isinstance(error, KeyboardInterrupt)
-            self._calls.failed(error)
+            self.calls.failed(error)
         self.stop()
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class Watch:
     @property
     def steps(self) -> tuple[Step, ...]:
         """One for each step that has ended so far; on a GPU this reads what is still unread (one sync)."""
-        return self._log.steps
+        return self.log.steps
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -109,17 +109,17 @@ class Watch:
     @property
     def misuses(self) -> tuple[Misuse, ...]:
         """The calls that stood in the wrong place so far."""
-        return self._calls.misuses
+        return self.calls.misuses
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        return (*self._idle(), *self._log.notes)
+        return (*self._idle(), *self.log.notes)
 
     def _idle(self) -> Iterator[str]:
         """A loop with a scaler is meant to run in half precision; autocast and scaler may do nothing on its device."""
         is_disabled = bool(self._scalers) and not any(self._scalers.values())
-        if is_disabled and self._calls.graphs and not self._calls.lowered:
+        if is_disabled and self.calls.graphs and not self.calls.lowered:
             yield (
                 f"no op ran in FP16 or bfloat16: autocast had no effect on {self._device.type} and GradScaler is "
                 "disabled; these steps say nothing about FP16"
@@ -143,10 +143,6 @@ class Watch:
             elapsed=round(time.monotonic() - self._started, 3),
         )
 
-    def explains(self, error: BaseException | None) -> bool:
-        """Whether one of the misuses is what raised this error of the loop's."""
-        return self._calls.explains(error)
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
@@ -155,14 +151,6 @@ class Watch:
             yield
         finally:
             self._paused = before
-
-    def see_batch(self, found: Sequence[TensorCounts]) -> None:
-        """Notes the non-finite leaves of a batch for the step that is under way."""
-        self._log.batch.extend(found)
-
-    def see_losses(self, losses: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
-        """Adds unscaled losses (scalar tensors, by name) to the step; without this those that go backward count."""
-        self._log.add_losses(losses, weight)
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
         self._scalers[id(scaler)] = scaler.is_enabled()
@@ -175,7 +163,7 @@ class Watch:
             self._now.forget_early()
             self._now.add_losses(outputs)
             self._now.scaler = scaler
-            self._calls.scaled(scaler, result)
+            self.calls.scaled(scaler, result)
         return result
 
     def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
@@ -183,7 +171,7 @@ class Watch:
             result = original(scaler, optimizer)
         self._measure(optimizer, 1.0)
         if scaler.is_enabled() and not self._is_inside("step"):
-            self._calls.by_optimizer("unscale", optimizer)
+            self.calls.by_optimizer("unscale", optimizer)
         return result
 
     def _step(
@@ -211,7 +199,7 @@ class Watch:
             self._note_groups(optimizer)
         step.skipped |= withheld
         if enabled:
-            self._calls.by_optimizer("step", optimizer, skipped=withheld)
+            self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
@@ -220,15 +208,15 @@ class Watch:
         with self._refusals("update", scaler):
             result = original(scaler, *args, **kwargs)
         if scaler.is_enabled():
-            self._calls.by_scaler("update", scaler)
+            self.calls.by_scaler("update", scaler)
         step, self._now = self._now, OpenStep()
         if step.stepped:
-            self._log.close(step)
+            self.log.close(step)
         return result
 
     def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
         if not self._is_inside("step"):
-            self._calls.by_scaler("get_scale", scaler)
+            self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
     @contextlib.contextmanager
@@ -238,7 +226,7 @@ class Watch:
             yield
         except Exception as error:
             if kind == "step" or not self._is_inside("step"):
-                self._calls.refused(kind, optimizer, scaler, error)
+                self.calls.refused(kind, optimizer, scaler, error)
             raise
 
     def _is_inside(self, name: str) -> bool:
@@ -250,11 +238,11 @@ class Watch:
         if inside_the_engine:
             return original(roots, *args, **kwargs)
         if not kwargs.get("accumulate_grad", True):
-            self._calls.grad(roots, creates_graph=bool(args[2]))
+            self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
         if not scaler_of(roots):
             self._before_unscaled_backward(roots)
-        return self._calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
+        return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
 
     def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
@@ -265,10 +253,10 @@ class Watch:
         parameters, limit = (given.pop(name) for name in names)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._before_clipping(listed)
-        return self._calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
+        return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
     def _schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        self._calls.scheduled(scheduler)
+        self.calls.scheduled(scheduler)
         return original(scheduler, *args, **kwargs)
 
     def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -278,10 +266,10 @@ class Watch:
         if id(optimizer) in self._now.bare:
             self._close()
         step = self._now
-        if step.scaler is not None and self._calls.scaler_of(optimizer) is not None:
+        if step.scaler is not None and self.calls.scaler_of(optimizer) is not None:
             self._measure(optimizer, step.loss_scale())
-        bad = self._calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
-        self._calls.bare_step(optimizer, bad)
+        bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
+        self.calls.bare_step(optimizer, bad)
         step.bare.add(id(optimizer))
         step.before_closure = len(step.scaled)
 
@@ -300,11 +288,11 @@ class Watch:
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
         optimizers = tuple(self._optimizers.values())
-        for place in self._calls.owners(parameters):
-            optimizer, scaler = optimizers[place], self._calls.scaler_of(optimizers[place])
+        for place in self.calls.owners(parameters):
+            optimizer, scaler = optimizers[place], self.calls.scaler_of(optimizers[place])
             if id(optimizer) not in self._now.norms:
                 self._measure(optimizer, 1.0 if scaler is None else self._now.loss_scale())
-                if not self._calls.is_unscaled(optimizer):
+                if not self.calls.is_unscaled(optimizer):
                     self._now.early.add(id(optimizer))
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
@@ -346,12 +334,12 @@ class Watch:
     def _close(self) -> None:
         """Ends the step that is under way."""
         step, self._now = self._now, OpenStep()
-        self._log.close(step)
+        self.log.close(step)
 
     def _finish(self) -> None:
         if self._now.bare and self._now.stepped:
             self._close()
-        self._log.finish()
+        self.log.finish()
 
 
 def watch(

@@ -91,7 +91,7 @@ def train_prepared(
             interrupted = True
         except AmpdbgError as raised:
             error = autocast_error(raised, len(watcher.steps), run.workload.model)
-            failure = None if error or watcher.explains(raised.__cause__) else raised
+            failure = None if error or watcher.calls.explains(raised.__cause__) else raised
             if error is not None:
                 investigator.raised()
     model = run.workload.model
@@ -159,9 +159,9 @@ def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler,
     for optimizer in run.workload.optimizers:
         optimizer.zero_grad(set_to_none=True)
     for batch in batches:
-        watcher.see_batch(nonfinite_in_batch(batch))
+        watcher.log.batch.extend(nonfinite_in_batch(batch))
     cast = [run.mode.cast(batch) for batch in batches]
-    losses = run_pass(run.workload, cast, run.mode.forward, scaled=scaler.scale, seen=watcher.see_losses)
+    losses = run_pass(run.workload, cast, run.mode.forward, scaled=scaler.scale, seen=watcher.log.add_losses)
     return is_finite(torch.stack([loss for each in losses for loss in each.values()]))
 
 

@@ -235,12 +235,12 @@ def test_watching_keeps_no_tensor_of_a_step_alive() -> None:
     with watch(model, optimizer) as watcher:
         one_step(model, optimizer, scaler)
         one_step(model, optimizer, scaler, factor=1e38)
-        held = {**vars(watcher), **vars(watcher._log)}
+        held = {**vars(watcher), **vars(watcher.log)}
         kept = [value for value in held.values() if isinstance(value, (list, dict)) and value]
         assert not any(isinstance(item, torch.Tensor) for value in kept for item in value)
         assert isinstance(watcher, Watch)
         assert watcher._now == OpenStep()
-        assert watcher._log._unread == []
+        assert watcher.log._unread == []
 
 
 def bare_step(
