@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from ampdbg.errors import text_of
 from ampdbg.probes.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.probes.source_lines import innermost_line, source_of
+from ampdbg.probes.tensors import HALVES
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
 from ampdbg.source.ownership import Line, line_of_error
@@ -40,7 +41,6 @@ SAMPLE = 8
 """So many parameters of each optimizer are looked at. What they do not show is not blamed."""
 
 _SCALER = "ampdbg.scaler"
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Calls:
@@ -243,7 +243,7 @@ def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:
         is_compiled |= node.name().startswith("CompiledFunction")
         if not node.name().endswith("AccumulateGrad"):
             found.update(entry.dtype for entry in node._input_metadata if entry is not None)
-    names = tuple(str(dtype).rpartition(".")[2] for dtype in _HALVES if dtype in found)
+    names = tuple(str(dtype).rpartition(".")[2] for dtype in HALVES if dtype in found)
     return (*names, "compiled") if is_compiled else names
 
 

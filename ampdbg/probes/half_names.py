@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-HALF = (torch.float16, torch.bfloat16)
+from ampdbg.probes.tensors import HALVES
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -107,7 +107,7 @@ def _note(names: LineNames, text: str, node: ast.expr, frame: FrameType) -> None
         # Not there yet on this line, or an attribute that raises: then it holds nothing here.
         return
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        (names.half if value.dtype in HALF else names.full)[text] = None
+        (names.half if value.dtype in HALVES else names.full)[text] = None
 
 
 def _value_of(node: ast.expr, frame: FrameType) -> Any:

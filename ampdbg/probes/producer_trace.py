@@ -28,8 +28,8 @@ SAMPLE = 64
 class Circumstances:
     """What surrounds an op that produces inf or NaN; see the fields of ``record.Producer``."""
 
-    is_constant: bool
-    divides_by_zero: bool
+    is_constant: bool = False
+    divides_by_zero: bool = False
     leaf: str | None = None
 
 

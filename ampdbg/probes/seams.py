@@ -19,9 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule"]
 
-Function = Callable[..., Any]
-
-
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
 
@@ -73,7 +70,7 @@ def _cell_replaced(cell: Any, seam: Seam) -> Iterator[None]:
         cell.cell_contents = original
 
 
-def _through(original: Function, seam: Seam) -> Function:
+def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         run = original

@@ -20,11 +20,8 @@ from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ce
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
 from ampdbg.probes.source_lines import source_of
-from ampdbg.probes.tensors import Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.tensors import HALVES, Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
 from ampdbg.record.run import Site
-
-LOW = (torch.bfloat16, torch.float16)
-"""float16 is met only where user code writes into a half tensor that was there before the step."""
 
 _ROUNDS_BEYOND = 65408.0
 """From here on bfloat16 rounds up to 65536: so it does with 65504, float16's own limit, which user code writes."""
@@ -50,7 +47,10 @@ class RangeSeen:
 
 
 class ShadowTrace(PlacedOps):
-    """The trace of the shadow; to be used with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution."""
+    """The trace of the shadow; to be used with :func:`bfloat16_for_float16`. ``ranges`` is in order of execution.
+
+    float16 is met only where user code writes into a half tensor that was there before the step.
+    """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
@@ -71,7 +71,7 @@ class ShadowTrace(PlacedOps):
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> tuple[bool, float]:
         """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
-        low = [self.known.of(tensor) for tensor in given if tensor.dtype in LOW]
+        low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
         lost = (
             not given  # a constant that the user's code writes out, as are these tensors and numbers
             or traits.name.startswith("aten.lift")
@@ -89,7 +89,7 @@ class ShadowTrace(PlacedOps):
             storage = storage_of(tensor)
             still_lost = storage and lost and _is_beyond(self.known.of(tensor))
             (self._lost.add if still_lost else self._lost.discard)(storage)
-        low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in LOW and tensor.numel()]
+        low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in HALVES and tensor.numel()]
         if low:
             output = together(magnitude for _, magnitude in low)
             exponents = sum((exponents_of(*one) for one in low), Exponents())

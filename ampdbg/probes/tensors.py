@@ -18,6 +18,8 @@ from torch.utils import _pytree
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
 from ampdbg.record.run import TensorCounts
 
+HALVES = (torch.float16, torch.bfloat16)
+
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 

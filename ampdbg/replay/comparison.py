@@ -26,9 +26,6 @@ MOST_OF_IT = 0.5
 DEPARTURE = 16.0
 """So many times FP32's own magnitude is more than rounding: something was divided by almost nothing, or cancelled."""
 
-NOTHING_SPECIAL = Circumstances(is_constant=False, divides_by_zero=False)
-
-
 _Key = tuple[OpPlace, str]
 """What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
 
@@ -46,9 +43,9 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
     found: dict[Producer, None] = {}
     for i in starts[:PRODUCERS_KEPT]:
         departure = _departure(trace.ops, i, met, replayed.replay.scale)
-        seen, circumstances = trace.ops[i], trace.circumstances.get(i, NOTHING_SPECIAL)
+        seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
-            seen, circumstances = departure, NOTHING_SPECIAL
+            seen, circumstances = departure, Circumstances()
         found[_producer(seen, met.get(_key(seen)), circumstances)] = None
     return replace(replayed.replay, producers=tuple(found))
 
@@ -105,7 +102,7 @@ def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | N
     for (key, sample), (seen, _) in zip(_samples(low.trace, low.replay.scale), _sampled(low.trace), strict=True):
         distance = _relative(sample, reference.get(key))
         if distance is not None and distance > max(AGREEMENT, NOISE_FLOORS * (noise.get(key) or 0.0)):
-            return replace(_producer(seen, None, NOTHING_SPECIAL), distance=distance)
+            return replace(_producer(seen, None, Circumstances()), distance=distance)
     return None
 
 
