@@ -21,7 +21,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.widening import LIFTS, widened
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import sites_of
-from ampdbg.probes.tensors import is_finite, nonfinite, nonfinite_in_batch
+from ampdbg.probes.tensors import HALVES, is_finite, nonfinite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import FrozenParameter, HalfUpdates, Record, Unseen
@@ -220,9 +220,6 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
     return take_snapshot(run.workload.model, last, next(every))
 
 
-HALF = (torch.float16, torch.bfloat16)
-
-
 class ComparedUpdates:
     """Compares every update of a run's half parameters, until one of them is no longer finite.
 
@@ -232,7 +229,7 @@ class ComparedUpdates:
     def __init__(self, run: Run) -> None:
         scaled = run.mode.dtype is torch.float16
         named = [] if scaled else run.workload.model.named_parameters()
-        self._half = {name: value for name, value in named if value.dtype in HALF and value.requires_grad}
+        self._half = {name: value for name, value in named if value.dtype in HALVES and value.requires_grad}
         self._run = run
         self._before: Held | None = None
         self._start: dict[str, torch.Tensor] = {}
