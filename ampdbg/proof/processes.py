@@ -62,7 +62,7 @@ def fresh_processes(folder: Path) -> Iterator[Run]:
         if sys.platform == "linux":
             # Where no server can be started, the reason is that of the first process, which cannot be either.
             with contextlib.suppress(OSError):
-                start = stack.enter_context(_server(folder))
+                start = stack.enter_context(server(folder, SERVE))
         yield functools.partial(_seen_by, start)
 
 
@@ -150,12 +150,12 @@ def _kill(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def _server(folder: Path) -> Iterator[Start]:
-    """Yields what starts a process that has imported all that no user's code changes."""
+def server(folder: Path, program: str) -> Iterator[Callable[..., AbstractContextManager[tuple[IO[str], Wait]]]]:
+    """Yields what starts a process that is forked from one that works in ``folder`` and runs ``program``."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         arguments = [str(theirs.fileno())]
-        with _spawned(folder, SERVE, arguments, subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as (_, wait):
+        with _spawned(folder, program, arguments, subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as (_, wait):
             theirs.close()
             yield functools.partial(_forked, ours)
             ours.close()
@@ -163,12 +163,14 @@ def _server(folder: Path) -> Iterator[Start]:
 
 
 @contextlib.contextmanager
-def _forked(server: socket.socket, arguments: list[str], errors: IO[bytes]) -> Iterator[tuple[IO[str], Wait]]:
+def _forked(
+    server: socket.socket, arguments: list[str], errors: IO[bytes], program: str | None = None
+) -> Iterator[tuple[IO[str], Wait]]:
     said, says = os.pipe()
     ended, ends = os.pipe()
     with open(said, encoding="utf-8") as stages, open(ended, "rb", buffering=0) as status:
         try:
-            socket.send_fds(server, [pickle.dumps((RUN, arguments))], [says, errors.fileno(), ends])
+            socket.send_fds(server, [pickle.dumps((program or RUN, arguments))], [says, errors.fileno(), ends])
         finally:
             os.close(says)
             os.close(ends)

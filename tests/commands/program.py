@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ampdbg.commands.app import main
+from ampdbg.proof import processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +43,51 @@ def command(*arguments: str, flags: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, *flags, "-m", "ampdbg", *arguments]
 
 
+THREADS = os.environ.get("OMP_NUM_THREADS")
+
+WARM = "import torch._dynamo, ampdbg.api, ampdbg.commands.app; from ampdbg.proof.processes import serve; serve()"
+
+FORKED = """
+import json, os, sys
+folder, variables, arguments = json.loads(sys.argv[1])
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(variables)
+sys.path.insert(0, "")  # as python -m has it
+sys.argv = ["ampdbg", *arguments]
+for stream in (sys.stdout, sys.stderr):
+    stream.reconfigure(encoding=variables["PYTHONIOENCODING"], errors="backslashreplace")
+from ampdbg.__main__ import main
+main()
+"""
+
+
+@functools.cache
+def _server() -> Callable[..., Any]:
+    """What forks processes that have imported torch, until this one ends."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(processes.server(ROOT, WARM))
+
+
 def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
-    """Runs the real program in ``folder`` to its end."""
+    """Runs the real program in ``folder`` to its end.
+
+    On Linux it is forked from a process that has imported torch, which takes seconds.
+    """
+    if flags or sys.platform != "linux" or variables.get("OMP_NUM_THREADS", THREADS) != THREADS:
+        return start_anew(folder, *arguments, flags=flags, **variables)
+    task = json.dumps([str(folder), environment(**variables), arguments])
+    with tempfile.TemporaryFile() as errors:
+        with _server()([task], errors, program=FORKED) as (stdout, wait):
+            output = stdout.read()
+            code = wait()
+        errors.seek(0)
+        return Result(code, output, errors.read().decode("utf-8", "replace"))
+
+
+def start_anew(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str) -> Result:
+    """The same in a Python that starts for it, with ``flags``, and ends as any does."""
     done = subprocess.run(
         command(*arguments, flags=flags),
         cwd=folder,

@@ -16,7 +16,7 @@ import pytest
 import ampdbg
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.run import Step
-from tests.commands.program import command, environment, start
+from tests.commands.program import command, environment, start, start_anew
 from tests.observing import observing
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX signals and pipes")
@@ -95,7 +95,8 @@ def test_a_healthy_run_exits_0_and_its_record_is_shown_again(folder: Path) -> No
 
 
 def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> None:
-    result = start(folder, "scan", "c.yaml", "--json", "--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
+    loud = ("--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
+    result = start_anew(folder, "scan", "c.yaml", "--json", *loud)
     assert result.code == 1, result.stderr
     record = from_json(result.stdout)
     assert (len(record.steps), record.findings[0].phase) == (3, "forward")
