@@ -1,4 +1,4 @@
-"""Yet-Another-EfficientDet's two heads and focal loss, before they are so sure that its clamp rounds to 1 (issue 502)."""
+"""Yet-Another-EfficientDet's heads and focal loss, not yet so sure that its clamp rounds to 1 (its issue 502)."""
 
 import torch
 import torchvision_on_cpu  # noqa: F401
