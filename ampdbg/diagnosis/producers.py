@@ -121,7 +121,7 @@ def format_of(dtype: str) -> FloatFormat:
 
 def _flushed(suspect: Suspect) -> str:
     if suspect.divides_by_flushed or not suspect.departs:
-        rounded = f"a value that {suspect.format.short} rounds to zero and FP32 does not"
+        rounded = f"a value that {format_of(suspect.low.dtype).short} rounds to zero and FP32 does not"
         return f"{named(suspect.producer)} {_takes(suspect)} {rounded}"
     return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
 

@@ -18,7 +18,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import bare, code_of, names_read, spelled, walk
+from ampdbg.source.expressions import bare, code_of, find, names_read, spelled, walk
 from ampdbg.source.imports import dotted, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
@@ -60,6 +60,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
             found = dict(_Constants(bindings, frozenset(half), f"{torch}.finfo").replaced(located.line))
             if not found:
                 raise EditError(NOTHING, line)
+            _refuse_comparisons(located.function or file.module)
             new |= {id(constant): text for constant, text in found.items()}
             needs_import |= is_missing
         module = file.module.visit(_Replacer(new))
@@ -67,6 +68,18 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     except EditError as error:
         return Edited(source, (Refused(error.line or line, str(error)),), changed=False)
     return Edited(after, (), after != source)
+
+
+def _refuse_comparisons(code: cst.CSTNode) -> None:
+    """What compares with a number beyond half would come to another result.
+
+    Raises:
+        EditError: the code does.
+    """
+    for comparison in find(code, cst.Comparison):
+        parts = [comparison.left, *(target.comparator for target in comparison.comparisons)]
+        if any((value := _value(part)) is not None and FLOAT16.largest < abs(value) < math.inf for part in parts):
+            raise EditError("the code compares with a number that half cannot hold; that would change its meaning")
 
 
 class _Replacer(cst.CSTTransformer):

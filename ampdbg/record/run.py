@@ -123,7 +123,7 @@ class HalfUpdates:
     ``steps`` is how many were. ``lost_energy`` is the share of the sum of squares of float32's updates that fell
     on weights which did not change at all; ``lost_gradient`` and ``lost_decay`` are its shares in what comes of the
     gradient and of a decoupled weight decay. ``lost`` names the float16 parameters that lost more than half of theirs.
-    ``frozen`` are bfloat16 parameters that did, and have not gone that way by rounding up as often as it takes.
+    ``frozen`` are the bfloat16 parameters that did.
     ``spoilt`` names those that the update of ``spoilt_step`` made infinite or NaN although every gradient and
     float32's update are finite. ``vanishing_eps`` is the optimizer's eps, where it is 0 in float16.
     """

@@ -77,11 +77,12 @@ class Copying:
 
 
 def _is_small_and_plain(value: Any) -> bool:
-    if hasattr(value, "nbytes"):
+    # Asked of its type: a class of the user's own may look its attributes up in a dict, and raise what that does.
+    if hasattr(type(value), "nbytes"):
         return value.nbytes <= LARGEST and not value.dtype.hasobject
     if isinstance(value, dict) and not all(map(_is_constant, value)):
         return False
-    return not hasattr(value, "__len__") or len(value) <= MOST
+    return not hasattr(type(value), "__len__") or len(value) <= MOST
 
 
 def _is_constant(key: Any) -> bool:

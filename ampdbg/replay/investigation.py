@@ -230,7 +230,9 @@ class Investigator:
             self._skips_in_a_row += 1
             # A skip right after growth is normal; one at a scale that has worked is looked at.
             is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
-            if math.isfinite(step.loss) and (is_new_low or self._skips_in_a_row == SKIPS_IN_A_ROW):
+            # Where no step was ever taken, the last tells whether a lower scale would do.
+            is_last = step.step + 1 == self._run.config.train.steps and self._lowest_that_worked == math.inf
+            if math.isfinite(step.loss) and (is_new_low or is_last or self._skips_in_a_row == SKIPS_IN_A_ROW):
                 self._investigate(snapshot, "gradients", step.scale)
         if self.found and self.found[-1].step == step.step:
             self.found[-1] = replace(self.found[-1], loss=step.loss)

@@ -24,7 +24,7 @@ from ampdbg.record.run import Replay, Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.run import Run, loss_of, run_pass
 from ampdbg.replay.snapshot import Snapshot, rewound
-from ampdbg.replay.state import held_by, tensors_in
+from ampdbg.replay.state import are_held_whole, held_by, tensors_in
 
 TraceKind = Callable[[torch.nn.Module, ModulePaths], OpTrace]
 
@@ -131,6 +131,7 @@ def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
     largest = iter(to_host([part.abs().max() for name, weight, _ in moved for part in (gradients[name], weight)]))
     for name, _, group in moved:
         gradient, weight, eps = next(largest), next(largest), group.get("eps")
+        eps = eps if isinstance(eps, (int, float)) else 0.0  # Adafactor has two of another meaning
         rate = float(group.get("lr") or group.get("initial_lr") or 1.0)
         if rate * (gradient / (gradient + eps) if eps else gradient) < HALF_A_UNIT * weight:
             yield name
@@ -144,6 +145,8 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
     """
     if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
         return ()  # The optimizer's state is of the parameters' own dtype.
+    if not are_held_whole(run.workload.optimizers):
+        return ()
     with rewound(run.workload.model, snapshot):
         held = held_by(run.workload.optimizers)
         try:

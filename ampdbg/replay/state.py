@@ -19,6 +19,7 @@ from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 Restore = Callable[[], None]
 
@@ -108,6 +109,12 @@ def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> Held:
     return Held(*(part for optimizer in optimizers for part in (optimizer.state, optimizer.param_groups)))
 
 
+def are_held_whole(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Whether that is all: an optimizer of the user's may keep copies of weights in attributes of its own."""
+    own = [{**vars(optimizer), "state": None, "param_groups": None} for optimizer in optimizers]
+    return not any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(own))
+
+
 def tensors_in(model: torch.nn.Module) -> list[torch.Tensor]:
     """The model's parameters, its buffers, and every tensor among its modules' attributes."""
     return [value for value, _ in _walk([model]) if isinstance(value, torch.Tensor)]
@@ -165,7 +172,7 @@ def _is_large(value: Any, largest: int) -> bool:
         return len(value) > MOST
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size() > largest  # a sparse one has no ``nbytes``
-    return int(getattr(value, "nbytes", 0)) > largest
+    return hasattr(type(value), "nbytes") and int(value.nbytes) > largest
 
 
 def _saved(value: Any, kind: Kind) -> Restore:

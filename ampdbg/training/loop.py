@@ -223,12 +223,14 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
 class ComparedUpdates:
     """Compares every update of a run's half parameters, until one of them is no longer finite.
 
-    It does nothing where there are none, and where the loss is scaled: a scaler refuses float16 gradients.
+    It does nothing where there are none, and where the loss is scaled: a scaler refuses float16 gradients. Nor with an
+    optimizer that is not torch's own: that may round stochastically, compensate, or keep float32 copies of its own.
     """
 
     def __init__(self, run: Run) -> None:
-        scaled = run.mode.dtype is torch.float16
-        named = [] if scaled else run.workload.model.named_parameters()
+        are_known = all(type(each).step.__module__.startswith("torch.") for each in run.workload.optimizers)
+        is_compared = are_known and run.mode.dtype is not torch.float16
+        named = run.workload.model.named_parameters() if is_compared else ()
         self._half = {name: value for name, value in named if value.dtype in HALVES and value.requires_grad}
         self._run = run
         self._before: Held | None = None
@@ -281,7 +283,7 @@ class ComparedUpdates:
             frozen=tuple(
                 FrozenParameter(name, int(sums.still), round(sums.unmoved / self._steps, 4))
                 for name, sums in by_name.items()
-                if name in lost and not is_float16[name] and sums.along < MOST_OF_IT * sums.energy
+                if name in lost and not is_float16[name]
             ),
             vanishing_eps=_vanishing_eps(self._run) if any(is_float16.values()) else None,
             spoilt_step=step,
@@ -292,8 +294,7 @@ class ComparedUpdates:
 class UpdateSums(NamedTuple):
     """Sums over the updates of a parameter: of squares, all and those of entries that did not move.
 
-    ``along`` is the product of float32's updates and of those that were made. ``still`` counts updates that moved no
-    entry, ``unmoved`` the share of entries that none moved.
+    ``still`` counts updates that moved no entry, ``unmoved`` adds up the share of entries that each did not move.
     """
 
     energy: float = 0.0
@@ -302,7 +303,6 @@ class UpdateSums(NamedTuple):
     lost_gradient: float = 0.0
     decay: float = 0.0
     lost_decay: float = 0.0
-    along: float = 0.0
     still: float = 0.0
     unmoved: float = 0.0
 
@@ -314,8 +314,7 @@ def _sums_of_update(start: torch.Tensor, wide: torch.Tensor, now: torch.Tensor, 
     by_decay = -decay * before
     parts = [part.square() for part in (update, update - by_decay, by_decay)]
     sums = [each for squares in parts for each in (squares.sum(), (squares * unmoved).sum())]
-    along = (update * (now.double() - before)).sum()
-    return torch.stack([*sums, along, unmoved.all().double(), unmoved.double().mean()])
+    return torch.stack([*sums, unmoved.all().double(), unmoved.double().mean()])
 
 
 def _decoupled_decays(run: Run) -> Iterator[tuple[torch.nn.Parameter, float]]:

@@ -117,7 +117,7 @@ def _named(output: Any, step: StepFunction) -> Mapping[str, Any]:
         return {"loss": output["loss"]}
     if isinstance(output, Mapping) and output and step.named != "none":
         return {str(name): value for name, value in output.items()}
-    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    keys = f" with the keys {', '.join(map(str, output))}" if isinstance(output, Mapping) and output else ""
     raise WorkloadError(f"{step.source} returned {a(output)}{keys}; {_NEEDED}{step.hint}")
 
 

@@ -7,6 +7,7 @@ import pytest
 from benchmarks import ranges
 
 
+@pytest.mark.slow
 def test_every_measurement_but_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ranges.main(["--tiny", "--rounds", "1", "--threads", "1"])
     printed = capsys.readouterr().out.splitlines()

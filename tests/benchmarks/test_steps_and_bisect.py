@@ -10,6 +10,7 @@ import pytest
 from benchmarks import bisect, steps
 
 
+@pytest.mark.slow
 def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "steps.json"
     steps.main(["--tiny", "--rounds", "4", "--slow-rounds", "1", "--threads", "1", "--json", str(file)])

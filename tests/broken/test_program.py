@@ -18,6 +18,9 @@ from tests.commands.program import stdout_given_back
 PACKAGE = str(Path(ampdbg.__file__).parent)
 """Not the bare name: a clone, and the environment inside it, lie in a folder called ampdbg."""
 
+LARGE = "20,000 unknown keys"
+"""It takes PyYAML seconds to read, once more than test_broken.py has it do."""
+
 IN_A_SUBPROCESS = ("empty file", "unclosed bracket")
 
 
@@ -32,7 +35,11 @@ def check(case: Broken, code: int, out: str, err: str) -> None:
     assert ("raised" in err) == case.blames_user_code or "Traceback" not in err, err
 
 
-@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.name == LARGE else ()) for case in BROKEN],
+    ids=lambda case: case.name,
+)
 def test_a_mistake_gives_one_message_and_exit_code_2(
     case: Broken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -261,7 +261,12 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
 @posix
 @pytest.mark.parametrize(
     ("closed", "code"),
-    [(">&-", 2), ("2>&-", 0), (">&- 2>&-", 2), ("2>/dev/full", 0)],
+    [
+        pytest.param(">&-", 2, marks=pytest.mark.slow),
+        pytest.param("2>&-", 0, marks=pytest.mark.slow),
+        (">&- 2>&-", 2),
+        ("2>/dev/full", 0),
+    ],
     ids=["out", "err", "both", "full"],
 )
 def test_without_a_stream_to_write_to_the_record_is_kept_all_the_same(closed: str, code: int, folder: Path) -> None:

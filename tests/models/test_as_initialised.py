@@ -74,7 +74,9 @@ def assert_healthy(record: Record) -> None:
     assert exit_code(record, "warning") == 0
 
 
-@pytest.mark.parametrize("workload", TRANSFORMERS, ids=str)
+@pytest.mark.parametrize(
+    "workload", [pytest.param(TRANSFORMERS[0], marks=pytest.mark.slow), *TRANSFORMERS[1:]], ids=str
+)
 def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 10))
 
@@ -91,7 +93,11 @@ def test_a_model_of_full_width_is_healthy(workload: Workload, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("overrides", RUNS_OTHERWISE, ids=" ".join)
-@pytest.mark.parametrize("workload", [TRANSFORMERS[0], TRANSFORMERS[2], TRANSFORMERS[15]], ids=str)
+@pytest.mark.parametrize(
+    "workload",
+    [pytest.param(TRANSFORMERS[0], marks=pytest.mark.slow), TRANSFORMERS[2], TRANSFORMERS[15]],
+    ids=str,
+)
 def test_a_model_is_healthy_in_other_kinds_of_run(
     workload: Workload, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:

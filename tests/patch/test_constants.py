@@ -95,3 +95,9 @@ def test_fp32_computes_what_it_did(name: str) -> None:
         y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
         results.append(forward(None, x.clone(), y, x > 1.0).softmax(dim=-1))
     assert torch.equal(*results)
+
+
+def test_a_mask_that_is_told_by_its_value_is_left_alone() -> None:
+    text = source("x = x.masked_fill(m, -1e9)").replace("return x\n", "return x * (x > -1e8)\n")
+    (refused,) = edit_constants(text.encode(), [5], ("x",)).refused
+    assert "compares with a number that half cannot hold" in refused.reason

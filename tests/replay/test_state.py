@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ampdbg.replay.copies import duplicate
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import LARGEST, MOST, notes_on, restored, tensors_in
 
@@ -222,3 +223,17 @@ def test_every_tensor_is_found_once() -> None:
     wanted = [*net.parameters(), *net.buffers(), *net.hidden[0].parameters(), net.tensor, net.mask, net.transposed]
     wanted += [net.history[1][0], net.history[2]["a"], net.state.seen[0], net.state.pairs, net.sparse]
     assert {id(tensor) for tensor in found} == {id(tensor) for tensor in wanted}
+
+
+class Looked(dict[str, int]):
+    """A dict whose keys are attributes, as in much public code."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_that_raises_for_an_attribute_which_it_has_not_stops_no_replay() -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    model.sizes = Looked(width=1)
+    with restored(model, [Looked(x=1)]):
+        pass
+    assert duplicate(Looked(x=1)) == {"x": 1}

@@ -45,6 +45,18 @@ class Picky(torch.optim.SGD):
                 parameter.data.add_(-0.01)
                 assert parameter.dtype is torch.float16, "made for half weights alone"
 
+class Masters(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+        every = [each for group in self.param_groups for each in group["params"]]
+        self.masters = {each: each.detach().float().clone() for each in every}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter, master in self.masters.items():
+            master -= 0.01 * parameter.grad.float()
+            parameter.copy_(master)
+
 def data():
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(16, 4, generator=generator) for _ in range(5)]
@@ -132,8 +144,9 @@ def test_an_eps_of_zero_spoils_weights_and_ends_the_comparison(tmp_path: Path) -
     assert not {"norm.weight", "norm.bias"} & set(seen.spoilt)
 
 
-def test_an_optimizer_that_refuses_float32_is_not_compared(tmp_path: Path) -> None:
-    path = config(tmp_path, "Weight", "ones", "work.py:Picky")
+@pytest.mark.parametrize("optimizer", ["Picky", "Masters"])
+def test_an_optimizer_of_the_users_own_is_not_compared(tmp_path: Path, optimizer: str) -> None:
+    path = config(tmp_path, "Weight", "ones", f"work.py:{optimizer}")
     (plain, _), (compared, seen) = trained(path, compared=False), trained(path, compared=True)
     assert all(torch.equal(one, other) for one, other in zip(plain, compared, strict=True))
     assert seen is None

@@ -108,3 +108,9 @@ def test_every_code_is_found_in_some_case_or_by_the_order_of_calls() -> None:
 
 def test_every_fault_has_a_twin() -> None:
     assert [name for name, case in CASES.items() if case.code and not case.twin] == []
+
+
+def test_a_short_run_that_takes_no_step_at_all_is_not_healthy(tmp_path: Path) -> None:
+    record = scanned("true_nan_gradient", tmp_path, ("train.steps=2",))
+    assert all(step.skipped for step in record.steps)
+    assert (record.findings[0].code, record.verdict) == ("true-nan", "other")
