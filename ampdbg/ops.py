@@ -7,8 +7,8 @@ from __future__ import annotations
 
 
 def base_name(op: str) -> str:
-    """``mul`` of ``aten.mul_.Tensor``."""
-    return op.split(".")[1].rstrip("_")
+    """``mul`` of ``aten.mul_.Tensor``; of what is no such name, as a damaged record may have it, all of it."""
+    return (op.split(".")[1:2] or [op])[0].rstrip("_")
 
 
 def _names(text: str) -> frozenset[str]:
