@@ -11,7 +11,7 @@ endif
 
 # One thread a worker: the suite runs on every core already, and more threads only fight for them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-WORKERS := --numprocesses=auto --maxprocesses=8
+WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 .PHONY: demo test slow bench lint format setup clean help
 .DEFAULT_GOAL := help
@@ -26,8 +26,8 @@ demo: setup ## a real FP16 training run that fails, watched step by step
 test: lint ## lint, format and types, then the test suite with its layers
 	@$(PYTEST) $(WORKERS)
 
-slow: setup ## the tests that take longer than ten seconds each
-	@$(PYTEST) -m slow
+slow: setup ## the tests that take long, or stand beside a quicker one of their kind
+	@$(PYTEST) $(WORKERS) -m slow
 
 bench: setup ## the measured claims: speed of the emulation, of watching, of ranges and of the search
 	@$(BIN)/python -m benchmarks.startup

@@ -1,31 +1,15 @@
-"""Kinds of op: names are read from ATen's, and ops that stand in several kinds mean the same in each."""
+"""The one table of kinds of op."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from ampdbg import ops
+from ampdbg.ops import base_name
 
 
 @pytest.mark.parametrize(
-    ("op", "base"),
-    [
-        (torch.ops.aten.mm.default, "mm"),
-        (torch.ops.aten.mul_.Tensor, "mul"),
-        (torch.ops.aten._to_copy.default, "_to_copy"),
-        (torch.ops.aten.sum.dim_IntList, "sum"),
-    ],
+    ("op", "name"),
+    [("aten.mul_.Tensor", "mul"), ("aten._softmax.default", "_softmax"), ("mul", "mul"), ("", ""), (".", "")],
 )
-def test_an_ops_base_name(op: object, base: str) -> None:
-    assert ops.base_name(str(op)) == base
-
-
-@pytest.mark.parametrize("kind", ["CASTS", "ATEN_MOVES", "FILLS", "OVERWRITES", "ALLOCATES", "SUMS", "POLES"])
-def test_every_op_of_aten_exists(kind: str) -> None:
-    missing = [name for name in getattr(ops, kind) if not hasattr(torch.ops.aten, name)]
-    assert missing == []
-
-
-def test_what_moves_values_neither_multiplies_nor_adds_them() -> None:
-    assert not (ops.MOVES | ops.ATEN_MOVES) & (ops.PRODUCTS | ops.SCALINGS | ops.SUMS | ops.RANDOM)
+def test_an_op_has_a_base_name_also_in_a_damaged_record(op: str, name: str) -> None:
+    assert base_name(op) == name

@@ -123,7 +123,7 @@ def _interruptible() -> Iterator[None]:
 
 @posix
 @pytest.mark.usefixtures("_interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.Signals, folder: Path) -> None:
     process = subprocess.Popen(
         command("scan", "c.yaml", "--steps", "1000", "--set", "data.args.delay=0.01"),

@@ -169,7 +169,7 @@ OVERFLOWS = {
 }
 
 
-QUICK = ("t5", "gpt2 queries and keys", "llama, checkpointed", "vit", "whisper convolutions")
+QUICK = ("gpt2 queries and keys", "llama, checkpointed", "whisper convolutions")
 """One of each kind of overflow; the others take the same way, and are slow."""
 
 EACH = [
