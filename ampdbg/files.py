@@ -8,8 +8,17 @@ import os
 import secrets
 import shutil
 import stat
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+TEMPORARY = ".ampdbg-proof-"
+"""What the names of temporary folders begin with: no folder of a user's may."""
+
+ABANDONED = 60.0
+"""Seconds after which such a folder that nobody holds was left by a process that was killed."""
 
 
 @contextlib.contextmanager
@@ -32,6 +41,33 @@ def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iter
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards; first go those that killed processes have left."""
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as name, _held(Path(name)):
+        for other in Path(name).parent.glob(f"{TEMPORARY}*"):
+            with contextlib.suppress(OSError), _held(other) as is_held:
+                if is_held and time.time() - other.stat().st_mtime > ABANDONED:
+                    shutil.rmtree(other, ignore_errors=True)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Holds the lock of a folder, which the system frees when a process is killed; False where that cannot be."""
+    with contextlib.ExitStack() as stack:
+        is_held = False
+        if sys.platform != "win32":
+            import fcntl
+
+            with contextlib.suppress(OSError):  # another holds it, or the file system has no locks
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+        yield is_held
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from ampdbg.files import replace_file
+from ampdbg import files
+from ampdbg.files import replace_file, temporary_folder
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
@@ -41,3 +45,30 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     replace_file(pipe, b"through it")
     reader.join(10)
     assert (read, pipe.is_fifo()) == ([b"through it"], True)
+
+
+HOLDS = """
+import os, signal
+from ampdbg.files import temporary_folder
+with temporary_folder() as folder:
+    print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such locks")
+def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(files, "ABANDONED", -1.0)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", HOLDS], env=environment, capture_output=True, text=True, check=False)
+    left = Path(done.stdout.strip())
+    assert left.parent == tmp_path
+    assert left.exists()
+    (tmp_path / "ampdbg-of-mine").mkdir()
+    with temporary_folder() as first:
+        assert not left.exists()
+        with temporary_folder() as second:  # what is held stays
+            assert first.exists()
+            assert second.exists()
+    assert [item.name for item in tmp_path.iterdir()] == ["ampdbg-of-mine"]

@@ -15,12 +15,13 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
+
+from ampdbg.files import temporary_folder
 
 if TYPE_CHECKING:
     from ampdbg.observer import Observer
@@ -72,8 +73,8 @@ def _seen_by(start: Start, job: Job, steps: Path, observer: Observer) -> Seen:
 
     from ampdbg.proof.jobs import Seen
 
-    with tempfile.TemporaryDirectory(prefix="ampdbg-proof-", ignore_cleanup_errors=True) as name:
-        task, result, output = (Path(name, part) for part in ("task", "result", "output"))
+    with temporary_folder() as folder:
+        task, result, output = (folder / part for part in ("task", "result", "output"))
         try:
             task.write_bytes(pickle.dumps((job, steps, torch.get_num_threads(), sys.argv)))
             with output.open("wb") as errors, start([str(task), str(result)], errors) as (stages, wait):

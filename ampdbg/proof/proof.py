@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS
 from ampdbg.config.schema import LossScale, Precision
 from ampdbg.errors import AmpdbgError
+from ampdbg.files import temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.proof.experiments import save_steps
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
@@ -43,8 +43,8 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
     Raises:
         KeyboardInterrupt: the process that was under way has been ended.
     """
-    with tempfile.TemporaryDirectory(prefix="ampdbg-steps-", ignore_cleanup_errors=True) as folder:
-        steps = Path(folder, "steps.pt")
+    with temporary_folder() as folder:
+        steps = folder / "steps.pt"
         try:
             save_steps(failing, steps)
         except AmpdbgError as why:
