@@ -97,7 +97,9 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     if fp64 is None or fp64.error or is_finite(fp64):
         return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
     if fp64.loss == math.inf and made.replays[1].loss == math.inf:
-        share = f": {producer.inf} of {producer.size} values" if producer else ""
+        # torch's CTC loss has one value a sample, before any mean.
+        unit = "samples" if producer and "ctc_loss" in producer.op else "values"
+        share = f": {producer.inf} of {producer.size} {unit}" if producer else ""
         message = f"the loss is infinite in FP32 and FP64 too{where}{share}"
         return finding_at("infinite-loss", made, message, producer)
     return finding_at("true-nan", made, f"the step is not finite in FP32 and FP64 either{where}", producer)

@@ -12,6 +12,7 @@ CASE = Case(
     code="infinite-loss",
     verdict="other",
     step=0,
+    says=("1 of 2 samples",),
     twin=("loss.args.zero_infinity=true",),
 )
 
