@@ -16,7 +16,7 @@ from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
 from ampdbg.record.file import latest_record, to_json
 from ampdbg.record.pins import Form
-from ampdbg.report import formats, suggestion
+from ampdbg.report.formats import written
 
 from . import bisect, options, progress
 from .output import Saved, look_of, results_only, save, say, typed_as, write_result
@@ -61,6 +61,8 @@ def command(
                 max_trials=max_trials,
                 observer=observer,
             )
+        from ampdbg.report import suggestion  # `ampdbg --help` need not wait for the pages
+
         saved, text = save(found, run.record), suggestion.content(found)
         file = saved.handed_over
         if output is not None and text is not None:
@@ -76,7 +78,7 @@ def command(
                 is_applied=apply,
                 is_record=given.record is not None,
             )
-            say(formats.written(found, typed, look_of(sys.stderr), "text").rstrip())
+            say(written(found, typed, look_of(sys.stderr), "text").rstrip())
         write_result(to_json(found) if run.json else text or b"" if is_printed else b"", stdout)
     if saved.failure is not None:
         raise saved.failure
