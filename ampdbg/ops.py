@@ -81,6 +81,9 @@ CREATES = _names(
 )
 """What makes a tensor, or what describes one, of no other tensor's values."""
 
+KEEPS_THE_REST = _names("_ctc_loss")
+"""What gives more than its result, one loss a sample: the rest is for its own backward pass."""
+
 RANDOM = _names(
     """dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax bernoulli
     multinomial normal poisson rand randn randint randperm rand_like randn_like randint_like

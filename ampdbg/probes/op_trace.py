@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.ops import ALLOCATES, OVERWRITES
+from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.source_lines import innermost_line, is_recomputing
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
@@ -27,12 +27,14 @@ from ampdbg.source.ownership import Line
 class OpTraits:
     """``written`` and ``numeric`` are argument names with their positions: tensors that the op writes into, and
     arguments whose plain numbers are values and not sizes or dimensions. ``allocates`` says that what it
-    returns is memory as it was found, ``overwrites`` that it does not read what it writes over."""
+    returns is memory as it was found, ``overwrites`` that it does not read what it writes over, ``keeps_the_rest``
+    that only the first of what it returns is its result."""
 
     name: str
     is_view: bool
     allocates: bool
     overwrites: bool
+    keeps_the_rest: bool
     written: tuple[tuple[int, str], ...]
     numeric: tuple[tuple[int, str], ...]
 
@@ -50,6 +52,7 @@ def traits_of(op: Any) -> OpTraits:
         is_view=_is_view(op, base_name),
         allocates=base_name in ALLOCATES,
         overwrites=base_name in OVERWRITES or any(a.is_out for _, a in arguments),
+        keeps_the_rest=base_name in KEEPS_THE_REST,
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
     )
@@ -182,8 +185,7 @@ class OpTrace(PlacedOps):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op, unless its outputs hold no floating-point values."""
-        # What torch's CTC loss makes besides one loss a sample is for its own backward pass.
-        output = together(map(self.known.of, made[:1] if "_ctc_loss" in traits.name else made))
+        output = together(map(self.known.of, made[:1] if traits.keeps_the_rest else made))
         if output.size:
             self.ops.append(OpSeen(traits.name, place, before, output, parameter))
             self.noted(self.ops[-1], made)

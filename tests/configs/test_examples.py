@@ -6,22 +6,17 @@ import math
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record, Step
 from tests.commands.program import ROOT, Result, start
+from tests.siblings import slow_but_for
 
 FORWARD = ["linear_attention", "camera"]
 """Examples whose loss is not finite from the first step."""
 
 QUICK = ["camera", "house_prices"]
 EXAMPLES = [*FORWARD, "house_prices", "vit"]
-
-
-def but_for(quick: list[str], names: list[str]) -> list[ParameterSet]:
-    """The names as parameters, of which the others are slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 def scan(folder: Path, config: str, *options: str) -> tuple[Result, Record]:
@@ -56,7 +51,7 @@ def test_every_example_has_a_healthy_twin_and_a_header() -> None:
         assert "# Expect: exit code" in header
 
 
-@pytest.mark.parametrize("name", but_for(["linear_attention"], FORWARD))
+@pytest.mark.parametrize("name", slow_but_for(["linear_attention"], FORWARD))
 def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name)
     assert result.code == 1
@@ -92,7 +87,7 @@ def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tm
     assert {"scale-collapse"} <= {finding.code for finding in record.findings}
 
 
-@pytest.mark.parametrize("name", but_for(QUICK, EXAMPLES))
+@pytest.mark.parametrize("name", slow_but_for(QUICK, EXAMPLES))
 def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, f"{name}_healthy")
     assert result.code == 0
@@ -101,7 +96,7 @@ def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
     assert_learns(record)
 
 
-@pytest.mark.parametrize("name", but_for(["house_prices"], EXAMPLES))
+@pytest.mark.parametrize("name", slow_but_for(["house_prices"], EXAMPLES))
 def test_a_failing_example_is_healthy_in_fp32(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name, "--set", "precision.level=O0")
     assert result.code == 0

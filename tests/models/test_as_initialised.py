@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from ampdbg.commands.scan import exit_code
 from ampdbg.record.run import Record
 from tests.models.runs import LANGUAGE, SIGHT_AND_SOUND, Workload, scanned
+from tests.siblings import slow_but_for
 
 FIRST_T5 = {"feed_forward_proj": "relu", "tie_word_embeddings": True}
 EAGER = {"attn_implementation": "eager"}
@@ -70,24 +69,20 @@ RUNS_OTHERWISE = (
 )
 
 
-def each(workloads: Sequence[Workload], quick: Collection[int]) -> list[ParameterSet]:
-    """All as parameters, of which a few of each kind are quick and the others slow."""
-    marks = (() if number in quick else pytest.mark.slow for number in range(len(workloads)))
-    return [pytest.param(workload, marks=mark) for workload, mark in zip(workloads, marks, strict=True)]
-
-
 def assert_healthy(record: Record) -> None:
     assert [finding for finding in record.findings if finding.code != "scale-calibration"] == []
     assert record.verdict == "healthy"
     assert exit_code(record, "warning") == 0
 
 
-@pytest.mark.parametrize("workload", each(TRANSFORMERS, quick=(2, 5, 7, 8, 10, 13, 15)), ids=str)
+@pytest.mark.parametrize(
+    "workload", slow_but_for([TRANSFORMERS[number] for number in (2, 5, 7, 8, 10, 13, 15)], TRANSFORMERS), ids=str
+)
 def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 10))
 
 
-@pytest.mark.parametrize("workload", each(TIMM, quick=(0, 2)), ids=str)
+@pytest.mark.parametrize("workload", slow_but_for((TIMM[0], TIMM[2]), TIMM), ids=str)
 def test_a_model_of_timm_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 10))
 
@@ -99,7 +94,9 @@ def test_a_model_of_full_width_is_healthy(workload: Workload, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("overrides", RUNS_OTHERWISE, ids=" ".join)
-@pytest.mark.parametrize("workload", each([TRANSFORMERS[number] for number in (0, 2, 15)], quick=(1,)), ids=str)
+@pytest.mark.parametrize(
+    "workload", slow_but_for([TRANSFORMERS[2]], [TRANSFORMERS[0], TRANSFORMERS[2], TRANSFORMERS[15]]), ids=str
+)
 def test_a_model_is_healthy_in_other_kinds_of_run(
     workload: Workload, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import yaml
 from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from tests.models.test_outliers import OVERFLOWS, planted
+from tests.siblings import slow_but_for
 
 # Behind the residual the stream itself stays beyond half, and so are the inputs of the next convolutions.
 BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsample.0")}
@@ -17,9 +18,7 @@ BESIDES = {"residual of a resnet of timm": ("layer2.0.conv1", "layer2.0.downsamp
 QUICK = ("gpt2 queries and keys",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OVERFLOWS]
-)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, OVERFLOWS))
 def test_the_module_with_the_outliers_is_the_set(name: str, tmp_path: Path) -> None:
     overflow = OVERFLOWS[name]
     workload = planted(overflow)

@@ -9,6 +9,7 @@ import pytest
 from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.run import Record
+from tests.siblings import slow_but_for
 from tests.zoo.test_zoo import CASES, FILES, config_of
 
 # What must run in FP32; where the case's finding names a line of a module with children, only its own lines.
@@ -82,7 +83,7 @@ QUICK = ("scores_before_scaling", "gradient_overflow", "residual_add")
 """What a search has found healthy on the step and three further batches cures the run; these few hold it quickly."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SETS])
+@pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))
 def test_the_set_cures_the_run(name: str, tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == name)
     pins = f"precision.pins=[{', '.join(repr(pin) for pin in SETS[name])}]"

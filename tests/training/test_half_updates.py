@@ -14,7 +14,8 @@ from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.record.run import HalfUpdates
 from ampdbg.replay.run import Run, prepared
-from ampdbg.training.loop import ComparedUpdates, train
+from ampdbg.training.half_updates import ComparedUpdates
+from ampdbg.training.loop import train
 
 WORKLOAD = """
 import torch
