@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.config.file import read_yaml
+from ampdbg.config.yaml_document import read_yaml
 from ampdbg.escapes import harmless, printable
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Handover, Pin

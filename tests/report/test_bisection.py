@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampdbg.config.file import read_yaml
+from ampdbg.config.yaml_document import read_yaml
 from ampdbg.record.pins import Outcome, Pin, PinSite, Search, Trial
 from ampdbg.record.run import Record
 from ampdbg.report.bisection import ENDINGS
