@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampdbg.formats import FLOAT32, FORMATS
+
 Wider = Mapping[torch.dtype, torch.dtype]
 """What each dtype becomes; those that are not in it stay."""
 
@@ -60,11 +62,24 @@ def widened(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
     return tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
 
 
-def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays."""
+def rounded(tensor: torch.Tensor, dtype: torch.dtype, draw: int = 0) -> torch.Tensor:
+    """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays.
+
+    Each ``draw`` but 0 rounds what lies between two of its values up or down at random, in a way of its own.
+    """
     if not tensor.is_floating_point() or tensor.layout is not torch.strided:
         return tensor
-    return torch.where(tensor.abs() <= torch.finfo(dtype).max, tensor.to(dtype).to(tensor.dtype), tensor)
+    drawn = _at_random(tensor, dtype, draw) if draw and type(tensor) is torch.Tensor else tensor
+    return torch.where(tensor.abs() <= torch.finfo(dtype).max, drawn.to(dtype).to(tensor.dtype), tensor)
+
+
+def _at_random(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Tensor:
+    """Noise in the bits that ``dtype`` lacks, which are cut off then, carries over as often as they are large."""
+    missing = FLOAT32.precision - FORMATS[str(dtype).removeprefix("torch.")].precision
+    generator = torch.Generator(tensor.device).manual_seed(draw)
+    bits = tensor.float().contiguous().view(torch.int32)
+    noise = torch.empty_like(bits).random_(1 << missing, generator=generator)
+    return ((bits + noise) >> missing << missing).view(torch.float32)
 
 
 @contextlib.contextmanager

@@ -179,7 +179,7 @@ class Replay:
 
     ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
     asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
-    were rounded to the run's dtype first: how far that is from FP32 is the noise floor.
+    were rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
 
     ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
     ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so;

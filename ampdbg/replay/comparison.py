@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import Producer, Replay
-from ampdbg.replay.replay import Replayed
+from ampdbg.replay.replay import Manner, Replayed, TraceKind
 
 PRODUCERS_KEPT = 20
 """So many producers of a replay go into the record; the first is the one that counts."""
@@ -25,6 +26,10 @@ MOST_OF_IT = 0.5
 
 DEPARTURE = 16.0
 """So many times FP32's own magnitude is more than rounding: something was divided by almost nothing, or cancelled."""
+
+ROUNDINGS = 4
+"""So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
+near values, such as neighbours, one way may change nothing and another all."""
 
 _Key = tuple[OpPlace, str]
 """What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
@@ -73,6 +78,33 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
     }
 
 
+def noise_of(fp32: Replayed, dtype: str, replayed: Callable[[Manner, TraceKind], Replayed]) -> Callable[[], Replayed]:
+    """FP32 on weights and inputs rounded to ``dtype``: of several roundings the one whose gradients are furthest from
+    FP32's, with the loss that is. It is made when it is first called for."""
+
+    def make() -> Replayed:
+        manners = (Manner("float32", rounds_to=dtype, draw=draw) for draw in range(ROUNDINGS))
+        furthest = _compared(replayed(next(manners), SampleTrace), fp32)
+        for manner in manners:
+            furthest = _further(furthest, _compared(replayed(manner, SampleTrace), fp32), fp32.replay.loss)
+        return furthest
+
+    return functools.cache(make)
+
+
+def _compared(noise: Replayed, fp32: Replayed) -> Replayed:
+    return replace(noise, replay=replace(noise.replay, **compared_gradients(noise, fp32)))
+
+
+def _further(one: Replayed, other: Replayed, loss: float) -> Replayed:
+    """The one whose gradients are further away, with the loss that is further from ``loss``."""
+    if not (is_finite(one.replay) and is_finite(other.replay)):
+        return one
+    further = max(one, other, key=lambda noise: noise.replay.gradient_distance or 0.0)
+    losses = (one.replay.loss, other.replay.loss)
+    return replace(further, replay=replace(further.replay, loss=max(losses, key=lambda each: abs(each - loss))))
+
+
 def distances(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> dict[str, Any]:
     """As :func:`compared_gradients`; the floor is made only where a gradient is lost that may be noise."""
     against = compared_gradients(low, fp32)
@@ -86,8 +118,7 @@ def held_against(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return (replay,)
     noise = floor()
-    replay = replace(replay, **compared_gradients(low, fp32, noise))
-    return replay, replace(noise.replay, **compared_gradients(noise, fp32))
+    return replace(replay, **compared_gradients(low, fp32, noise)), noise.replay
 
 
 def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:

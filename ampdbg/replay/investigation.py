@@ -21,7 +21,7 @@ from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import distances, first_far_op, held_against, producers_of
+from ampdbg.replay.comparison import distances, first_far_op, held_against, noise_of, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
@@ -90,10 +90,11 @@ class _Replays:
         low = self._low(traced=self._producers, keep_gradients=True)
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
-        replay, *floor = held_against(low, fp32, lambda: self._floor)
+        noise = self._floor(fp32)
+        replay, *floor = held_against(low, fp32, noise)
         far = None
         if floor and not agrees(replay, fp32.replay, *floor):
-            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), self._floor)
+            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), noise())
         return replace(made, replays=(replay, producers_of(fp32, fp32), *floor), first_far=far)
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
@@ -111,10 +112,11 @@ class _Replays:
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
         return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
 
-    @cached_property
-    def _floor(self) -> Replayed:
-        manner = Manner("float32", rounds_to=self._as_it_was.dtype)
-        return self._replay("FP32 on rounded weights", manner, traced=SampleTrace, keep_gradients=True)
+    def _floor(self, fp32: Replayed) -> Callable[[], Replayed]:
+        def replayed(manner: Manner, traced: TraceKind) -> Replayed:
+            return self._replay("FP32 on rounded weights", manner, traced=traced, keep_gradients=True)
+
+        return noise_of(fp32, self._as_it_was.dtype, replayed)
 
     def _wider(self, fp32: Replay) -> Replay:
         """FP64 where FP32 is not finite; else bfloat16, which has FP32's range and less than FP16's precision."""
@@ -132,7 +134,7 @@ class _Replays:
             if not is_finite(low.replay):
                 yield low.replay
                 continue
-            yield replace(low.replay, **distances(low, fp32, lambda: self._floor))
+            yield replace(low.replay, **distances(low, fp32, self._floor(fp32)))
             return
 
     def _continued(self) -> tuple[float, ...]:
@@ -309,7 +311,7 @@ class PinnedReplays:
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):
             return self._made(producers_of(low, self.fp32))
-        replay, *floor = held_against(low, self.fp32, lambda: self._floor)
+        replay, *floor = held_against(low, self.fp32, self._floor)
         made = self._made(replay, *floor)
         if is_brief or not floor or replay.producers or agrees(replay, self.fp32.replay, *floor):
             return made
@@ -336,7 +338,7 @@ class PinnedReplays:
         return tried[0 if self.scales.is_lossless else -1]
 
     def _keeps_its_gradients(self, low: Replayed) -> bool:
-        return keeps_its_gradients(replace(low.replay, **distances(low, self.fp32, lambda: self._floor)))
+        return keeps_its_gradients(replace(low.replay, **distances(low, self.fp32, self._floor)))
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale
@@ -346,13 +348,12 @@ class PinnedReplays:
             yield scale
 
     @cached_property
-    def _floor(self) -> Replayed:
-        """FP32 on weights and inputs rounded to half: the noise floor."""
-        return self._replay(Manner("float32", rounds_to=self._low), SampleTrace)
+    def _floor(self) -> Callable[[], Replayed]:
+        return noise_of(self.fp32, self._low, self._replay)
 
     @cached_property
     def _references(self) -> tuple[Replayed, Replayed]:
-        return self._replay(FP32, SampleTrace), self._floor
+        return self._replay(FP32, SampleTrace), self._floor()
 
     def _sampled(self, pins: Sequence[str]) -> Replayed:
         with self._pinned(pins):

@@ -39,17 +39,19 @@ class Manner:
 
     ``dtype`` is what autocast lowers to; ``float32`` and ``float64`` run without autocast. When ``is_lifted``
     the half tensors that the code or the model itself asks for are that wide too; else all is as in the
-    run. Weights and batch are first rounded to ``rounds_to``, where it is set.
+    run. Weights and batch are first rounded to ``rounds_to``, where it is set: to the nearest, or in a ``draw`` of
+    its own at random.
     """
 
     dtype: str
     scale: float = 1.0
     is_lifted: bool = True
     rounds_to: str = ""
+    draw: int = 0
 
     def altered(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of the model or the batch becomes."""
-        own = rounded(tensor, DTYPES[self.rounds_to]) if self.rounds_to else tensor
+        own = rounded(tensor, DTYPES[self.rounds_to], self.draw) if self.rounds_to else tensor
         return widened(own, LIFTS[self.dtype]) if self.is_lifted and self.dtype in LIFTS else own
 
 

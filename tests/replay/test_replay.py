@@ -110,6 +110,7 @@ MANNERS = [
     Manner("float16", 1024.0, is_lifted=False),
     Manner("float32"),
     Manner("float32", rounds_to="float16"),
+    Manner("float32", rounds_to="float16", draw=1),
     Manner("bfloat16"),
     Manner("float64"),
 ]
