@@ -16,7 +16,7 @@ torch is imported only once the config is known to be right: that takes seconds,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ def scan(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
 
-    with _diagnosed("scan"):
+    with _diagnosed("scan", diagnose):
         return diagnose(train(checked, observer=observer, replays=replays))
 
 
@@ -63,7 +63,8 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
     from ampdbg.diagnosis.ranges import diagnose_ranges
     from ampdbg.training.loop import profile_ranges
 
-    return diagnose_ranges(profile_ranges(checked, observer=observer))
+    with _diagnosed("ranges", diagnose_ranges):
+        return diagnose_ranges(profile_ranges(checked, observer=observer))
 
 
 def bisect(
@@ -90,9 +91,10 @@ def bisect(
     """
     checked = _given(config, changes, module).config
     observer.start(checked.train.steps)
+    from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.pinning.bisection import bisect_run
 
-    with _diagnosed("bisect"):
+    with _diagnosed("bisect", diagnose):
         return bisect_run(checked, strategy=strategy, max_trials=max_trials, observer=observer)
 
 
@@ -125,10 +127,11 @@ def suggest_fp32(
     """
     given = _given(latest_record() if config is None else config, changes)
     observer.start(given.config.train.steps)
+    from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.patch.file_edits import write_edits
     from ampdbg.proof.suggestion import suggest
 
-    with _diagnosed("suggest-fp32"):
+    with _diagnosed("suggest-fp32", diagnose):
         found = suggest(
             given.config,
             form=form,
@@ -152,13 +155,11 @@ def _given(config: str | Path | Given | None, changes: Changes, module: str | Pa
 
 
 @contextlib.contextmanager
-def _diagnosed(command: str) -> Iterator[None]:
+def _diagnosed(command: str, diagnose: Callable[[Record], Record]) -> Iterator[None]:
     """An error carries the record of the steps before it, diagnosed, as the ``command``'s own."""
     try:
         yield
     except AmpdbgError as error:
         if isinstance(error.record, Record):
-            from ampdbg.diagnosis.diagnose import diagnose
-
             error.record = replace(diagnose(error.record), command=command)
         raise

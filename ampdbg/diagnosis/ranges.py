@@ -70,10 +70,10 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
 def diagnose_ranges(record: Record) -> Record:
     """The record of ``ampdbg ranges`` with its findings: overflows first, in order of execution.
 
-    The verdict is ``inconclusive`` where something is beyond a limit and ``healthy`` where nothing is.
+    The verdict is ``healthy`` where nothing is beyond a limit, else ``inconclusive``: also where nothing was measured.
     """
     findings = (*autocast_errors(record), *_overflows(record), *_no_scale(record))
-    return replace(record, findings=findings, verdict="inconclusive" if findings else "healthy")
+    return replace(record, findings=findings, verdict="inconclusive" if findings or record.error else "healthy")
 
 
 def _overflows(record: Record) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from ampdbg.record.codes import catalogued
 from ampdbg.record.run import Record, Site
 
 from . import view
-from .scan import TONES
+from .scan import TONES, raised, stopped
 from .view import line, more, ran_on, with_option
 
 NEAR_BITS = 2.0
@@ -43,7 +43,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
     facts = (_step(record), counted(len(record.sites), "site"), duration(record.elapsed))
     return view.Page(
-        view.Headline("stopped" if record.interrupted else TONES[record.verdict], _sentence(record)),
+        view.Headline("stopped" if stopped(record) else TONES[record.verdict], _sentence(record)),
         tuple(_sections(record, typed)),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
@@ -52,6 +52,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
+    yield from raised(record)
     others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
     if others:
         yield view.Findings(others)
@@ -63,6 +64,8 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
+    if record.error:
+        return view.NextCommand("run it again once that is repaired", f"ampdbg ranges {typed.config}")
     if record.findings:
         return view.NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
     if record.sites:
@@ -79,8 +82,8 @@ def _step(record: Record) -> str:
 
 
 def _sentence(record: Record) -> str:
-    if record.interrupted:
-        return f"Interrupted after {counted(len(record.steps), 'step')}, before the ranges were measured."
+    if early := stopped(record):
+        return f"{early}, before the ranges were measured."
     if record.autocast_error is not None:
         return "Autocast made the step raise an error, so its ranges could not be measured."
     starts = [site for site in record.sites if site.phase == "forward" and site.overflow == "starts"]

@@ -42,9 +42,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 
 def _sections(record: Record) -> Iterator[view.Section]:
-    if record.error:
-        first, *others = record.error.splitlines()
-        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
+    yield from raised(record)
     if record.findings:
         yield view.Findings(record.findings)
     if any(step.skipped or not math.isfinite(step.loss) for step in record.steps):
@@ -56,6 +54,13 @@ def _sections(record: Record) -> Iterator[view.Section]:
         yield _tensor_table(record.steps)
 
 
+def raised(record: Record) -> Iterator[view.Section]:
+    """The error that stopped the run, if one did."""
+    if record.error:
+        first, *others = record.error.splitlines()
+        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
+
+
 # The headline
 
 
@@ -64,11 +69,16 @@ def headline(record: Record) -> view.Headline:
     tone, sentence = TONES[record.verdict], _sentence(record)
     if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
         tone = "bad"
-    if record.interrupted or record.error:
-        why = "An error stopped the run" if record.error else "Interrupted"
-        planned = f" of {record.planned_steps:,}" if record.planned_steps else ""
-        return view.Headline("stopped", f"{why} after {len(record.steps):,}{planned} steps. {sentence}".rstrip())
-    return view.Headline(tone, sentence)
+    early = stopped(record)
+    return view.Headline("stopped", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
+
+
+def stopped(record: Record) -> str:
+    """What stopped the run before its end, and when; "" where nothing did."""
+    why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
+    done, planned = len(record.steps), record.planned_steps
+    count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
+    return f"{why} after {count}" if why else ""
 
 
 def _sentence(record: Record) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch
 
 from ampdbg.config.schema import Config
 from ampdbg.environment import describe_environment
-from ampdbg.errors import AmpdbgError, UserCodeError
+from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.module_calls import compiled_notes, module_paths
-from ampdbg.probes.shadow_trace import sites_of
+from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch, watch
-from ampdbg.record.run import Record, Unseen
+from ampdbg.record.run import AutocastError, Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared, run_pass
@@ -69,60 +70,80 @@ def train_prepared(
     replays: int,
     on_investigated: OnInvestigated | None = None,
 ) -> Record:
-    """As :func:`train`, on a run that is prepared already and goes on to be used; says nothing of the time it took.
+    """As :func:`train`, on a run that is prepared already and goes on to be used; says nothing of how long that took.
 
     ``on_investigated`` is called while the weights are still those of the step.
     """
-    record = new_record(run, command)
-    started = time.monotonic()
-    error, failure, interrupted, unseen = None, None, False, Unseen()
-    with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
+    model, unseen = run.workload.model, Unseen()
+    with watch(model, run.workload.optimizers, observer.step) as watcher:
         investigator = Investigator(run, watcher, replays, observer, on_investigated)
         updates = ComparedUpdates(run)
-        try:
-            with run.workload.user.reading("training"):
-                for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
-                    pass
-        except KeyboardInterrupt:
-            interrupted = True
-        except AmpdbgError as raised:
-            error = autocast_error(raised, len(watcher.steps), run.workload.model)
-            failure = None if error or watcher.calls.explains(raised.__cause__) else raised
-            if error is not None:
-                investigator.raised()
-    model = run.workload.model
+        with _noted(run, watcher, watcher.calls.explains) as ending:
+            for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
+                pass
+        if ending.autocast_error is not None:
+            investigator.raised()
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
-    record = replace(
-        record,
-        environment=describe_environment(run.config, run.device),
-        steps=watcher.steps,
-        groups=watcher.groups,
-        misuses=watcher.misuses,
+    return _record(
+        run,
+        command,
+        watcher,
+        ending,
         unseen=replace(unseen, notes=(*unseen.notes, *notes, *watcher.notes)),
-        interrupted=interrupted,
-        error=str(failure or ""),
-        autocast_error=error,
         investigations=tuple(investigator.found),
         half_updates=updates.seen,
-        elapsed=round(time.monotonic() - started, 3),
     )
-    if failure is not None:
-        failure.record = record if record.steps else None
-        raise failure
-    return record
 
 
-def new_record(run: Run, command: str) -> Record:
-    """The record of a run that is about to begin."""
-    return Record(
+@dataclass
+class Ending:
+    """When a run began, and how it ended; ``failure`` is an error that no finding explains."""
+
+    created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    started: float = field(default_factory=time.monotonic)
+    interrupted: bool = False
+    autocast_error: AutocastError | None = None
+    failure: AmpdbgError | None = None
+
+
+@contextlib.contextmanager
+def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], bool]) -> Iterator[Ending]:
+    """Notes what ends the run early; an error that the watcher ``explains`` is a misuse of which it says more."""
+    ending = Ending()
+    try:
+        with run.workload.user.reading("training"):
+            yield ending
+    except KeyboardInterrupt:
+        ending.interrupted = True
+    except AmpdbgError as raised:
+        ending.autocast_error = autocast_error(raised, len(watcher.steps), run.workload.model)
+        if ending.autocast_error is None and not explains(raised.__cause__):
+            ending.failure = raised
+
+
+def _record(run: Run, command: str, watcher: Watch, ending: Ending, **seen: Any) -> Record:
+    """The record of a run that has ended; a failure is raised, and carries it if a step had ended by then."""
+    record = Record(
         command=command,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=ending.created.isoformat(timespec="seconds"),
         environment=describe_environment(run.config, run.device),
         config=run.config.resolved(),
         config_folder=run.config.folder_from_start(),
         verdict="inconclusive",
         planned_steps=run.config.train.steps,
+        steps=watcher.steps,
+        groups=watcher.groups,
+        misuses=watcher.misuses,
+        interrupted=ending.interrupted,
+        error=str(ending.failure or ""),
+        autocast_error=ending.autocast_error,
+        elapsed=round(time.monotonic() - ending.started, 3),
+        **seen,
     )
+    if ending.failure is not None:
+        ending.failure.record = record if record.steps else None
+        raise ending.failure
+    return record
 
 
 def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
@@ -175,35 +196,23 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
         observer: sees each optimizer step.
 
     Returns:
-        A record with ``sites``, not yet diagnosed; after an interrupt without them.
+        A record with ``sites``, not yet diagnosed; after an interrupt, or an error that autocast causes, without them.
 
-    Raises:
-        WorkloadError: a target cannot be used, or the device is not there.
-        UserCodeError: the user's code raised, and would have raised in FP32 too.
+    Raises: as :func:`train`.
     """
     started = time.monotonic()
+    ranges: tuple[RangeSeen, ...] = ()
+    unseen = Unseen()
     with prepared(config) as run:
-        record = new_record(run, "ranges")
-        with watch(run.workload.model, run.workload.optimizers, observer.step) as watcher:
-            seen = _ranges_of_last_step(run, watcher)
-        record = replace(record, steps=watcher.steps, groups=watcher.groups, **seen)
+        with (
+            watch(run.workload.model, run.workload.optimizers, observer.step) as watcher,
+            _noted(run, watcher, lambda error: False) as ending,
+        ):
+            snapshot = _up_to_last_step(run, watcher)
+            with watcher.paused():
+                ranges, unseen = shadow_step(run, snapshot)
+        record = _record(run, "ranges", watcher, ending, sites=sites_of(ranges), unseen=unseen)
     return replace(record, elapsed=round(time.monotonic() - started, 3))
-
-
-def _ranges_of_last_step(run: Run, watcher: Watch) -> dict[str, Any]:
-    """The record's keys that the step, or what kept it from ending, has to fill."""
-    try:
-        snapshot = _up_to_last_step(run, watcher)
-        with watcher.paused():
-            ranges, unseen = shadow_step(run, snapshot)
-    except KeyboardInterrupt:
-        return {"interrupted": True}
-    except UserCodeError as raised:
-        error = autocast_error(raised, len(watcher.steps), run.workload.model)
-        if error is None:
-            raise
-        return {"autocast_error": error}
-    return {"sites": sites_of(ranges), "unseen": unseen}
 
 
 def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:

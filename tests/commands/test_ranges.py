@@ -65,6 +65,23 @@ def test_order_and_top_choose_what_is_listed(here: Here) -> None:
     assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
 
 
+def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -> None:
+    code = HEALTHY.replace(
+        "def step(model, batch):", "CALLS = []\n\ndef step(model, batch):\n    CALLS.append(1 / (3 - len(CALLS)))"
+    )
+    config(here.folder, code)
+    result = here("ranges", "c.yaml", "--quiet", "--steps", "9", "--record", "r.json")
+    assert (result.code, result.stdout) == (2, "")
+    assert "ZeroDivisionError: division by zero" in result.stderr
+    assert result.stderr.splitlines()[-1] == "the 3 steps before it: ampdbg report r.json"
+    record = read_record(here.folder / "r.json")
+    assert (record.command, record.verdict, len(record.steps), record.planned_steps) == ("ranges", "inconclusive", 3, 9)
+    shown = here("report", "r.json").stdout
+    assert shown.startswith("! An error stopped the run after 3 of 9 steps, before the ranges were measured.")
+    assert "ZeroDivisionError" in shown
+    assert "Everything fits" not in shown
+
+
 @pytest.mark.parametrize("option", [("--steps", "0"), ("--top", "0"), ("--order", "loudest")])
 def test_a_wrong_option_is_refused(here: Here, option: tuple[str, str]) -> None:
     result = here("ranges", "c.yaml", *option)

@@ -122,7 +122,7 @@ def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
 
 def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
     stopped = replace(overflowing(), sites=(), findings=(), interrupted=True)
-    assert plain(stopped).startswith("! Interrupted after 0 steps, before the ranges were measured.")
+    assert plain(stopped).startswith("! Interrupted after 0 of 1 step, before the ranges were measured.")
     error = AutocastError("misuse-bce", 0, "unsafe to autocast")
     text = plain(diagnose_ranges(replace(overflowing(), sites=(), autocast_error=error)))
     assert text.startswith("? Autocast made the step raise an error")
