@@ -16,6 +16,11 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, in a line; its type where it says nothing."""
+    return text_of(error).strip().partition("\n")[0] or type(error).__name__
+
+
 class AmpdbgError(Exception):
     """ampdbg could not run; the message says what was given, what is allowed and what to type next.
 

@@ -102,13 +102,9 @@ def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bo
 
 def _warn_of_uncommitted(given: Given) -> None:
     """Which files the patch will be of is not known before the search; that it may not be written is said now."""
-    from ampdbg.config.targets import parse_target
     from ampdbg.patch.file_edits import uncommitted
 
-    config = given.config
-    specs = filter(None, (config.model, config.data, config.loss, config.step))
-    files = dict.fromkeys(target.path(config.folder) for spec in specs if (target := parse_target(spec.target)).file)
-    for file in files:
+    for file in given.config.target_files():
         if uncommitted(file):
             say(
                 f"warning: {file} has uncommitted changes: without --force a patch of it is not applied, but saved "

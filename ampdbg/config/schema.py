@@ -188,6 +188,16 @@ class Config(ConfigFile):
             above = above.rpartition(".")[0]
         return f"{self.places[above]}: {key}" if above else key
 
+    def targets(self) -> dict[str, TargetSpec]:
+        """What it names, by key."""
+        values = {key: getattr(self, key) for key in ConfigFile.model_fields}
+        return {key: value for key, value in values.items() if isinstance(value, TargetSpec)}
+
+    def target_files(self) -> tuple[Path, ...]:
+        """The files of its targets, each once."""
+        targets = (parse_target(spec.target) for spec in self.targets().values())
+        return tuple(dict.fromkeys(target.path(self.folder) for target in targets if target.file))
+
     def resolved(self) -> dict[str, Any]:
         """All keys with defaults filled in, as plain data; paths stay as they were written."""
         return self.model_dump(mode="json", exclude={"folder", "start", "places"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import LinePin
 from ampdbg.probes.op_trace import OpTrace
+from ampdbg.probes.source_lines import tracing
 from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step, shadow_step
 from ampdbg.replay.run import Run
@@ -103,10 +103,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
 
 @contextlib.contextmanager
 def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, int], UsersCall]) -> Iterator[None]:
-    """Notes for each of a library's ``lines`` which call in the user's code led to the function that holds it.
-
-    A debugger's or a coverage tool's own trace function is put back afterwards.
-    """
+    """Notes for each of a library's ``lines`` which call in the user's code led to the function that holds it."""
     files = {file for file, _ in lines}
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
@@ -117,13 +114,8 @@ def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, in
         call = _users_call(frame) if wanted and wanted[0] not in found else None
         found.update((line, call) for line in wanted if call is not None)
 
-    before = sys.gettrace()
-    if lines:
-        sys.settrace(on_call)
-    try:
+    with tracing(on_call) if lines else contextlib.nullcontext():
         yield
-    finally:
-        sys.settrace(before)
 
 
 def _users_call(frame: FrameType) -> UsersCall | None:

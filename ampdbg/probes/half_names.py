@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import HALVES
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -34,8 +34,7 @@ NamesByLine = Mapping[tuple[str, int], LineNames]
 def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
     """Notes the dtypes of names, attributes and constant elements in every function that holds one of ``lines``.
 
-    Values are looked at just before a line runs, in this thread. A debugger's or a coverage tool's own trace
-    function is put back afterwards. Code that cannot be parsed is passed over.
+    Values are looked at just before a line runs, in this thread. Code that cannot be parsed is passed over.
     """
     expressions = {file: _expressions_of(file, {line for other, line in lines if other == file}) for file, _ in lines}
     seen: dict[tuple[str, int], LineNames] = {}
@@ -50,12 +49,8 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
     def on_call(frame: FrameType, event: str, argument: Any) -> Any:
         return on_line if expressions.get(frame.f_code.co_filename) else None
 
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
+    with tracing(on_call):
         yield seen
-    finally:
-        sys.settrace(before)
 
 
 def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, ast.expr]]]:

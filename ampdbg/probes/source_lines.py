@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from torch.utils import checkpoint
 
@@ -41,6 +44,18 @@ def is_recomputing(depth: int = 1) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextlib.contextmanager
+def tracing(on_call: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Calls ``on_call`` as ``sys.settrace`` does, in this thread; a debugger's or a coverage tool's own trace function
+    is put back afterwards."""
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def source_of(line: Line) -> Source:

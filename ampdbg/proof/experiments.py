@@ -13,10 +13,10 @@ from typing import IO, Any
 
 import torch
 
-from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
+from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import health_of, on_further_batches
-from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, first_line, overlaid, prepared_with
+from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
 from ampdbg.replay.investigation import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step

@@ -17,7 +17,6 @@ from typing import Literal
 from unittest.mock import patch
 
 from ampdbg.config.schema import Config
-from ampdbg.errors import text_of
 from ampdbg.replay.investigation import ScaleRange
 from ampdbg.replay.run import Run, prepared
 
@@ -123,11 +122,6 @@ class Seen:
     eval_failure: str = ""
     runs: Mapping[str, Trained] = field(default_factory=dict)
     uses: Mapping[str, StepUse] = field(default_factory=dict)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line; its type where it says nothing."""
-    return text_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
 # A patch in force

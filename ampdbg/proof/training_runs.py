@@ -13,16 +13,16 @@ import torch
 
 from ampdbg.config.schema import Config, LossScale
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounded
-from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, first_line, prepared_with
+from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, prepared_with
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
-from ampdbg.replay.run import Run, loss_of, prepared, run_pass
+from ampdbg.replay.run import loss_of, prepared, run_pass
 from ampdbg.training.loop import train, update_weights
 
 OfAStep = TypeVar("OfAStep")
@@ -152,7 +152,9 @@ def fp32_losses(
         without_scale = run.mode.scaler()
         batches, losses = run.workload.batches(), []
         for number in range(config.train.steps):
-            losses.append(_accumulated(run, tuple(itertools.islice(batches, config.train.accumulate))))
+            run.workload.clear_gradients()
+            of_step = tuple(itertools.islice(batches, config.train.accumulate))
+            losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:
                 update_weights(run, without_scale)
     return tuple(losses)
@@ -161,9 +163,3 @@ def fp32_losses(
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         parameter.data.copy_(rounded(parameter.data, dtype))
-
-
-def _accumulated(run: Run, batches: tuple[object, ...]) -> float:
-    for optimizer in run.workload.optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    return loss_of(run_pass(run.workload, batches, run.mode.forward))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
-from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widened
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
@@ -159,8 +159,7 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
 
 def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
     for _ in range(steps):
-        for optimizer in run.workload.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        run.workload.clear_gradients()
         loss, error = _try(run, replace(snapshot, batches=duplicate(snapshot.batches)), FP32)
         if error:
             return
@@ -181,7 +180,7 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
         with lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext():
             return _forward_and_backward(run, snapshot, manner, stops_at_loss), ""
     except AmpdbgError as error:
-        return math.nan, str(error).partition("\n")[0] or type(error).__name__
+        return math.nan, first_line(error)
 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:

@@ -96,7 +96,7 @@ def train_prepared(
 
 
 @dataclass
-class Ending:
+class RunEnd:
     """When a run began, and how it ended; ``failure`` is an error that no finding explains."""
 
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
@@ -107,9 +107,9 @@ class Ending:
 
 
 @contextlib.contextmanager
-def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], bool]) -> Iterator[Ending]:
+def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], bool]) -> Iterator[RunEnd]:
     """Notes what ends the run early; an error that the watcher ``explains`` is a misuse of which it says more."""
-    ending = Ending()
+    ending = RunEnd()
     try:
         with run.workload.user.reading("training"):
             yield ending
@@ -121,7 +121,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
             ending.failure = raised
 
 
-def _record(run: Run, command: str, watcher: Watch, ending: Ending, **seen: Any) -> Record:
+def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
     """The record of a run that has ended; a failure is raised, and carries it if a step had ended by then."""
     record = Record(
         command=command,
@@ -173,8 +173,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
 
 def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
     """Adds up the gradients of one step's micro-batches; returns whether every loss was finite: the one sync a step."""
-    for optimizer in run.workload.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    run.workload.clear_gradients()
     for batch in batches:
         watcher.log.batch.extend(nonfinite_in_batch(batch))
     cast = [run.mode.cast(batch) for batch in batches]

@@ -16,16 +16,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ampdbg.config.schema import Config, TargetSpec
+from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
-from ampdbg.errors import WorkloadError
+from ampdbg.errors import WorkloadError, first_line
 from ampdbg.quantities import listed
 from ampdbg.workload.batches import BatchSource
 from ampdbg.workload.losses import StepFunction, choose_step, losses_in
 from ampdbg.workload.targets import Found, Importer, a, forget_user_modules
 from ampdbg.workload.user_code import UserCode
-
-_TARGETS = ("model", "data", "loss", "step", "optimizer")
 
 # Where training scripts put the state dict within what they save.
 _NESTINGS = ("state_dict", "model_state_dict", "model")
@@ -56,6 +54,11 @@ class Workload:
         """
         return self.source.batches()
 
+    def clear_gradients(self) -> None:
+        """Before a step's first pass."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
     def losses(self, batch: Any) -> dict[str, torch.Tensor]:
         """The losses of one batch by name, each of shape (); ``{"loss": ...}`` where there is one.
 
@@ -79,7 +82,8 @@ def build_workload(config: Config, device: torch.device) -> Workload:
         UserCodeError: the user's code raised.
     """
     forget_user_modules()
-    user = UserCode(_folders(config), config.start)
+    folders = dict.fromkeys([*(file.parent for file in config.target_files()), config.folder])
+    user = UserCode(tuple(folders), config.start)
     with user.reading("building the workload"):
         found = _find_all(config, user)
         model = _model(found["model"])
@@ -96,22 +100,10 @@ def build_workload(config: Config, device: torch.device) -> Workload:
         )
 
 
-def _specs(config: Config) -> dict[str, TargetSpec]:
-    specs = ((key, getattr(config, key)) for key in _TARGETS)
-    return {key: spec for key, spec in specs if spec is not None}
-
-
-def _folders(config: Config) -> tuple[Path, ...]:
-    """The folders of the target files, and the config's own."""
-    targets = [parse_target(spec.target) for spec in _specs(config).values()]
-    files = [target.path(config.folder) for target in targets if target.file]
-    return tuple(dict.fromkeys([*(file.parent for file in files), config.folder]))
-
-
 def _find_all(config: Config, user: UserCode) -> dict[str, Found]:
     """What every target names; all that are missing are reported together."""
     importer, found, missing = Importer(config, user), {}, []
-    for key, spec in _specs(config).items():
+    for key, spec in config.targets().items():
         try:
             found[key] = Found(key, config, spec, importer.find(key, parse_target(spec.target)), user)
         except WorkloadError as error:
@@ -200,7 +192,7 @@ def _read(path: Path, where: str) -> Any:
     except WorkloadError:
         raise
     except Exception as error:  # noqa: BLE001 - unpickling a file that is no pickle raises anything
-        reason = (str(error).strip().partition("\n")[0] or type(error).__name__).rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise WorkloadError(
             f"{where}: {path.name} cannot be read; allowed: what torch.save wrote, or a .safetensors file ({reason})"
         ) from None
