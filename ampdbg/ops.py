@@ -69,6 +69,9 @@ JOINS = _names("cat concat concatenate stack hstack vstack dstack")
 FILLS = _names("fill index_fill masked_fill")
 """What writes the number that it is given."""
 
+WRITTEN_OUT = _names("lift_fresh")
+"""What hands over a tensor that the code wrote out, ``x[mask] = -1e9`` too: its numbers are rounded before that."""
+
 ALLOCATES = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_")
 """What returns memory as it was found."""
 

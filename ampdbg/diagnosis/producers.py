@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
-from ampdbg.ops import CASTS, POLES, base_name
+from ampdbg.ops import CASTS, POLES, WRITTEN_OUT, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
@@ -135,8 +135,9 @@ def _beyond_range(suspect: Suspect) -> str:
 
 
 def _writes_a_constant(suspect: Suspect) -> str:
+    magnitude = suspect.producer.input_largest or suspect.value or 0.0
     return (
-        f"{named(suspect.producer)} writes a constant of magnitude {number(suspect.producer.input_largest)} into a "
+        f"{named(suspect.producer)} writes a constant of magnitude {number(magnitude)} into a "
         f"{suspect.format.short} tensor: it becomes infinite there, and rows that are masked throughout become NaN"
     )
 
@@ -208,6 +209,8 @@ def named(producer: Producer) -> str:
     """The op and its module, as messages name them; few know what a cast is called."""
     is_cast = producer.op.startswith("aten._to_copy")
     what = CAST_NAMES.get(producer.phase, producer.op) if is_cast else op_name(producer.op)
+    if base_name(producer.op) in WRITTEN_OUT:
+        what = "the code"
     return f"{what} in {producer.module}" if producer.module else what
 
 

@@ -22,8 +22,11 @@ from ampdbg.source.expressions import bare, code_of, find, names_read, spelled, 
 from ampdbg.source.imports import dotted, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
-FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0}
+FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0, "new_tensor": 0}
 """Methods that write a number into a tensor of their own kind, and which argument that is."""
+
+CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
+"""Functions that make a tensor of a number, of a dtype that they are told, and which argument the number is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 """Methods whose first argument, or ``min``, is the least value that they leave."""
@@ -38,7 +41,7 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     """Keeps the constants of statements within the range of the tensors that they are written into.
 
     A mask beyond it becomes ``torch.finfo(x.dtype).min``, and half of that where it is multiplied: what is added to
-    it stays in range. What is added to a divisor, or is its least value, becomes at least
+    it stays in range. A mask made elsewhere is clamped where it is cast to half. What is added to a divisor, or is its least value, becomes at least
     ``torch.finfo(x.dtype).tiny``.
 
     Args:
@@ -57,7 +60,11 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
             located = file.at(line)
             bindings = Bindings(file.module, located.function)
             torch, is_missing = torch_in(bindings)
-            found = dict(_Constants(bindings, frozenset(half), f"{torch}.finfo").replaced(located.line))
+            constants = _Constants(bindings, frozenset(half), torch)
+            found = dict(constants.replaced(located.line))
+            # A name may stand for a number or for a tensor: it is edited where no number is written out.
+            numbers = {constant: text for constant, text in found.items() if _value(constant) is not None}
+            found = numbers or dict(constants.clamped(located.line)) or found
             if not found:
                 raise EditError(NOTHING, line)
             _refuse_comparisons(located.function or file.module)
@@ -97,29 +104,60 @@ class _Replacer(cst.CSTTransformer):
 
 @dataclass(frozen=True)
 class _Constants:
-    """The constants of a statement, in which ``half`` held half tensors; ``finfo`` is how torch.finfo is called."""
+    """The constants of a statement, in which ``half`` held half tensors; ``torch`` is how torch is called."""
 
     bindings: Bindings
     half: frozenset[str]
-    finfo: str
+    torch: str
+
+    @property
+    def finfo(self) -> str:
+        """How ``torch.finfo`` is called."""
+        return f"{self.torch}.finfo"
 
     def replaced(self, statement: cst.CSTNode) -> Replacements:
         """Each constant that half cannot hold, and what is to stand in its place."""
+        cast = {id(node) for owner, _ in self.clamped(statement) for node in walk(owner)}
         for node in walk(statement):
             match node:
                 case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
                     yield from self._in_call(name, owner, args)
                 case cst.Assign(targets=[cst.AssignTarget(target=cst.Subscript(value=owner))], value=value):
                     yield from self._filled(value, owner)
-                case cst.BinaryOperation(left=left, operator=cst.Multiply(), right=right):
+                case cst.BinaryOperation(left=left, operator=cst.Multiply(), right=right) if id(node) not in cast:
                     yield from self._multiplied(left, right)
                     yield from self._multiplied(right, left)
                 case cst.BinaryOperation(left=left, operator=cst.Add(), right=right):
                     yield from self._least(left, right)
                     yield from self._least(right, left)
 
+    def clamped(self, statement: cst.CSTNode) -> Replacements:
+        """A mask made in FP32, where it is cast to half: what is added to it there stays in range."""
+        for call in find(statement, cst.Call):
+            match call:
+                case cst.Call(func=cst.Attribute(value=owner, attr=cst.Name(value=name)), args=args):
+                    dtype = self._dtype_of(name, args)
+                    if dtype and not self._is_tensor(owner):
+                        mask = f"({spelled(owner)})" if owner.lpar else spelled(owner)
+                        yield owner, f"{mask}.clamp(min={self.finfo}({dtype}).min / 2)"
+
+    def _dtype_of(self, name: str, args: Sequence[cst.Arg]) -> str:
+        """What a cast to half casts to; "" where a call is none."""
+        if name == "half":
+            return f"{self.torch}.float16"
+        to = _argument(args, 0, "dtype") if name in ("to", "type_as") else None
+        if to is None:
+            return ""
+        text = spelled(to)
+        if name == "to" and text.endswith(("dtype", "float16", "half")):
+            return text
+        return f"{text}.dtype" if name == "type_as" or code_of(to) in self.half else ""
+
     def _in_call(self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]) -> Replacements:
-        if name in FILLS:
+        dtype = _argument(args, len(args), "dtype") if name in CREATES else None
+        if dtype is not None and spelled(dtype).endswith(("dtype", "float16", "half")):
+            yield from self._within(_argument(args, CREATES[name], "fill_value"), spelled(dtype))
+        elif name in FILLS:
             yield from self._filled(_argument(args, FILLS[name], "value"), owner)
         elif name in LEAST_VALUES:
             yield from self._least(_argument(args, 0, "min"), owner)
@@ -131,14 +169,19 @@ class _Constants:
 
     def _filled(self, constant: cst.BaseExpression | None, owner: cst.BaseExpression) -> Replacements:
         """A number that is written into ``owner``, or a name that may stand for one."""
-        tensor = self._tensor_of(owner)
-        if constant is None or not tensor:
-            return
-        value = _value(constant)
+        match constant:
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
+                constant = inner
+        if tensor := self._tensor_of(owner):
+            yield from self._within(constant, f"{tensor}.dtype")
+
+    def _within(self, constant: cst.BaseExpression | None, dtype: str) -> Replacements:
+        """A number, or a name that may stand for one, within the range of a dtype."""
+        value = None if constant is None else _value(constant)
         if value is not None and FLOAT16.largest < abs(value) < math.inf:
-            yield constant, f"{self.finfo}({tensor}.dtype).{'min' if value < 0 else 'max'}"
-        elif value is None and self._may_be_number(constant):
-            yield constant, f"max({spelled(constant)}, {self.finfo}({tensor}.dtype).min)"
+            yield constant, f"{self.finfo}({dtype}).{'min' if value < 0 else 'max'}"
+        elif constant is not None and value is None and self._may_be_number(constant):
+            yield constant, f"max({spelled(constant)}, {self.finfo}({dtype}).min)"
 
     def _multiplied(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
         """A mask's number, or a name that may stand for one beside a half tensor."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ampdbg.formats import FLOAT16
-from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, base_name
+from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, WRITTEN_OUT, base_name
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import Magnitude, float_values, leaves_of
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
@@ -50,6 +50,8 @@ class ProducerTrace(OpTrace):
         """The magnitude of all inputs; they are looked at once more if the op produces."""
         self._given, self._numbers = given, numbers
         self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
+        if base_name(traits.name) in WRITTEN_OUT and given[0].dtype is torch.float16:
+            return NOTHING  # what it is given is infinite where the number that was written is beyond half
         return super().before(traits, given, numbers)
 
     def after(
@@ -76,11 +78,19 @@ class ProducerTrace(OpTrace):
     def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
         if name in CASTS:
             return self._casts_a_constant()
+        if name in WRITTEN_OUT:
+            return True
         beyond = [number for number in self._numbers if abs(number) >= FLOAT16.overflow_threshold]
         if name in SCALINGS and beyond:
             # (1 - mask) * -1e9 is a mask; activations * 1e5 are a product that overflows.
             return any(_is_one_value_times(self._given, number) for number in beyond)
-        return bool(beyond) or self._goes_below_the_lowest(seen, made)
+        return bool(beyond) or self._takes_a_number(name) or self._goes_below_the_lowest(seen, made)
+
+    def _takes_a_number(self, name: str) -> bool:
+        """Whether a tensor of no dimensions that is no weight, as ``torch.tensor(-1e9)``, is beyond FP16."""
+        single = [] if name in SCALINGS else [tensor for tensor in self._given if tensor.dim() == 0]
+        single = [tensor for tensor in single if not self._origins.is_of_weights(tensor)]
+        return any(self.known.of(tensor).largest >= FLOAT16.overflow_threshold for tensor in single)
 
     def _casts_a_constant(self) -> bool:
         """Whether what is beyond FP16 is one negative constant several times, or beyond anything that is computed.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
-from ampdbg.ops import CASTS, base_name
+from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
@@ -41,7 +41,7 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
     met = _largest_by_key(fp32.trace.ops) if fp32.trace else {}
-    starts = [index for index, seen in enumerate(trace.ops) if seen.produces]
+    starts = [index for index, seen in enumerate(trace.ops) if seen.produces and not _is_meant(seen, met)]
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
@@ -53,6 +53,11 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
             seen, circumstances = departure, Circumstances()
         found[_producer(seen, met.get(_key(seen)), circumstances)] = None
     return replace(replayed.replay, producers=tuple(found))
+
+
+def _is_meant(seen: OpSeen, met: Mapping[_Key, tuple[float, bool]]) -> bool:
+    """Whether the code writes out an infinity, in FP32 too."""
+    return base_name(seen.op) in WRITTEN_OUT and not met.get(_key(seen), (0.0, False))[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:

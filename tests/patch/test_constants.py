@@ -22,9 +22,38 @@ EDITS = {
         "x = x.masked_fill(m, max(self.fill, torch.finfo(x.dtype).min))",
     ),
     "where": ("x = torch.where(m, x, -1e9)", "x = torch.where(m, x, torch.finfo(x.dtype).min)"),
+    "where, of a tensor": (
+        "x = torch.where(m, x, torch.tensor(-1e9))",
+        "x = torch.where(m, x, torch.tensor(torch.finfo(x.dtype).min))",
+    ),
+    "a tensor of its own": (
+        "x = torch.where(m, x, torch.tensor(-1e9, dtype=x.dtype))",
+        "x = torch.where(m, x, torch.tensor(torch.finfo(x.dtype).min, dtype=x.dtype))",
+    ),
+    "a full tensor": (
+        "x = x + torch.full((4,), -1e9, dtype=x.dtype) * m",
+        "x = x + torch.full((4,), torch.finfo(x.dtype).min, dtype=x.dtype) * m",
+    ),
+    "new_tensor": ("x = x.new_tensor(-1e9)", "x = x.new_tensor(torch.finfo(x.dtype).min)"),
     "an index": ("x[m] = -1e9", "x[m] = torch.finfo(x.dtype).min"),
     "full_like": ("x = torch.full_like(y, -1e9)", "x = torch.full_like(y, torch.finfo(y.dtype).min)"),
     "multiplied": ("x = x + (1.0 - y) * -1e9", "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)"),
+    "a mask that is cast": (
+        "x = x + ((1.0 - m.float()) * -1e9).type_as(x)",
+        "x = x + ((1.0 - m.float()) * -1e9).clamp(min=torch.finfo(x.dtype).min / 2).type_as(x)",
+    ),
+    "a mask by name that is cast": (
+        "x = x + m.to(x.dtype)",
+        "x = x + m.clamp(min=torch.finfo(x.dtype).min / 2).to(x.dtype)",
+    ),
+    "an attribute that is cast": (
+        "x = x + self.bias[0].half()",
+        "x = x + self.bias[0].clamp(min=torch.finfo(torch.float16).min / 2).half()",
+    ),
+    "filled and cast": (
+        "x = (x @ y).masked_fill(m, -1e9).to(x.dtype)",
+        "x = (x @ y).masked_fill(m, torch.finfo(x.dtype).min).to(x.dtype)",
+    ),
     "an eps": ("x = x / (x.norm() + 1e-8)", "x = x / (x.norm() + max(1e-8, torch.finfo(x.dtype).tiny))"),
     "a named eps": (
         "x = x / (x.norm() + self.eps)",
@@ -55,10 +84,14 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
     [
         "x = x.masked_fill(m, -1e4)",
         'x = x.masked_fill(m, float("-inf"))',
+        'x[m] = float("-inf")',
+        "x = x[torch.tensor(y, dtype=torch.long)]",
         "x = x * 1e-8",
         "x = x + 1e-6",
         "x = 2.0 * x + 1e5",
         "x = self.mask(x)",
+        "x = x + m.to(x.device)",
+        "x = x + y.to(x.dtype)",
     ],
 )
 def test_what_half_can_hold_or_is_meant_is_left_alone(line: str) -> None:
@@ -83,7 +116,7 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
     assert edit_constants(missing.encode(), [5]).source.decode().startswith("import math\n\nimport torch\n")
 
 
-@pytest.mark.parametrize("name", ["masked_fill", "multiplied", "an eps", "a least value"])
+@pytest.mark.parametrize("name", ["masked_fill", "multiplied", "a mask that is cast", "an eps", "a least value"])
 def test_fp32_computes_what_it_did(name: str) -> None:
     results = []
     for line in EDITS[name]:

@@ -111,6 +111,20 @@ def test_what_a_model_computes_is_none_though_it_repeats(computed: Callable[[Mod
     assert not of_the_last_producer(lambda model, x: computed(model).half(), PRICES).is_constant
 
 
+WRITTEN_OUT = {
+    "an index": lambda x: x.__setitem__(torch.tensor([True, False]), -1e9),
+    "a slice": lambda x: x.__setitem__((slice(None), slice(1, None)), -1e9),
+    "new_tensor": lambda x: x.new_tensor(-1e9),
+    "tensor": lambda x: torch.tensor([-1e9, 0.0], dtype=torch.float16),
+    "where": lambda x: torch.where(x > 1.0, x, torch.tensor(-1e9)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_a_number_that_is_rounded_as_it_is_written_out_is_a_constant(name: str) -> None:
+    assert of_the_last_producer(lambda model, x: WRITTEN_OUT[name](x.clamp(max=1.0).half()), PRICES).is_constant
+
+
 def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a_sum() -> None:
     limit = torch.finfo(torch.float16).max
     mask = torch.full((4,), -limit, dtype=torch.float16)

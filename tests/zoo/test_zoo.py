@@ -110,6 +110,13 @@ def test_every_fault_has_a_twin() -> None:
     assert [name for name, case in CASES.items() if case.code and not case.twin] == []
 
 
+@pytest.mark.parametrize("overrides", [(), ("train.clip_grad_norm=null",)])
+def test_groups_are_counted_before_gradients_are_clipped(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    [*_, last] = scanned("clipped", tmp_path, overrides).steps
+    counts = {group.name: (each.inf, each.nan) for group in last.groups for each in group.parameters}
+    assert counts == MODULES["clipped"].GROUPS
+
+
 def test_a_short_run_that_takes_no_step_at_all_is_not_healthy(tmp_path: Path) -> None:
     record = scanned("true_nan_gradient", tmp_path, ("train.steps=2",))
     assert all(step.skipped for step in record.steps)

@@ -1,0 +1,43 @@
+"""A mask assigned by index: -1e9 is minus infinity before any op sees it, and a row masked throughout turns NaN."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="mask-constant",
+    verdict="other",
+    op="aten.lift_fresh.default",
+    step=0,
+    says=("the code writes a constant of magnitude 1e+09",),
+    twin=("model.args.fill=-10000.0",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, fill: float = -1e9) -> None:
+        super().__init__()
+        self.fill = fill
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.body(x)
+        scores[:, 3:] = float("-inf")  # in FP32 too: this is meant
+        hidden = torch.zeros_like(scores, dtype=torch.bool)
+        hidden[3] = True
+        scores[hidden] = self.fill  # <- here
+        return self.head(scores.softmax(dim=-1))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
