@@ -34,6 +34,9 @@ SUMS = _names("sum nansum mean cumsum prod var std linalg_vector_norm norm")
 POLES = _names("div reciprocal rsqrt log log2 log10 pow true_divide")
 """Infinite where the last operand is zero."""
 
+SATURATES = _names("exp exp2 sigmoid tanh erf relu")
+"""What comes to the same of an infinity, where that is finite, as of any number beyond half, forward and backward."""
+
 CASTS = _names("_to_copy copy")
 """ATen's casts."""
 

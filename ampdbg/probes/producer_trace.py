@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ampdbg.formats import FLOAT16
-from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, WRITTEN_OUT, base_name
+from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SATURATES, SCALINGS, WRITTEN_OUT, base_name
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
@@ -45,6 +45,14 @@ class ProducerTrace(OpTrace):
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
+        self._infinite: dict[int, int] = {}
+        self._saturated: set[int] = set()
+        self._used: set[int] = set()
+
+    @property
+    def harmless(self) -> set[int]:
+        """The producers whose infinities nothing reads but what makes of them what it makes of FP32's own values."""
+        return self._saturated - self._used
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
@@ -58,14 +66,28 @@ class ProducerTrace(OpTrace):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op."""
+        self._follow_infinities(base_name(traits.name), made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
         self._given = ()
+
+    def _follow_infinities(self, name: str, made: Sequence[torch.Tensor]) -> None:
+        read = {self._infinite[key] for key in map(storage_of, self._given) if key in self._infinite}
+        for tensor in made:
+            self._infinite.pop(storage_of(tensor), None)
+        if name in ATEN_MOVES and len(read) == 1:
+            self._infinite |= dict.fromkeys(map(storage_of, made), *read)
+        elif name in SATURATES and all(self.known.of(tensor).is_finite for tensor in made):
+            self._saturated |= read
+        else:
+            self._used |= read
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         """Notes the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
+            if seen.place.phase == "forward" and base_name(seen.op) not in POLES:
+                self._infinite |= dict.fromkeys(map(storage_of, made), len(self.ops) - 1)
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)

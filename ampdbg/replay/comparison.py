@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
+from ampdbg.formats import FLOAT16
 from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
@@ -31,6 +32,9 @@ ROUNDINGS = 4
 """So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
 near values, such as neighbours, one way may change nothing and another all."""
 
+NOWHERE = (0.0, False)
+"""What is known of an op that FP32 does not come by."""
+
 _Key = tuple[OpPlace, str]
 """What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
 
@@ -41,7 +45,9 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
     met = _largest_by_key(fp32.trace.ops) if fp32.trace else {}
-    starts = [index for index, seen in enumerate(trace.ops) if seen.produces and not _is_meant(seen, met)]
+    harmless = {index for index in trace.harmless if met.get(_key(trace.ops[index]), NOWHERE)[0] > FLOAT16.largest}
+    meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
+    starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
@@ -57,7 +63,7 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
 
 def _is_meant(seen: OpSeen, met: Mapping[_Key, tuple[float, bool]]) -> bool:
     """Whether the code writes out an infinity, in FP32 too."""
-    return base_name(seen.op) in WRITTEN_OUT and not met.get(_key(seen), (0.0, False))[1]
+    return base_name(seen.op) in WRITTEN_OUT and not met.get(_key(seen), NOWHERE)[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
