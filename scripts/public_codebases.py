@@ -50,6 +50,7 @@ class Case:
 
     name: str
     repository: str  # "" where the model code is a package's
+    commit: str = "HEAD"
     paths: tuple[str, ...] = (".",)  # what of it its own scripts have on sys.path
     needs: tuple[str, ...] = ()
     steps: int = 8
@@ -190,6 +191,47 @@ CASES = (
     Case("vit_pytorch", "lucidrains/vit-pytorch", needs=("einops",)),
     Case("vits", "jaywalnut310/vits"),
     Case("vector_quantize", "lucidrains/vector-quantize-pytorch", needs=("einops", "einx")),
+    Case("nanogpt", "karpathy/nanoGPT", commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291"),
+    Case(
+        "rwkv",
+        "BlinkDL/RWKV-LM",
+        commit="524481d5099b38d9bc8ef1e89209161b86c8011b",
+        paths=("RWKV-v1",),
+        fault=Fault(
+            "forward-overflow",
+            "RWKV-v1/src/model.py",
+            "wkv = (torch.einsum('htu,buhc->bthc', w, kv))",
+            ("blocks.1.attn:own",),
+        ),
+    ),
+    Case(
+        "supcon",
+        "HobbitLong/SupContrast",
+        commit="66a8fe53880d6a1084b2e4e0db0a019024d6d41a",
+        steps=3,
+        fault=Fault("true-nan", "losses.py", "log_prob = logits - torch.log(exp_logits.sum(1"),
+    ),
+    Case("mamba", "johnma2006/mamba-minimal", commit="03de542a36d873f6e6c4057ad687278cc6ae944d", needs=("einops",)),
+    Case(
+        "autoformer",
+        "thuml/Autoformer",
+        commit="51c7d416ae120b805fd5beef2f4ccf7de496a6ff",
+        refused="as in torch.fft.rfft(x.float())",
+    ),
+    Case("informer", "zhouhaoyi/Informer2020", commit="29f2a739226a509202a092b464163da81fa74960"),
+    Case(
+        "crnn",
+        "meijieru/crnn.pytorch",
+        commit="3cc7904c5ba20b18fcdc2d02ac2b24a9be9eafaf",
+        steps=3,
+        fault=Fault("infinite-loss", "workload.py", "return F.ctc_loss("),
+    ),
+    Case(
+        "wordlm",
+        "pytorch/examples",
+        commit="77f55b912142e11fcfdf5b530231fb9c52f181e8",
+        paths=("word_language_model",),
+    ),
 )
 
 
@@ -220,7 +262,7 @@ def run(case: Case, folder: Path, clones: Path | None) -> Iterator[str]:
     begin = time.monotonic()
     try:
         if case.repository:
-            fetch(case.repository, folder / "repo", clones)
+            fetch(case, folder / "repo", clones)
         lay_out(case, folder)
         scan(case, folder, found)
         if case.fault is not None and case.fault.pins is not None:
@@ -236,13 +278,15 @@ def run(case: Case, folder: Path, clones: Path | None) -> Iterator[str]:
     yield from differences
 
 
-def fetch(repository: str, checkout: Path, clones: Path | None) -> None:
+def fetch(case: Case, checkout: Path, clones: Path | None) -> None:
     """Clones the repository, without its images and weights, where it is not there yet."""
     if not checkout.exists():
-        source = str(clones / repository.replace("/", "+")) if clones else f"{GITHUB}/{repository}"
+        source = str(clones / case.repository.replace("/", "+")) if clones else f"{GITHUB}/{case.repository}"
         shallow = [] if clones else ["--depth", "1", "--filter=blob:none"]
         git(checkout.parent, "clone", "--quiet", "--no-checkout", *shallow, source, checkout.name)
-    git(checkout, "checkout", "--quiet", "HEAD", "--", "*.py")
+        if not clones and case.commit != "HEAD":
+            git(checkout, "fetch", "--quiet", *shallow, "origin", case.commit)
+    git(checkout, "checkout", "--quiet", case.commit, "--", "*.py")
 
 
 def git(folder: Path, *words: str) -> None:

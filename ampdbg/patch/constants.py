@@ -14,7 +14,7 @@ from typing import Any
 
 import libcst as cst
 
-from ampdbg.formats import FLOAT16
+from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.source.bindings import Bindings
@@ -25,11 +25,17 @@ from ampdbg.source.source_file import EditError, read_source
 FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0, "new_tensor": 0}
 """Methods that write a number into a tensor of their own kind, and which argument that is."""
 
+MASKS = ("masked_fill", "masked_fill_")
+"""Those of them that take nothing but a number."""
+
 CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
 """Functions that make a tensor of a number, of a dtype that they are told, and which argument the number is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
 """Methods whose first argument, or ``min``, is the least value that they leave."""
+
+FLOATS = ("float", "float32")
+"""How torch's float32 is called."""
 
 Replacements = Iterator[tuple[cst.BaseExpression, str]]
 """Constants, and what is to stand in the place of each."""
@@ -41,8 +47,8 @@ def edit_constants(source: bytes, lines: Collection[int], half: Collection[str] 
     """Keeps the constants of statements within the range of the tensors that they are written into.
 
     A mask beyond it becomes ``torch.finfo(x.dtype).min``, and half of that where it is multiplied: what is added to
-    it stays in range. A mask made elsewhere is clamped where it is cast to half. What is added to a divisor, or is its least value, becomes at least
-    ``torch.finfo(x.dtype).tiny``.
+    it stays in range. A mask made elsewhere is clamped where it is cast to half. What is added to a divisor, or is its
+    least value, becomes at least ``torch.finfo(x.dtype).tiny``.
 
     Args:
         source: the file's bytes.
@@ -158,7 +164,7 @@ class _Constants:
         if dtype is not None and spelled(dtype).endswith(("dtype", "float16", "half")):
             yield from self._within(_argument(args, CREATES[name], "fill_value"), spelled(dtype))
         elif name in FILLS:
-            yield from self._filled(_argument(args, FILLS[name], "value"), owner)
+            yield from self._filled(_argument(args, FILLS[name], "value"), owner, is_number=name in MASKS)
         elif name in LEAST_VALUES:
             yield from self._least(_argument(args, 0, "min"), owner)
         elif name == "full_like" and args:
@@ -167,20 +173,24 @@ class _Constants:
             yield from self._filled(args[1].value, args[2].value)
             yield from self._filled(args[2].value, args[1].value)
 
-    def _filled(self, constant: cst.BaseExpression | None, owner: cst.BaseExpression) -> Replacements:
-        """A number that is written into ``owner``, or a name that may stand for one."""
+    def _filled(
+        self, constant: cst.BaseExpression | None, owner: cst.BaseExpression, *, is_number: bool = False
+    ) -> Replacements:
+        """A number that is written into ``owner``, or what ``is_number`` or may stand for one."""
         match constant:
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="tensor")), args=[cst.Arg(value=inner)]):
                 constant = inner
         if tensor := self._tensor_of(owner):
-            yield from self._within(constant, f"{tensor}.dtype")
+            yield from self._within(constant, f"{tensor}.dtype", is_number=is_number)
 
-    def _within(self, constant: cst.BaseExpression | None, dtype: str) -> Replacements:
-        """A number, or a name that may stand for one, within the range of a dtype."""
-        value = None if constant is None else _value(constant)
+    def _within(self, constant: cst.BaseExpression | None, dtype: str, *, is_number: bool = False) -> Replacements:
+        """A number, or what ``is_number`` or may stand for one, within the range of a dtype."""
+        if constant is None:
+            return
+        value = _value(constant)
         if value is not None and FLOAT16.largest < abs(value) < math.inf:
             yield constant, f"{self.finfo}({dtype}).{'min' if value < 0 else 'max'}"
-        elif constant is not None and value is None and self._may_be_number(constant):
+        elif value is None and "finfo" not in spelled(constant) and (is_number or self._may_be_number(constant)):
             yield constant, f"max({spelled(constant)}, {self.finfo}({dtype}).min)"
 
     def _multiplied(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
@@ -254,5 +264,11 @@ def _computed(node: cst.BaseExpression) -> float:
             return math.pow(_computed(left), _computed(right))
         case cst.Call(func=cst.Name(value="float"), args=[cst.Arg(value=cst.SimpleString() as text)]):
             return float(ast.literal_eval(text.value))
+        case cst.Attribute(
+            value=cst.Call(func=finfo, args=[cst.Arg(value=of)]), attr=cst.Name(value="min" | "max" as end)
+        ):
+            if not dotted(finfo).endswith("finfo") or dotted(of).rpartition(".")[2] not in FLOATS:
+                raise ValueError
+            return FLOAT32.largest if end == "max" else -FLOAT32.largest
         case _:
             raise ValueError

@@ -17,6 +17,14 @@ from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 _PLUMBING = ("importlib", "_frozen_importlib", "torch.amp", "torch.utils._contextlib", "torch._ops")
 _PLUMBING_FUNCTIONS = ("_call_impl", "_wrapped_call_impl")
 
+FFT_ERRORS = ("Unsupported dtype Half", "powers of two when computing in half precision")
+"""What torch.fft says of half tensors on a CPU, and on CUDA."""
+
+NO_HALF_FFT = (
+    "under autocast a layer's output is half, of which CUDA transforms only powers of two and a CPU nothing: "
+    "cast it up before, as in torch.fft.rfft(x.float())"
+)
+
 MOST_SHOWN = 500
 """Characters of what an exception says that stand in the message; the traceback has them all."""
 
@@ -122,4 +130,4 @@ def _in_a_line(error: BaseException) -> str:
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
         return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'
-    return line
+    return f"{line}; {NO_HALF_FFT}" if any(text in said for text in FFT_ERRORS) else line

@@ -462,6 +462,13 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         blames_user_code=True,
     ),
     Broken(
+        "torch.fft of half values",
+        MODEL + DATA + _STEP,
+        ("workload.py:step raised RuntimeError: Unsupported dtype Half; under autocast", "cast it up before"),
+        _workload("def step(model, batch):\n    return torch.fft.rfft(model(batch[0]).half(), dim=0).abs().mean()\n"),
+        blames_user_code=True,
+    ),
+    Broken(
         "optimizer argument",
         HEALTHY + "optimizer: {args: {learning_rate: 3e-4}}\n",
         ("config.yaml:4: optimizer.args", "no argument 'learning_rate'", "it takes lr"),

@@ -21,6 +21,22 @@ EDITS = {
         "x = x.masked_fill(m, self.fill)",
         "x = x.masked_fill(m, max(self.fill, torch.finfo(x.dtype).min))",
     ),
+    "a choice": (
+        "x = x.masked_fill(m, -1e9 if self.training else -1e4)",
+        "x = x.masked_fill(m, max(-1e9 if self.training else -1e4, torch.finfo(x.dtype).min))",
+    ),
+    "an item": (
+        'x = x.masked_fill(m, FILLS["mask"])',
+        'x = x.masked_fill(m, max(FILLS["mask"], torch.finfo(x.dtype).min))',
+    ),
+    "the lowest of FP32": (
+        "x = x.masked_fill(m, torch.finfo(torch.float32).min)",
+        "x = x.masked_fill(m, torch.finfo(x.dtype).min)",
+    ),
+    "the lowest of FP32, multiplied": (
+        "x = x + (1.0 - y) * torch.finfo(torch.float).min",
+        "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)",
+    ),
     "where": ("x = torch.where(m, x, -1e9)", "x = torch.where(m, x, torch.finfo(x.dtype).min)"),
     "where, of a tensor": (
         "x = torch.where(m, x, torch.tensor(-1e9))",
@@ -89,6 +105,8 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
         "x = x * 1e-8",
         "x = x + 1e-6",
         "x = 2.0 * x + 1e5",
+        "x = x.masked_fill(m, torch.finfo(x.dtype).min)",
+        "x = x + (1.0 - y) * torch.finfo(torch.float16).min",
         "x = self.mask(x)",
         "x = x + m.to(x.device)",
         "x = x + y.to(x.dtype)",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from ampdbg.config.file import load_config
-from ampdbg.proof.suggestion import suggest
+from ampdbg.proof.suggestion import Suggestion, suggest
 
 LIBRARY = """\
 def energy_loss(output, target):
@@ -48,14 +49,20 @@ train: {steps: 3}
 """
 
 
-def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / "site-packages"
-    library.mkdir()
-    (library / "energies.py").write_text(LIBRARY)
+def found_with(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Suggestion:
+    """What is suggested where the installed package is this."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "energies.py").write_text(library)
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    monkeypatch.syspath_prepend(str(library))
-    found = suggest(load_config(tmp_path / "config.yaml"), verify=False)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "energies", raising=False)
+    return suggest(load_config(tmp_path / "config.yaml"), verify=False)
+
+
+def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_with(LIBRARY, tmp_path, monkeypatch)
     assert found.record.handover is not None
     assert [unit.title for unit in found.record.handover.units] == ["energy_loss() on line 22 of net.py"]
     (edit,) = found.edits
@@ -63,3 +70,8 @@ def test_the_users_call_of_a_librarys_function_is_wrapped(tmp_path: Path, monkey
         "    with torch.autocast(device_type=output.device.type, enabled=False):\n"
         "        return energy_loss(output.float(), target)\n"
     )
+
+
+def test_a_library_that_casts_by_itself_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_with(LIBRARY.replace("output * output", "output.float() ** 2"), tmp_path, monkeypatch)
+    assert (found.record.verdict, found.record.pins, found.edits) == ("healthy", (), ())
