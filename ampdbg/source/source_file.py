@@ -108,12 +108,13 @@ class SourceFile:
         if not isinstance(statement, cst.SimpleStatementLine):
             reason = "it is the head of a compound statement; compute what it needs on a line of its own first"
             raise EditError(reason, number)
-        functions: list[cst.FunctionDef] = []
-        is_off, imports = False, imports_of(self.module.body)
-        for node in self._around(statement):
-            is_off |= not functions and disables_autocast(node, imports)
-            functions += [node] if isinstance(node, cst.FunctionDef) else []
-        return Located(statement, self.span(statement), self.qualname(statement), tuple(reversed(functions)), is_off)
+        around = list(self._around(statement))
+        functions = tuple(node for node in reversed(around) if isinstance(node, cst.FunctionDef))
+        bodies = (self.module.body, *(function.body.body for function in functions))
+        imports = {name: origin for body in bodies for name, origin in imports_of(body).items()}
+        within = around[: around.index(functions[-1]) + 1] if functions else around
+        is_off = any(disables_autocast(node, imports) for node in within)
+        return Located(statement, self.span(statement), self.qualname(statement), functions, is_off)
 
     def above(self, number: int) -> list[int]:
         """The first lines of the statements above the one on a line, in its own suite, the nearest first.

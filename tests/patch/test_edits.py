@@ -174,6 +174,10 @@ LEFT_ALONE = {
         "import torch\ndef f(x):\n    with torch.autocast('cuda', enabled=False):\n        x @ x  #! pin half: x",
         "autocast is off there already",
     ),
+    "off by a name of the function's": (
+        "def f(x):\n    from torch import autocast as a\n    with a(enabled=False):\n        x @ x  #! pin half: x",
+        "autocast is off there already",
+    ),
     "no tensor": (
         "import torch\ndef f():\n    return torch.ones(2) * 2.0  #! pin full: y",
         "no named tensor is there",
