@@ -66,7 +66,7 @@ class Lines(Observer):
 
     def replay(self, step: int, doing: str) -> None:
         if step not in self._replayed:
-            say(f"replaying step {step} in other precisions and scales, {doing} first")
+            say(f"replaying step {step} in other precisions and at other loss scales")
         self._replayed.add(step)
 
     def search(self, modules: tuple[str, ...]) -> None:

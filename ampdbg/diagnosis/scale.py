@@ -122,14 +122,15 @@ def _cause(made: Investigation, record: Record) -> Finding:
 
 
 def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
-    """The finding with the first of the skipped steps in a row that end in the replayed one."""
+    """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in steps if step.skipped and math.isfinite(step.loss)}
     first = found.step
     while first - 1 in skipped:
         first -= 1
-    if first == found.step or found.phase != "backward":
+    if first == found.step or found.phase not in OVERFLOWS:
         return found
-    return replace(found, step=first, evidence={**found.evidence, "replayed_step": found.step})
+    message = f"{found.message}; step {found.step} was replayed, and every step from {first} on was skipped"
+    return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
 def _is_calibration(made: Investigation, record: Record) -> bool:

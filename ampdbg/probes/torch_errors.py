@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ampdbg.errors import AmpdbgError, text_of
+from ampdbg.errors import AmpdbgError, UserCodeError, text_of
 from ampdbg.probes.call_order import Call, CallOrder, Hit
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
@@ -57,6 +57,11 @@ def _is_decorated(context: type) -> bool:
     return all(hasattr(getattr(function, name, None), "__wrapped__") for name in ("forward", "backward"))
 
 
+DTYPES_DIFFER = (
+    r"must have the same dtype|expected .*scalar type|expected .* to have the same dtype|same scalar type"
+    r"|Input type .* should be the same|found (dtype )?(Half|BFloat16|c10::Half)|dtype of .* does not match"
+)
+
 TORCH_ERRORS = (
     TorchError(r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True),
     TorchError(
@@ -65,13 +70,7 @@ TORCH_ERRORS = (
         by_autocast=True,
         in_loop=True,
     ),
-    TorchError(
-        r"must have the same dtype|expected .*scalar type|expected .* to have the same dtype|same scalar type"
-        r"|Input type .* should be the same|found (dtype )?(Half|BFloat16|c10::Half)|dtype of .* does not match",
-        "misuse-custom-function",
-        in_loop=True,
-        applies=_in_undecorated_function,
-    ),
+    TorchError(DTYPES_DIFFER, "misuse-custom-function", in_loop=True, applies=_in_undecorated_function),
     TorchError(r"Attempting to unscale FP16 gradients", "misuse-half-parameters", by_autocast=True),
     TorchError(r"unscale_\(\) has already been called", decide=CallOrder.code_of_second_unscale),
     TorchError(r"unscale_\(\) is being called after step\(\)", decide=CallOrder.code_of_late_unscale),
@@ -98,6 +97,19 @@ def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> Au
     owners = [value for frame, _ in traceback.walk_tb(cause.__traceback__) for value in _first_argument(frame)]
     running = [names[value] for value in owners if isinstance(value, torch.nn.Module) and value in names]
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
+
+
+def explained(raised: AmpdbgError) -> AmpdbgError:
+    """The same error; where two dtypes have met, with what autocast has to do with it and what to do."""
+    if not isinstance(raised, UserCodeError) or not re.search(DTYPES_DIFFER, text_of(raised.__cause__ or raised)):
+        return raised
+    why = (
+        "under autocast some ops return half and others float32, and this op takes only one dtype: "
+        "bring its inputs to one, as with x.float()"
+    )
+    told = UserCodeError(f"{raised}\n{why}", raised.user_traceback)
+    told.__cause__ = raised.__cause__
+    return told
 
 
 def misuse_of_error(error: BaseException) -> str:

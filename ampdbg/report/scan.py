@@ -78,7 +78,8 @@ def stopped(record: Record) -> str:
     why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
     done, planned = len(record.steps), record.planned_steps
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
-    return f"{why} after {count}" if why else ""
+    searching = ", in the search that follows" if done == planned and record.command in SEARCHES else ""
+    return f"{why} after {count}{searching}" if why else ""
 
 
 def _sentence(record: Record) -> str:
@@ -261,7 +262,7 @@ def _rows(found: Overflows) -> tuple[tuple[str, ...], ...]:
 
 def _with_worst(hit: GroupHits) -> str:
     """The group, and the worst of its parameters unless that is the group's own name."""
-    return hit.name if hit.worst in ("", hit.name) else f"{hit.name} ({hit.worst})"
+    return hit.name if hit.worst in ("", hit.name) else f"{hit.name} (worst: {hit.worst})"
 
 
 def _everywhere(found: Overflows) -> tuple[view.Line, ...]:

@@ -19,7 +19,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
-from ampdbg.probes.torch_errors import autocast_error
+from ampdbg.probes.torch_errors import autocast_error, explained
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import AutocastError, Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
@@ -118,7 +118,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
     except AmpdbgError as raised:
         ending.autocast_error = autocast_error(raised, len(watcher.steps), run.workload.model)
         if ending.autocast_error is None and not explains(raised.__cause__):
-            ending.failure = raised
+            ending.failure = explained(raised) if run.mode.dtype is not torch.float32 else raised
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:

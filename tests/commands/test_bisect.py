@@ -114,7 +114,7 @@ def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: 
     fake(replace(nothing_to_pin(), search=None, interrupted=True))
     result = here("bisect", "config.yaml", "--quiet")
     assert result.code == 130
-    assert result.stdout.startswith("! Interrupted after 50")
+    assert result.stdout.startswith("! Interrupted after 50 of 50 steps, in the search that follows.")
 
 
 def test_json_is_the_record(here: Here, fake: Callable[[Record], Faked]) -> None:

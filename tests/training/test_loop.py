@@ -71,6 +71,11 @@ def bce(model, batch):
 def fails(model, batch):
     return model(batch[0][:, :3]).mean()
 
+def distances(model, batch):
+    features = model.body(batch[0])
+    squares = features.float().square().sum(1, keepdim=True)
+    return (squares + squares.t()).addmm_(features, features.t(), alpha=-2).mean()
+
 def sparse():
     return nn.Embedding(10, 3, sparse=True)
 
@@ -253,6 +258,17 @@ def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str,
 def test_an_error_of_the_users_is_not_a_finding(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="raised RuntimeError"):
         run(tmp_path, **step_function("fails"))
+
+
+def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_not(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="same dtype, but got") as raised:
+        run(tmp_path, **step_function("distances"))
+    assert str(raised.value).endswith("this op takes only one dtype: bring its inputs to one, as with x.float()")
+    assert "in distances" in raised.value.user_traceback
+    assert run(tmp_path, **step_function("distances"), precision={"level": "O0"}).verdict == "healthy"
+    with pytest.raises(UserCodeError) as raised:
+        run(tmp_path, **step_function("fails"))
+    assert "autocast" not in str(raised.value)
 
 
 def test_user_code_that_says_cuda_runs_on_a_cpu(tmp_path: Path) -> None:

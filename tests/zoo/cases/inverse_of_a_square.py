@@ -1,0 +1,42 @@
+"""A layer overflows from the first step on; the inverse of its square is 0, so every loss is finite and no gradient is."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    code="forward-overflow",
+    verdict="precision",
+    module="wide",
+    step=0,
+    phase="forward",
+    follows=("scale-collapse",),
+    says=("step 4 was replayed, and every step from 0 on was skipped",),
+    twin=("model.args.gain=1.0",),
+)
+
+
+class Model(nn.Module):
+    def __init__(self, gain: float = 1e6) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.wide.bias.fill_(1.0).mul_(gain)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.wide(x)  # <- here
+        return self.head(1 / (1 + h * h))
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output, target)
