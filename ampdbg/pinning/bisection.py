@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,7 +90,6 @@ def bisected(
     observer: Observer,
 ) -> Iterator[Bisected]:
     """As :func:`bisect_run`, for what has to be done with the run after the search."""
-    started = time.monotonic()
     kept: Kept = {}
     with prepared(config) as run:
 
@@ -110,7 +108,7 @@ def bisected(
                         record = _searched(run, record, failing, strategy, max_trials, observer)
                 except KeyboardInterrupt:  # before the first trial has ended
                     record = replace(record, interrupted=True)
-        yield Bisected(run, replace(record, elapsed=round(time.monotonic() - started, 3)), tuple(failing))
+        yield Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.errors import AmpdbgError, text_of
 from ampdbg.probes.call_order import Call, CallOrder, Hit
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
@@ -62,6 +62,11 @@ DTYPES_DIFFER = (
     r"|Input type .* should be the same|found (dtype )?(Half|BFloat16|c10::Half)|dtype of .* does not match"
 )
 
+DTYPES_MEET = (
+    "under autocast some ops return half and others float32, and this op takes only one dtype: bring its inputs to "
+    "one, as with x.float()"
+)
+
 TORCH_ERRORS = (
     TorchError(r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True),
     TorchError(
@@ -99,17 +104,10 @@ def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> Au
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
 
 
-def explained(raised: AmpdbgError) -> AmpdbgError:
-    """The same error; where two dtypes have met, with what autocast has to do with it and what to do."""
-    if not isinstance(raised, UserCodeError) or not re.search(DTYPES_DIFFER, text_of(raised.__cause__ or raised)):
-        return raised
-    why = (
-        "under autocast some ops return half and others float32, and this op takes only one dtype: "
-        "bring its inputs to one, as with x.float()"
-    )
-    told = UserCodeError(f"{raised}\n{why}", raised.user_traceback)
-    told.__cause__ = raised.__cause__
-    return told
+def explain(raised: AmpdbgError) -> None:
+    """Adds what autocast has to do with it, and what to do, to an error of the user's where two dtypes have met."""
+    if raised.__cause__ is not None and re.search(DTYPES_DIFFER, text_of(raised.__cause__)):
+        raised.args = (f"{raised}\n{DTYPES_MEET}",)
 
 
 def misuse_of_error(error: BaseException) -> str:

@@ -95,10 +95,8 @@ def noise_of(fp32: Replayed, dtype: str, replayed: Callable[[Manner, TraceKind],
 
     def make() -> Replayed:
         manners = (Manner("float32", rounds_to=dtype, draw=draw) for draw in range(ROUNDINGS))
-        furthest = _compared(replayed(next(manners), SampleTrace), fp32)
-        for manner in manners:
-            furthest = _further(furthest, _compared(replayed(manner, SampleTrace), fp32), fp32.replay.loss)
-        return furthest
+        noises = (_compared(replayed(manner, SampleTrace), fp32) for manner in manners)
+        return functools.reduce(functools.partial(_further, fp32.replay.loss), noises)
 
     return functools.cache(make)
 
@@ -107,19 +105,13 @@ def _compared(noise: Replayed, fp32: Replayed) -> Replayed:
     return replace(noise, replay=replace(noise.replay, **compared_gradients(noise, fp32)))
 
 
-def _further(one: Replayed, other: Replayed, loss: float) -> Replayed:
+def _further(loss: float, one: Replayed, other: Replayed) -> Replayed:
     """The one whose gradients are further away, with the loss that is further from ``loss``."""
     if not (is_finite(one.replay) and is_finite(other.replay)):
         return one
     further = max(one, other, key=lambda noise: noise.replay.gradient_distance or 0.0)
     losses = (one.replay.loss, other.replay.loss)
     return replace(further, replay=replace(further.replay, loss=max(losses, key=lambda each: abs(each - loss))))
-
-
-def distances(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> dict[str, Any]:
-    """As :func:`compared_gradients`; the floor is made only where a gradient is lost that may be noise."""
-    against = compared_gradients(low, fp32)
-    return compared_gradients(low, fp32, floor()) if against["lost"] else against
 
 
 def held_against(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> tuple[Replay, ...]:

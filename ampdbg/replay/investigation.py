@@ -21,7 +21,7 @@ from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import distances, first_far_op, held_against, noise_of, producers_of
+from ampdbg.replay.comparison import first_far_op, held_against, noise_of, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
@@ -134,7 +134,7 @@ class _Replays:
             if not is_finite(low.replay):
                 yield low.replay
                 continue
-            yield replace(low.replay, **distances(low, fp32, self._floor(fp32)))
+            yield held_against(low, fp32, self._floor(fp32))[0]
             return
 
     def _continued(self) -> tuple[float, ...]:
@@ -338,7 +338,7 @@ class PinnedReplays:
         return tried[0 if self.scales.is_lossless else -1]
 
     def _keeps_its_gradients(self, low: Replayed) -> bool:
-        return keeps_its_gradients(replace(low.replay, **distances(low, self.fp32, self._floor)))
+        return keeps_its_gradients(held_against(low, self.fp32, self._floor)[0])
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale

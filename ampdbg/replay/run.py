@@ -6,6 +6,7 @@ The pass of a step is forward and backward over its micro-batches, with one loss
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ class Run:
     workload: Workload
     device: torch.device
     mode: PrecisionMode
+    started: float
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began to be prepared."""
+        return round(time.monotonic() - self.started, 3)
 
 
 @contextlib.contextmanager
@@ -40,7 +47,7 @@ def prepared(config: Config) -> Iterator[Run]:
         WorkloadError: a target cannot be used, a pin names no module, or the device is not there.
         UserCodeError: the user's code raised.
     """
-    device = choose_device(config.train.device)
+    started, device = time.monotonic(), choose_device(config.train.device)
     with ExitStack() as stack:
         stack.enter_context(seeded(config.train.seed))
         if is_emulated(config, device):
@@ -49,7 +56,7 @@ def prepared(config: Config) -> Iterator[Run]:
         mode.prepare(workload.model, workload.optimizers)
         stack.enter_context(pin_fp32(workload.model, config.precision.pins))
         with workload.user.reading("running the workload"):
-            yield Run(config, workload, device, mode)
+            yield Run(config, workload, device, mode, started)
 
 
 Losses = Mapping[str, torch.Tensor]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
-from ampdbg.probes.torch_errors import autocast_error, explained
+from ampdbg.probes.torch_errors import autocast_error, explain
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import AutocastError, Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
@@ -56,10 +55,8 @@ def train(
         UserCodeError: the user's code raised, and would have raised in FP32 too.
             Either has the steps that had ended by then as its ``record``.
     """
-    started = time.monotonic()
     with prepare(config) as run:
-        record = train_prepared(run, observer=observer, command=command, replays=replays)
-    return replace(record, elapsed=round(time.monotonic() - started, 3))
+        return train_prepared(run, observer=observer, command=command, replays=replays)
 
 
 def train_prepared(
@@ -70,7 +67,7 @@ def train_prepared(
     replays: int,
     on_investigated: OnInvestigated | None = None,
 ) -> Record:
-    """As :func:`train`, on a run that is prepared already and goes on to be used; says nothing of how long that took.
+    """As :func:`train`, on a run that is prepared already and goes on to be used.
 
     ``on_investigated`` is called while the weights are still those of the step.
     """
@@ -97,10 +94,9 @@ def train_prepared(
 
 @dataclass
 class RunEnd:
-    """When a run began, and how it ended; ``failure`` is an error that no finding explains."""
+    """When a run's first step began, and how it ended; ``failure`` is an error that no finding explains."""
 
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
-    started: float = field(default_factory=time.monotonic)
     interrupted: bool = False
     autocast_error: AutocastError | None = None
     failure: AmpdbgError | None = None
@@ -118,7 +114,9 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
     except AmpdbgError as raised:
         ending.autocast_error = autocast_error(raised, len(watcher.steps), run.workload.model)
         if ending.autocast_error is None and not explains(raised.__cause__):
-            ending.failure = explained(raised) if run.mode.dtype is not torch.float32 else raised
+            ending.failure = raised
+            if run.mode.dtype is not torch.float32:
+                explain(raised)
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
@@ -137,7 +135,7 @@ def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any)
         interrupted=ending.interrupted,
         error=str(ending.failure or ""),
         autocast_error=ending.autocast_error,
-        elapsed=round(time.monotonic() - ending.started, 3),
+        elapsed=run.elapsed,
         **seen,
     )
     if ending.failure is not None:
@@ -199,7 +197,6 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
 
     Raises: as :func:`train`.
     """
-    started = time.monotonic()
     ranges: tuple[RangeSeen, ...] = ()
     unseen = Unseen()
     with prepared(config) as run:
@@ -210,8 +207,7 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
             snapshot = _up_to_last_step(run, watcher)
             with watcher.paused():
                 ranges, unseen = shadow_step(run, snapshot)
-        record = _record(run, "ranges", watcher, ending, sites=sites_of(ranges), unseen=unseen)
-    return replace(record, elapsed=round(time.monotonic() - started, 3))
+        return _record(run, "ranges", watcher, ending, sites=sites_of(ranges), unseen=unseen)
 
 
 def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:

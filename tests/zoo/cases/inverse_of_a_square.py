@@ -1,4 +1,4 @@
-"""A layer overflows from the first step on; the inverse of its square is 0, so every loss is finite and no gradient is."""
+"""A layer overflows from the first step on; the inverse of its square is 0: each loss is finite, and no gradient is."""
 
 from __future__ import annotations
 
