@@ -33,7 +33,6 @@ def train(
     config: Config,
     *,
     observer: Observer = UNOBSERVED,
-    command: str = "scan",
     replays: int = 2,
     prepare: Callable[[Config], AbstractContextManager[Run]] = prepared,
 ) -> Record:
@@ -42,7 +41,6 @@ def train(
     Args:
         config: a checked config.
         observer: sees each optimizer step, and each replay before it runs.
-        command: the name that the record carries.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
         prepare: builds the workload.
 
@@ -56,7 +54,7 @@ def train(
             Either has the steps that had ended by then as its ``record``.
     """
     with prepare(config) as run:
-        return train_prepared(run, observer=observer, command=command, replays=replays)
+        return train_prepared(run, observer=observer, command="scan", replays=replays)
 
 
 def train_prepared(
