@@ -22,10 +22,10 @@ ABANDONED = 60.0
 
 
 @contextlib.contextmanager
-def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iterator[Path]:
+def staged_file(path: Path, content: bytes) -> Iterator[Path]:
     """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards.
 
-    ``keeps_mode`` gives it the permissions that ``path`` has, else it has those of any new file.
+    It has the permissions of ``path``; where that is not there yet, those of any new file.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -36,7 +36,7 @@ def staged_file(path: Path, content: bytes, *, keeps_mode: bool = False) -> Iter
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        if keeps_mode:
+        if path.exists():
             shutil.copymode(path, temporary)
         yield temporary
     finally:
@@ -88,7 +88,7 @@ def read_file(path: Path, most: int) -> bytes:
 def replace_file(path: Path, content: bytes) -> None:
     """Makes ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
 
-    A link stays a link. A pipe or a device, such as ``/dev/stdout``, is written to and never replaced.
+    Permissions, owner and links stay. A pipe or a device, such as ``/dev/stdout``, is written to, never replaced.
 
     Raises:
         OSError: it cannot be written; a file is as it was.
@@ -98,4 +98,16 @@ def replace_file(path: Path, content: bytes) -> None:
         target.write_bytes(content)
         return
     with staged_file(target, content) as temporary:
+        put(temporary, target)
+
+
+def put(temporary: Path, target: Path) -> None:
+    """Gives a staged file's content to ``target`` in one step.
+
+    A file that has other names (hard links) or another owner is written over: a new file in its place would not have.
+    """
+    there = target.stat() if target.exists() else None
+    if there is not None and (there.st_nlink > 1 or there.st_uid != temporary.stat().st_uid):
+        shutil.copyfile(temporary, target)
+    else:
         os.replace(temporary, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,20 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     replace_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@posix
+def test_a_file_keeps_its_permissions_and_its_other_names(tmp_path: Path) -> None:
+    script, alone = tmp_path / "train.py", tmp_path / "alone.py"
+    for file in (script, alone):
+        file.write_text("old")
+        file.chmod(0o750)
+    os.link(script, tmp_path / "other_name.py")
+    replace_file(script, b"new")
+    replace_file(alone, b"new")
+    assert (tmp_path / "other_name.py").read_bytes() == b"new"
+    assert script.samefile(tmp_path / "other_name.py")
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (script, alone)} == {0o750}
 
 
 @posix

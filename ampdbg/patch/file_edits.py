@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from ampdbg.errors import PatchError
-from ampdbg.files import staged_file
+from ampdbg.files import put, staged_file
 from ampdbg.record.pins import FileDiff
 
 CONTEXT = 3
@@ -40,13 +40,13 @@ class FileEdit:
 def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, bool]:
     """What the paths of a diff are relative to, and whether that is the root of a git repository.
 
-    That is the repository that holds all the files; else the config's folder, or what holds that and the files.
+    That is the repository around the config and the files, also where the files have one of their own within;
+    else the folder that holds them all: the config's own, wherever below it the edits fall.
     """
-    files = [edit.path.resolve() for edit in edits]
-    root = _repository(files[0].parent) if files else None
-    if root is not None and all(file.is_relative_to(root) for file in files):
-        return root, True
-    return Path(os.path.commonpath([config_folder.resolve(), *(file.parent for file in files)])), False
+    files = [edit.path.resolve().parent for edit in edits]
+    around = Path(os.path.commonpath([config_folder.resolve(), *files]))
+    root = _repository(around)
+    return root or around, root is not None
 
 
 def file_diff(edit: FileEdit, base: Path) -> FileDiff:
@@ -122,7 +122,7 @@ def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     """Writes all files, or none where one of them cannot be.
 
-    Each file is replaced in one step and keeps its permissions; a link stays a link.
+    Each file is replaced in one step and keeps its permissions and its links.
 
     Args:
         edits: one for each file.
@@ -139,16 +139,14 @@ def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     done: list[FileEdit] = []
     try:
         with contextlib.ExitStack() as stack:
-            staged = [
-                (edit, stack.enter_context(staged_file(edit.path, edit.after, keeps_mode=True))) for edit in edits
-            ]
+            staged = [(edit, stack.enter_context(staged_file(edit.path, edit.after))) for edit in edits]
             for edit, temporary in staged:
-                os.replace(temporary, edit.path)
+                put(temporary, edit.path)
                 done.append(edit)
     except BaseException as error:
         for edit in done:
-            with staged_file(edit.path, edit.before, keeps_mode=True) as temporary:
-                os.replace(temporary, edit.path)
+            with staged_file(edit.path, edit.before) as temporary:
+                put(temporary, edit.path)
         if isinstance(error, OSError):
             raise PatchError(f"{error.filename or 'a file'}: cannot be written: {error.strerror or error}") from None
         raise

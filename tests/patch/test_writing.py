@@ -136,7 +136,8 @@ def test_permissions_and_links_are_kept(tmp_path: Path) -> None:
     file.write_bytes(b"a")
     file.chmod(0o750)
     link.symlink_to(file)
+    os.link(file, tmp_path / "hard.py")
     write_edits([FileEdit(link, b"a", b"b")])
     assert link.is_symlink()
-    assert file.read_bytes() == b"b"
+    assert file.read_bytes() == (tmp_path / "hard.py").read_bytes() == b"b"
     assert stat.S_IMODE(file.stat().st_mode) == 0o750
