@@ -329,13 +329,8 @@ def cure(case: Case, folder: Path, found: Found) -> None:
     """What ``ampdbg suggest-fp32`` pins, and whether git takes its patch."""
     record = ampdbg(case, folder, CURE, found)
     found.pins = [name_of(pin) for pin in record["pins"]]
-    patch = folder / f"{CURE}.txt"
-    roots = (folder, folder / "repo")  # what stderr says the paths count from: the checkout where all are in it
-    found.applies = any(
-        subprocess.run(["git", "apply", "--check", patch], cwd=root, capture_output=True, check=False).returncode == 0
-        for root in roots
-        if root.exists()
-    )
+    check = ["git", "-C", record["handover"]["folder"], "apply", "--check", folder / f"{CURE}.txt"]
+    found.applies = subprocess.run(check, capture_output=True, check=False).returncode == 0
 
 
 def name_of(pin: dict[str, Any]) -> str:

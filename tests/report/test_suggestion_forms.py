@@ -154,6 +154,25 @@ def test_files_beside_the_configs_folder_are_named_from_what_holds_both(tmp_path
     assert b"--- a/source/model.py" in text_of(beside)
 
 
+@pytest.mark.parametrize("edited", ["workload.py", "clone/model.py", "clone/parts/train.py"])
+@pytest.mark.parametrize("is_repository", [True, False])
+def test_the_paths_count_from_one_folder_wherever_the_edits_fall(
+    edited: str, is_repository: bool, tmp_path: Path
+) -> None:
+    """A clone beside the config is a repository of its own."""
+    folder = tmp_path.resolve()
+    file = folder / edited
+    for repository in [folder] * is_repository + [folder / "clone"]:
+        repository.mkdir(exist_ok=True)
+        run(repository, "git", "init", "-q")
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(BEFORE)
+    found = handed_over(proven(), folder, FileEdit(file, BEFORE, AFTER))
+    assert base_folder(found.edits, folder) == (folder, is_repository)
+    run(folder, "git", "apply", text=text_of(found))
+    assert file.read_bytes() == AFTER
+
+
 # The other forms
 
 
