@@ -82,7 +82,8 @@ class Suite:
         lines, cast = with_casts(pieces, made)
         above = lines[0].leading_lines
         lines[0] = lines[0].with_changes(leading_lines=())
-        return self.with_off(_device_type_of(pieces, cast), lines).with_changes(leading_lines=above)
+        device_type = _device_type_of(pieces, cast, self.names_of(self.bindings.function or self.bindings.module))
+        return self.with_off(device_type, lines).with_changes(leading_lines=above)
 
     def with_off(self, device_type: str, body: Sequence[cst.BaseStatement]) -> cst.With:
         """``with torch.autocast(device_type=…, enabled=False):`` around statements, spelled as the file spells it.
@@ -127,12 +128,13 @@ def _end_of_block(pieces: Sequence[Piece], start: int, made: frozenset[str]) -> 
     return end
 
 
-def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str]) -> str:
+def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str], around: TensorNames) -> str:
     """``x.device.type`` of a tensor that is there when the block is entered, a plain name where there is one.
 
     Args:
         pieces: what stands in the block.
         cast: the expressions that are cast in it; they are tensors.
+        around: what is known of the names in the whole function.
 
     Raises:
         EditError: no such tensor has a name.
@@ -143,7 +145,7 @@ def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str]) -> str:
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pieces, cast), key=lambda text: (text not in local, not text.isidentifier()))
     named = (text for text in read if "(" not in text)
-    candidates = (text for text in (*named, *_others(pieces)) if _root(text) not in inner | uncertain)
+    candidates = (text for text in (*named, *_others(pieces, around)) if _root(text) not in inner | uncertain)
     found = next(candidates, "")
     if not found:
         raise EditError("no named tensor is there to take the device from")
@@ -175,11 +177,10 @@ def _tensors_read(pieces: Sequence[Piece], cast: Sequence[str]) -> list[str]:
     return found
 
 
-def _others(pieces: Sequence[Piece]) -> Iterator[str]:
+def _others(pieces: Sequence[Piece], around: TensorNames) -> Iterator[str]:
     """What a pinned call is given, the first element that a comprehension takes, a parameter that held a tensor."""
     bindings = pieces[0].names.bindings
     yield from (name for piece in pieces for name in _given(piece))
-    seen = frozenset().union(*(piece.names.half | piece.names.full for piece in pieces))
     made: set[str] = set()
     for piece in pieces:
         for loop in find(piece.small, cst.CompFor):
@@ -190,7 +191,7 @@ def _others(pieces: Sequence[Piece]) -> Iterator[str]:
                 yield f"next(iter({held}.values()))"
         made |= assigned_codes(piece.small)
     # Nothing that the block reads: a parameter that holds a tensor elsewhere in the function.
-    yield from (name for name in bindings.parameters if name in seen)
+    yield from (name for name in bindings.parameters if name in around.half | around.full)
 
 
 def _given(piece: Piece) -> Iterator[str]:

@@ -15,12 +15,13 @@ from ampdbg.patch.regions import (
     Region,
     action_of,
     called_name,
+    calls_a_variable,
     has_product,
     writes_in_place,
 )
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings, is_number
-from ampdbg.source.expressions import bare, code_of, find, names_read, targets, walk
+from ampdbg.source.expressions import bare, code_of, find, names_bound_inside, names_read, targets, walk
 from ampdbg.source.source_file import EditError
 
 
@@ -95,9 +96,11 @@ def _pieces_of_small(small: cst.BaseSmallStatement, pinned: PinnedLine) -> list[
 
 
 def _certain(pinned: PinnedLine, value: cst.BaseExpression) -> PinnedLine:
-    # A trace that names the tensors in FP32 too has named them all: arithmetic with other names is with numbers.
-    certain = replace(pinned, names=replace(pinned.names, guesses=not pinned.names.full))
-    return certain if certain.has_fp32(value) else pinned
+    """The line without guesses: a trace that names the tensors in FP32 too has named all but what is bound inside."""
+    if not pinned.names.full:
+        return pinned
+    certain = replace(pinned, names=replace(pinned.names, guesses=False))
+    return pinned if names_bound_inside(value) and not certain.has_fp32(value) else certain
 
 
 def _nothing_to_pin(pinned: PinnedLine) -> str:
@@ -181,7 +184,9 @@ def may_run_in_either(line: cst.BaseStatement, names: TensorNames, made: frozens
     if any(isinstance(target, (cst.Attribute, cst.Subscript)) for target in targets(statement)):
         return False
     banned = (cst.Await, cst.Yield, cst.NamedExpr, cst.Lambda, cst.GeneratorExp)
-    if any(isinstance(node, banned) or action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
+    if any(isinstance(node, banned) or calls_a_variable(node, names) for node in walk(statement)):
+        return False
+    if any(action_of(node, names) is Action.USERS_CALL for node in walk(statement)):
         return False
     if has_product(statement) or any(writes_in_place(call) for call in find(statement, cst.Call)):
         return False

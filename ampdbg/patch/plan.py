@@ -48,10 +48,9 @@ class Materials:
     def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
         """A file with edits, made with what was seen in it."""
         here = {line: found for (other, line), found in self.names.items() if other == file}
-        half = {text for found in here.values() for text in found.half}
-        full = {text for found in here.values() for text in found.full} - half
-        seen = NamesSeen({line: tuple(found.half) for line, found in here.items()}, full)
-        return edit_source(Path(file).read_bytes(), sources, seen)
+        half = {line: found.half for line, found in here.items()}
+        full = {line: found.full for line, found in here.items()}
+        return edit_source(Path(file).read_bytes(), sources, NamesSeen(half, full))
 
 
 @dataclass(frozen=True)

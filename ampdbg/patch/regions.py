@@ -164,7 +164,9 @@ class PinnedLine:
         """Whether moving the node in front of something else could change a result."""
         if not isinstance(node, cst.Call):
             return False
-        return action_of(node, self.names) is Action.USERS_CALL or called_name(node) in RANDOM or writes_in_place(node)
+        if action_of(node, self.names) is Action.USERS_CALL or calls_a_variable(node, self.names):
+            return True
+        return called_name(node) in RANDOM or writes_in_place(node)
 
 
 def has_product(node: cst.CSTNode) -> bool:
@@ -182,6 +184,11 @@ def called_name(call: cst.Call) -> str:
             return name
         case _:
             return ""
+
+
+def calls_a_variable(node: cst.CSTNode, names: TensorNames) -> bool:
+    """Whether it calls what a variable stands for: ``conv(x)`` behind ``conv = F.conv2d``, one of several, maybe."""
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in names.bindings.local
 
 
 def writes_in_place(call: cst.Call) -> bool:

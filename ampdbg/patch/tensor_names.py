@@ -17,17 +17,21 @@ class NamesSeen:
     """What a trace of a file saw: names, attributes, elements (``batch["x"]``) and calls, as they stand in the source.
 
     ``half`` are those that held half tensors, by the first line of each statement, and ``full`` those that held other
-    tensors and nowhere half ones. Without any of either, nothing is known, and every operand is cast.
+    tensors there and no half ones. Without any of either, nothing is known, and every operand is cast.
     """
 
     half: Mapping[int, Collection[str]] = field(default_factory=dict)
-    full: Collection[str] = ()
+    full: Mapping[int, Collection[str]] = field(default_factory=dict)
 
     def on(self, lines: range, bindings: Bindings) -> TensorNames:
         """What is known of the names on some lines; where the trace saw none of these, what it saw on others counts."""
-        known = self.half.keys() & set(lines) or self.half.keys()
-        half = frozenset(canonical(code) for number in known for code in self.half[number])
-        return TensorNames(half, frozenset(map(canonical, self.full)) - half, bindings)
+        seen = self.half.keys() | self.full.keys()
+        known = seen & set(lines) or seen
+        half, full = (
+            frozenset(canonical(code) for line in known for code in names.get(line, ()))
+            for names in (self.half, self.full)
+        )
+        return TensorNames(half, full - half, bindings)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,22 @@ class Bindings:
         return {**imports_of(self.module.body), **imports_of(own)}
 
     def origin(self, node: cst.BaseExpression) -> str:
-        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or ""."""
-        return origin_of(dotted(node), self.imports)
+        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or "".
+
+        Also one that a variable stands for, whichever it is: ``conv = F.conv2d if x.ndim == 4 else F.conv3d``.
+        """
+        name = dotted(node)
+        return origin_of(name, self.imports) or self._functions.get(name, "")
+
+    @cached_property
+    def _functions(self) -> Mapping[str, str]:
+        """Variables that hold imported functions of one module and nothing else, with one of these."""
+        held: dict[str, list[str]] = {name: [""] for name in self.parameters}
+        for names, value in self._assignments():
+            for name in names:
+                held.setdefault(name, []).extend(origin_of(dotted(one), self.imports) for one in _alternatives(value))
+        modules = {name: {origin.rpartition(".")[0] for origin in origins} for name, origins in held.items()}
+        return {name: origins[0] for name, origins in held.items() if len(modules[name]) == 1 and origins[0]}
 
     def is_plain_module(self, origin: str) -> bool:
         """Whether a dotted name belongs to a module whose functions run none of the user's."""

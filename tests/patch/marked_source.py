@@ -30,13 +30,13 @@ def without_marks(text: str) -> tuple[str, list[SourcePin], NamesSeen]:
     stripped = [_MARK.sub("", line) for line in lines]
     pins = [_pin(number, line, match, stripped) for number, line, match in found]
     half: dict[int, tuple[str, ...]] = {}
-    full: list[str] = []
+    full: dict[int, tuple[str, ...]] = {}
     for number, line, match in found:
         names = dict(_names(match["names"] if match[1] != "pin" else line[match.end(1) :]))
-        if "half" in names:
-            half[_first_line(number, match, stripped)] = names["half"]
-        full += names.get("full", ())
-    return "\n".join(stripped), pins, NamesSeen(half, tuple(full))
+        for kind, seen in (("half", half), ("full", full)):
+            if kind in names:
+                seen[_first_line(number, match, stripped)] = names[kind]
+    return "\n".join(stripped), pins, NamesSeen(half, full)
 
 
 def _pin(number: int, line: str, match: re.Match[str], lines: list[str]) -> SourcePin:

@@ -91,12 +91,13 @@ def names_after(names: NamesSeen, text: str) -> NamesSeen:
         for statement in statements_in_blocks(text)
         for target in (statement.targets if isinstance(statement, ast.Assign) else ())
     }
-    return seen_anywhere(sorted(half - made), ("_", *sorted({*names.full} | made)))
+    full = {name for on_line in names.full.values() for name in on_line}
+    return seen_anywhere(sorted(half - made), ("_", *sorted(full | made)))
 
 
 def seen_anywhere(half: Sequence[str] = (), full: Sequence[str] = ()) -> NamesSeen:
     """Names that a trace saw, and not on any of the lines that are edited."""
-    return NamesSeen({0: half}, full)
+    return NamesSeen({0: half}, {0: full})
 
 
 def statements_in_blocks(text: str) -> list[ast.stmt]:
@@ -126,7 +127,8 @@ def test_line_ends_indentation_and_encoding_are_kept(name: str, written: Callabl
     source = written(text)
     shift = source[: source.find(text.encode().split(b"\n")[0])].count(b"\n")
     pins = [moved(pin, shift) for pin in pins]
-    names = NamesSeen({number + shift: half for number, half in names.half.items()}, names.full)
+    half, full = ({number + shift: seen for number, seen in kind.items()} for kind in (names.half, names.full))
+    names = NamesSeen(half, full)
     assert edit_source(source, pins, names).source == written((FIXTURES / f"{name}.out.py").read_text(encoding="utf-8"))
 
 
@@ -157,6 +159,14 @@ LEFT_ALONE = {
     "decorator": ("@g(a @ b)  #! pin half: a\ndef f(x):\n    pass", "a decorator"),
     "blank": ("x = 1\n  #! pin half: x\ny = 2", "no statement is there"),
     "calls alone": ("def f(self, x):\n    return self.norm(self.attn(x))  #! pin half: x", "it only calls modules"),
+    "a number's sum": (
+        "def f(self, x, i):\n    return self.attn(x, i + 1)  #! pin half: x; full: y",
+        "it only calls modules",
+    ),
+    "a variable that may hold the user's function": (
+        "import torch\ndef f(self, x):\n    g = torch.exp if x else self.g\n    return g(x)  #! pin half: x",
+        "it only calls modules",
+    ),
     "in place": ("def f(x, y):\n    x.add_(y)  #! pin half: x, y", "writes into an existing tensor"),
     "out": ("def f(x, y):\n    torch.add(x, y, out=x)  #! pin half: x, y", "writes into an existing tensor"),
     "element": ("def f(x, y):\n    x[0] = y @ y  #! pin half: x, y", "into part of a half tensor"),
@@ -314,6 +324,16 @@ def test_a_parameter_of_a_whole_function_that_may_be_a_number_is_cast_only_where
     edited = edit_source(source, [FunctionPin("f")], NamesSeen({3: ("x", "scale", "gate")})).source
     assert b"        if not isinstance(scale, (int, float)):\n            scale = scale.float()\n" in edited
     assert b"        if gate is not None:\n            gate = gate.float()\n" in edited
+
+
+def test_a_name_holds_what_the_trace_saw_on_its_own_line_whatever_another_function_calls_so() -> None:
+    source = b"import torch\ndef f(q, k):\n    return q @ k\ndef g(q, k):\n    return q @ k\n"
+    names = NamesSeen({3: (), 5: ("q", "k")}, {3: ("q", "k"), 5: ()})
+    edited = edit_source(source, [LinePin("f", (3,)), LinePin("g", (5,))], names)
+    assert edited.refused == ()
+    off = "    with torch.autocast(device_type=q.device.type, enabled=False):\n"
+    assert off + "        return q @ k\n" in edited.source.decode()
+    assert off + "        return q.float() @ k.float()\n" in edited.source.decode()
 
 
 def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_name() -> None:
