@@ -21,6 +21,8 @@ def remedy_of(code: str, at: Producer | None) -> str:
     known = CODES[code]
     if at is None:
         return known.remedy
+    if known.remedy_near_one and at.source is not None and takes_from_one(at.source.text):
+        return known.remedy_near_one
     of_op = (remedy for op, remedy in known.remedy_at if op in at.op)
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
     return OR.join([next(of_op, known.remedy), *alternatives])
@@ -61,6 +63,11 @@ def scales_after_its_product(line: str) -> bool:
     return any(_is_product(part) for node in _nodes(line) for scaled in _scaled(node) for part in ast.walk(scaled))
 
 
+def takes_from_one(line: str) -> bool:
+    """Whether the line takes something from 1, as the logarithm of ``1 - p`` does."""
+    return any(map(_is_from_one, _nodes(line)))
+
+
 def takes_a_sum(line: str) -> bool:
     """Whether the line calls a ``sum``, or asks a loss to sum."""
     return any(map(_is_sum, _nodes(line)))
@@ -83,6 +90,13 @@ def _scaled(node: ast.AST) -> list[ast.AST]:
         case ast.Call(ast.Attribute(tensor, name)) if name.rstrip("_") in SCALINGS:
             return [tensor]
     return []
+
+
+def _is_from_one(node: ast.AST) -> bool:
+    match node:
+        case ast.BinOp(ast.Constant(value), ast.Sub(), other):
+            return value == 1 and not isinstance(other, ast.Constant)
+    return False
 
 
 def _is_product(node: ast.AST) -> bool:

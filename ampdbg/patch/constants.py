@@ -32,7 +32,13 @@ CREATES = {"tensor": 0, "scalar_tensor": 0, "full": 1}
 """Functions that make a tensor of a number, of a dtype that they are told, and which argument the number is."""
 
 LEAST_VALUES = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_")
-"""Methods whose first argument, or ``min``, is the least value that they leave."""
+"""Methods whose first argument, or ``min``, is the least value that they leave; torch has them as functions too."""
+
+GREATEST_VALUES = {"clamp": 1, "clamp_": 1, "clip": 1, "clip_": 1, "clamp_max": 0, "clamp_max_": 0}
+"""Those that leave a greatest one, ``max``, and which argument that is."""
+
+ROUNDS_TO_ONE = 1 - 2.0 ** -(FLOAT16.precision + 1)
+"""From here on it is 1 in half, which has no number between 1 - 2**-11 and 1."""
 
 FLOATS = ("float", "float32")
 """How torch's float32 is called."""
@@ -165,13 +171,22 @@ class _Constants:
             yield from self._within(_argument(args, CREATES[name], "fill_value"), spelled(dtype))
         elif name in FILLS:
             yield from self._filled(_argument(args, FILLS[name], "value"), owner, is_number=name in MASKS)
-        elif name in LEAST_VALUES:
-            yield from self._least(_argument(args, 0, "min"), owner)
+        elif name in {*LEAST_VALUES, *GREATEST_VALUES}:
+            yield from self._bounded(name, owner, args)
         elif name == "full_like" and args:
             yield from self._filled(_argument(args, 1, "fill_value"), args[0].value)
         elif name == "where" and len(args) == 3:
             yield from self._filled(args[1].value, args[2].value)
             yield from self._filled(args[2].value, args[1].value)
+
+    def _bounded(self, name: str, owner: cst.BaseExpression, args: Sequence[cst.Arg]) -> Replacements:
+        """The least and the greatest value that a method leaves, or torch's function of that name."""
+        if self.bindings.origin(owner) == "torch" and args:
+            owner, args = args[0].value, args[1:]
+        if name in LEAST_VALUES:
+            yield from self._least(_argument(args, 0, "min"), owner)
+        if name in GREATEST_VALUES:
+            yield from self._greatest(_argument(args, GREATEST_VALUES[name], "max"), owner)
 
     def _filled(
         self, constant: cst.BaseExpression | None, owner: cst.BaseExpression, *, is_number: bool = False
@@ -205,14 +220,25 @@ class _Constants:
             yield constant, f"max({spelled(constant)}, {least})"
 
     def _least(self, constant: cst.BaseExpression | None, other: cst.BaseExpression) -> Replacements:
-        """An eps, by its size or its name."""
+        """An eps, by its size or its name; none that half could hold helps ``1 - p``, which is 0 there from 0.9998 on."""
         tensor = self._tensor_of(other)
-        if constant is None or not tensor:
+        if constant is None or not tensor or _taken_from_one(other) is not None:
             return
         value = _value(constant)
         is_small = value is not None and 0.0 < value < FLOAT16.smallest_subnormal
         if is_small or (value is None and "eps" in dotted(constant).rpartition(".")[2].lower()):
             yield constant, f"max({spelled(constant)}, {self.finfo}({tensor}.dtype).tiny)"
+
+    def _greatest(self, constant: cst.BaseExpression | None, other: cst.BaseExpression) -> Replacements:
+        """A probability's greatest value, by its size, or by the name of what it is short of 1."""
+        tensor = self._tensor_of(other)
+        if constant is None or not tensor:
+            return
+        value, short = _value(constant), _taken_from_one(constant)
+        if value is not None and ROUNDS_TO_ONE <= value < 1:
+            yield constant, f"min({spelled(constant)}, 1 - {self.finfo}({tensor}.dtype).eps)"
+        elif value is None and short is not None and "eps" in dotted(short).rpartition(".")[2].lower():
+            yield short, f"max({spelled(short)}, {self.finfo}({tensor}.dtype).eps)"
 
     def _may_be_number(self, node: cst.BaseExpression) -> bool:
         return bool(dotted(node)) and not self._is_tensor(node)
@@ -240,6 +266,15 @@ def _argument(args: Sequence[cst.Arg], index: int, keyword: str) -> cst.BaseExpr
     return by_name or (plain[index] if len(plain) > index else None)
 
 
+def _taken_from_one(node: cst.BaseExpression) -> cst.BaseExpression | None:
+    """``p`` of ``1 - p``; None of anything else."""
+    match bare(node):
+        case cst.BinaryOperation(left=one, operator=cst.Subtract(), right=taken) if _value(one) == 1:
+            return taken
+        case _:
+            return None
+
+
 def _value(node: cst.BaseExpression) -> float | None:
     """The number that an expression of numbers alone is: ``-1e9``, ``-10**9``, ``float("-1e9")``."""
     try:
@@ -260,6 +295,8 @@ def _computed(node: cst.BaseExpression) -> float:
             return float(number.evaluated_value)
         case cst.UnaryOperation(operator=cst.Minus(), expression=inner):
             return -_computed(inner)
+        case cst.BinaryOperation(left=left, operator=cst.Subtract(), right=right):
+            return _computed(left) - _computed(right)
         case cst.BinaryOperation(left=left, operator=cst.Power(), right=right):
             return math.pow(_computed(left), _computed(right))
         case cst.Call(func=cst.Name(value="float"), args=[cst.Arg(value=cst.SimpleString() as text)]):

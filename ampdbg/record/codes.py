@@ -42,6 +42,7 @@ class Code:
         changes_function: the remedy changes what the model computes.
         is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
+        remedy_near_one: what cures it where the line takes from 1 what is near it.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         harmless_share: a misuse in a smaller share of the steps is no more than information.
     """
@@ -63,6 +64,7 @@ class Code:
     changes_function: bool = False
     is_a_constant: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()
+    remedy_near_one: str = ""
     severity: Severity = "error"
     phase: Phase | None = None
     message: str = ""
@@ -119,6 +121,8 @@ _ALL = (
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
+        remedy_near_one="run what makes p in FP32 too: x.float() before the sigmoid, or clamp p to at most 0.9990: FP16 "
+        "has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
     ),
     Code(
         "mask-constant",

@@ -60,6 +60,23 @@ def test_an_eps_is_another_way_than_a_pin_and_changes_the_function() -> None:
     assert line == ("use an eps of at least 1e-6, which FP16 does not round to zero (changes the model's function)")
 
 
+@pytest.mark.parametrize(
+    ("line", "is_near_one"),
+    [
+        ("neg = torch.log(1 - pred) * torch.pow(pred, 2)", True),
+        ("return torch.log((1.0 - p) + 1e-6)", True),
+        ("x = x / (x.norm() + 1e-8)", False),
+        ("y = torch.log(x.clamp(1e-4, 1 - 1e-4))", False),
+    ],
+)
+def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str, is_near_one: bool) -> None:
+    at = replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line))
+    remedy = remedy_of("eps-underflow", at)
+    assert ("1e-6" in remedy) is not is_near_one
+    assert ("0.9990" in remedy) is is_near_one
+    assert len(others(finding("eps-underflow", remedy))) == 1
+
+
 @pytest.mark.parametrize("code", [code for code in CODES.values() if not code.pin_helps])
 def test_what_no_pin_cures_has_its_own_remedy(code: Code) -> None:
     (line,) = others(finding(code.name))

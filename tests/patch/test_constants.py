@@ -79,6 +79,14 @@ EDITS = {
         "x = x / x.norm().clamp(min=1e-12)",
         "x = x / x.norm().clamp(min=max(1e-12, torch.finfo(x.dtype).tiny))",
     ),
+    "a greatest value": (
+        "x = torch.log(1 - x.sigmoid().clamp(1e-4, 1 - 1e-4))",
+        "x = torch.log(1 - x.sigmoid().clamp(1e-4, min(1 - 1e-4, 1 - torch.finfo(x.dtype).eps)))",
+    ),
+    "a greatest value by name": (
+        "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - self.eps)",
+        "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - max(self.eps, torch.finfo(x.dtype).eps))",
+    ),
     "a logarithm": ("x = torch.log(x + 1e-10)", "x = torch.log(x + max(1e-10, torch.finfo(x.dtype).tiny))"),
 }
 
@@ -104,6 +112,10 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
         "x = x[torch.tensor(y, dtype=torch.long)]",
         "x = x * 1e-8",
         "x = x + 1e-6",
+        "x = torch.log(1 - x + 1e-8)",
+        "x = torch.log(1.0 - x + self.eps)",
+        "x = x.clamp(0.0, 0.99)",
+        "x = x.clamp(max=1.0)",
         "x = 2.0 * x + 1e5",
         "x = x.masked_fill(m, torch.finfo(x.dtype).min)",
         "x = x + (1.0 - y) * torch.finfo(torch.float16).min",
@@ -134,7 +146,9 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
     assert edit_constants(missing.encode(), [5]).source.decode().startswith("import math\n\nimport torch\n")
 
 
-@pytest.mark.parametrize("name", ["masked_fill", "multiplied", "a mask that is cast", "an eps", "a least value"])
+@pytest.mark.parametrize(
+    "name", ["masked_fill", "multiplied", "a mask that is cast", "an eps", "a least value", "a greatest value"]
+)
 def test_fp32_computes_what_it_did(name: str) -> None:
     results = []
     for line in EDITS[name]:
@@ -146,6 +160,17 @@ def test_fp32_computes_what_it_did(name: str) -> None:
         y = torch.tensor([[1.0, 0.0, 1.0, 1.0]]).expand(3, 4)
         results.append(forward(None, x.clone(), y, x > 1.0).softmax(dim=-1))
     assert torch.equal(*results)
+
+
+def test_a_greatest_value_leaves_a_logarithm_finite_in_half() -> None:
+    finite = []
+    for line in EDITS["a greatest value"]:
+        scope: dict[str, object] = {}
+        exec(source(line), scope)
+        forward = scope["forward"]
+        assert callable(forward)
+        finite.append(bool(forward(None, torch.full((2,), 12.0, dtype=torch.float16), None, None).isfinite().all()))
+    assert finite == [False, True]
 
 
 def test_a_mask_that_is_told_by_its_value_is_left_alone() -> None:
