@@ -220,7 +220,7 @@ class _Constants:
             yield constant, f"max({spelled(constant)}, {least})"
 
     def _least(self, constant: cst.BaseExpression | None, other: cst.BaseExpression) -> Replacements:
-        """An eps, by its size or its name; none that half could hold helps ``1 - p``, which is 0 there from 0.9998 on."""
+        """An eps, by its size or its name; none that half can hold helps ``1 - p``, which is 0 there from 0.9998 on."""
         tensor = self._tensor_of(other)
         if constant is None or not tensor or _taken_from_one(other) is not None:
             return

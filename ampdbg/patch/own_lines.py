@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import libcst as cst
+import torch
 
 from ampdbg.errors import UserCodeError
 from ampdbg.formats import FLOAT16
 from ampdbg.patch.edits import LinePin
-from ampdbg.probes.op_trace import OpTrace
+from ampdbg.probes.module_calls import ModulePaths
+from ampdbg.probes.op_trace import OpPlace, OpTrace, OpTraits, storage_of
 from ampdbg.probes.source_lines import tracing
+from ampdbg.probes.tensors import Magnitude
 from ampdbg.record.pins import Pin
 from ampdbg.replay.replay import Manner, replay_step, shadow_step
 from ampdbg.replay.run import Run
@@ -37,24 +40,34 @@ person would: its result would only be rounded to half on the way."""
 
 
 UsersCall = tuple[str, LinePin]
-"""A file, and in it the user's own call of an installed library."""
+"""A file, and in it the user's own call of a function."""
+
+Caller = tuple[str, int, str, str]
+"""The file, line and function of a call, and the name of what it calls."""
 
 
 @dataclass(frozen=True)
 class OwnLines:
     """Lines of the user's code by module and function: ``close`` are beyond FP16 or near it, ``adding_up``
     holds the module, file and line of each accumulation, ``calls`` the file and the call that lead to a line of a
-    library's."""
+    library's, or to one in ``made_by``: the module and line of what made the values that a line reads."""
 
     close: Mapping[str, frozenset[Line]]
     adding_up: frozenset[tuple[str, str, int]]
     calls: Mapping[tuple[str, int], UsersCall] = field(default_factory=dict)
+    made_by: Mapping[tuple[str, int], Collection[tuple[str, Line]]] = field(default_factory=dict)
 
     def calls_of(self, pin: Pin) -> list[UsersCall]:
         """The calls of libraries in which the lines of a pin go wrong."""
         lines = [pin.source] if pin.source else [site.source for site in pin.sites] if pin.own else []
-        found = [self.calls.get((source.file, source.line)) for source in lines if source is not None]
-        return list(dict.fromkeys(call for call in found if call is not None))
+        users = [(line.file, line.line) for line in lines if line is not None and not is_users_file(line.file)]
+        return list(dict.fromkeys(self.calls[line] for line in users if line in self.calls))
+
+    def makers_of(self, pin: Pin) -> list[Line]:
+        """The lines, in the module's own code, that made what those of a pin read."""
+        sites = {line[:2] for line in _sites(pin)}
+        makers = (maker for line in sites for module, maker in self.made_by.get(line, ()) if module == pin.module)
+        return sorted({maker for maker in makers if maker[:2] not in sites and is_users_file(maker[0])})
 
     def of(self, pin: Pin) -> dict[tuple[str, str], list[int]]:
         """The lines to wrap for a pin, by file and function, in order."""
@@ -76,63 +89,98 @@ class OwnLines:
             yield line
 
 
+class _Flow(OpTrace):
+    """Notes also for each line of the forward pass the lines that made what it reads, by their storage."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
+        self._makers: dict[int, tuple[str, Line]] = {}
+        self._read: set[tuple[str, Line]] = set()
+
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """Finds who made the inputs."""
+        self._read = {self._makers[key] for key in map(storage_of, given) if key in self._makers}
+        return super().before(traits, given, numbers)
+
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
+        """Notes who makes the outputs."""
+        super().after(traits, place, parameter, before, made)
+        if place.phase == "forward" and place.line is not None:
+            self.made_by.setdefault(place.line[:2], set()).update(self._read)
+            self._makers |= {key: (place.module, place.line) for key in map(storage_of, made) if key}
+
+
 def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()) -> OwnLines:
     """Runs each failing step as the shadow, which shows every value that FP16 would hold."""
+    pins = tuple(pins)
     sources = [source for pin in pins for source in (pin.source, *(site.source for site in pin.sites)) if source]
-    libraries = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
-    calls: dict[tuple[str, int], UsersCall] = {}
+    lines = {(source.file, source.line) for source in sources if not is_users_file(source.file)}
     close: dict[str, set[Line]] = {}
     adding_up: set[tuple[str, str, int]] = set()
-    for step in failing:
-        scale = step.scale if step.made.why == "gradients" else 1.0
-        with weights_of(run.workload.model, step), _library_calls(libraries, calls):
-            trace = replay_step(run, step.snapshot, Manner("float32"), traced=OpTrace).trace
-            try:
-                ranges, _ = shadow_step(run, step.snapshot)
-            except UserCodeError:
-                ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
-        for seen in ranges:
-            value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
-            if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
-                close.setdefault(seen.place.module, set()).add(seen.place.line)
-        for op in trace.ops if trace else ():
-            if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
-                adding_up.add((op.place.module, *op.place.line[:2]))
-    return OwnLines({module: frozenset(lines) for module, lines in close.items()}, frozenset(adding_up), calls)
+    made_by: dict[tuple[str, int], set[tuple[str, Line]]] = {}
+    with _callers({file for file, _ in lines}) as callers:
+        for step in failing:
+            scale = step.scale if step.made.why == "gradients" else 1.0
+            with weights_of(run.workload.model, step):
+                trace = replay_step(run, step.snapshot, Manner("float32"), traced=_Flow).trace
+                try:
+                    ranges, _ = shadow_step(run, step.snapshot)
+                except UserCodeError:
+                    ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
+            for seen in ranges:
+                value = seen.output.largest * (scale if seen.place.phase == "backward" else 1.0)
+                if value >= CLOSE and seen.place.line is not None and is_users_file(seen.place.line[0]):
+                    close.setdefault(seen.place.module, set()).add(seen.place.line)
+            for op in trace.ops if trace else ():
+                if op.place.line is not None and op.op.split(".")[1].rstrip("_") in ACCUMULATIONS:
+                    adding_up.add((op.place.module, *op.place.line[:2]))
+            for line, makers in trace.made_by.items() if isinstance(trace, _Flow) else ():
+                made_by.setdefault(line, set()).update(makers)
+    found = OwnLines({module: frozenset(some) for module, some in close.items()}, frozenset(adding_up), {}, made_by)
+    lines |= {maker[:2] for pin in pins for maker in found.makers_of(pin)}
+    calls = {line: call for line in lines if (call := _users_call(line, callers)) is not None}
+    return replace(found, calls=calls)
 
 
 @contextlib.contextmanager
-def _library_calls(lines: Collection[tuple[str, int]], found: dict[tuple[str, int], UsersCall]) -> Iterator[None]:
-    """Notes for each of a library's ``lines`` which call in the user's code led to the function that holds it."""
-    files = {file for file, _ in lines}
+def _callers(libraries: Collection[str]) -> Iterator[Mapping[CodeType, Caller | None]]:
+    """Notes where the user's code first calls each function of its own and of these files of libraries."""
+    found: dict[CodeType, Caller | None] = {}
 
     def on_call(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_filename not in files:
-            return
-        numbers = {number for _, _, number in frame.f_code.co_lines()}
-        wanted = [line for line in lines if line[0] == frame.f_code.co_filename and line[1] in numbers]
-        call = _users_call(frame) if wanted and wanted[0] not in found else None
-        found.update((line, call) for line in wanted if call is not None)
+        code = frame.f_code
+        if code not in found:
+            is_wanted = code.co_filename in libraries or is_users_file(code.co_filename)
+            found[code] = _caller(frame) if is_wanted else None
 
-    with tracing(on_call) if lines else contextlib.nullcontext():
-        yield
+    with tracing(on_call):
+        yield found
 
 
-def _users_call(frame: FrameType) -> UsersCall | None:
-    """The innermost call in the user's code around a frame of a library's; None where its line makes several calls."""
+def _caller(frame: FrameType) -> Caller | None:
     called, caller = frame.f_code.co_name, frame.f_back
     while caller is not None and not is_users_file(caller.f_code.co_filename):
         called, caller = caller.f_code.co_name, caller.f_back
+    return caller and (caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name, called)
+
+
+def _users_call(line: tuple[str, int], callers: Mapping[CodeType, Caller | None]) -> UsersCall | None:
+    """The user's call of the function that holds a line; None where the calling line makes several calls."""
+    codes = [code for code in callers if code.co_filename == line[0] and line[1] in {n for *_, n in code.co_lines()}]
+    caller = next((callers[code] for code in codes), None)
     if caller is None:
         return None
-    file, line = caller.f_code.co_filename, caller.f_lineno
+    file, number, function, called = caller
     try:
-        statement = read_source(Path(file).read_bytes()).at(line).line
+        statement = read_source(Path(file).read_bytes()).at(number).line
     except EditError:
         return None  # Not a line that could be edited.
     callees = [code_of(call.func) for call in find(statement, cst.Call)]
     named = [callee for callee in callees if callee.rpartition(".")[2] == called] or callees
-    return (file, LinePin(caller.f_code.co_name, (line,), named[0])) if len(set(named)) == 1 else None
+    return (file, LinePin(function, (number,), named[0])) if len(set(named)) == 1 else None
 
 
 def _sites(pin: Pin) -> Iterator[Line]:

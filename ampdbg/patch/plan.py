@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
 from ampdbg.patch.file_edits import FileEdit
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
-from ampdbg.patch.own_lines import OwnLines
+from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
@@ -78,7 +78,10 @@ def lines_that_may_be_edited(pins: Iterable[Pin], lines: OwnLines, model: torch.
     """A line, by its file, of each function that a pin may be edited in: its own lines', its caller, its forward."""
     pins = tuple(pins)
     found = {(file, line) for pin in pins for (file, _), some in lines.of(pin).items() for line in some}
-    found |= {(file, line) for pin in pins for file, call in lines.calls_of(pin) for line in call.lines}
+    makers = {maker[:2] for pin in pins for maker in lines.makers_of(pin)}
+    around = [lines.calls[maker] for maker in makers if maker in lines.calls]
+    called = (call for pin in pins for call in lines.calls_of(pin))
+    found |= makers | {(file, line) for file, call in (*around, *called) for line in call.lines}
     names = {pin.module for pin in pins if pin.source is None}
     calls = [call for name in names if (call := call_of(name, model)) is not None]
     found |= {(function.file, line) for function, call in calls for line in call.lines}
@@ -99,8 +102,26 @@ def _own_code(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 def _library_call(pin: Pin, materials: Materials) -> Iterator[Placement]:
     """The user's own call of an installed library's function in which a line goes wrong."""
-    for file, call in materials.lines.calls_of(pin):
-        yield _decided(f"{call.callee}() on {lines_title(file, call.lines)}", pin, file, call, materials)
+    for call in materials.lines.calls_of(pin):
+        yield _around(call, pin, materials)
+
+
+def _around(users: UsersCall, pin: Pin, materials: Materials) -> Placement:
+    file, call = users
+    return _decided(f"{call.callee}() on {lines_title(file, call.lines)}", pin, file, call, materials)
+
+
+def _where_it_is_made(pin: Pin, materials: Materials) -> Iterator[Placement]:
+    """The lines that made the half tensors which the pin's read, or else the calls of their functions.
+
+    What was rounded to half there comes too late to a cast in the pin's own lines: ``1 - p`` where p is 1 by then.
+    """
+    for file, line, function in materials.lines.makers_of(pin) if pin.own or not pin.module else ():
+        if not (seen := materials.names.get((file, line))) or not seen.half:
+            continue
+        place = _decided(lines_title(file, [line]), pin, file, LinePin(function, (line,)), materials)
+        around = materials.lines.calls.get((file, line)) if place.refused else None
+        yield _around(around, pin, materials) if around is not None else place
 
 
 def _forward(pin: Pin, materials: Materials) -> Iterator[Placement]:
@@ -148,6 +169,7 @@ def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 WAYS: tuple[tuple[Way, ...], ...] = (
     (_own_code, _library_call, _forward, _call, _helper),
+    (_where_it_is_made, _forward, _call, _helper),
     (_forward, _call, _helper),
     (_helper,),
 )
@@ -222,11 +244,12 @@ class Sharing:
         return f"applies to all {self.running} instances of {self.kind}, {self.pinned} of them in the set"
 
 
-def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
+def planned(materials: Materials, ways: Sequence[Way] | None = None, unneeded: Collection[str] = ()) -> Patch:
     """The patch for the pins.
 
     Each pin is edited in the first of ``ways`` that the code allows, unless another is much smaller or runs many
-    fewer modules in FP32; by default these are :data:`WAYS`'s first. What none allows is in ``refused``.
+    fewer modules in FP32; by default these are :data:`WAYS`'s first. What none allows is in ``refused``. Units by the
+    titles in ``unneeded`` are left out.
     """
     chosen: list[Placement] = []
     refused: list[Refused] = []
@@ -235,7 +258,8 @@ def planned(materials: Materials, ways: Sequence[Way] | None = None) -> Patch:
         chosen += placements
         refused += reasons
     chosen = list(_merged(chosen))
-    parts = _parts(chosen, materials)
+    parts = [part for part in _parts(chosen, materials) if _title(part) not in unneeded]
+    chosen = [place for part in parts for place in part]
     units = tuple(_unit(part, materials) for part in parts)
     without = {_title(part): _applied([one for one in chosen if one not in part], materials)[0] for part in parts}
     edits, more = _applied(chosen, materials)

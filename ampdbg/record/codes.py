@@ -121,8 +121,8 @@ _ALL = (
         pin_helps=True,
         changes_function=True,
         is_a_constant=True,
-        remedy_near_one="run what makes p in FP32 too: x.float() before the sigmoid, or clamp p to at most 0.9990: FP16 "
-        "has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
+        remedy_near_one="run what makes p in FP32 too: x.float() before the sigmoid, or clamp p to at most 0.9990: "
+        "FP16 has no number between 0.9995 and 1, so that 1 - p is 0 there, and no smaller eps helps",
     ),
     Code(
         "mask-constant",
