@@ -114,14 +114,23 @@ def _in_force(patched: Patched) -> tuple[str, str]:
     return "the patched code", "imported, and the model built"
 
 
+WITHOUT, NOT_NEEDED = "without ", "not needed: "
+
+
+def unneeded_unit(proof: Proof) -> str:
+    """The first part of the patch, by its title, without which the failing step is as healthy; "" for none."""
+    needless = (step.name for step in proof.steps if not step.passed and step.detail.startswith(NOT_NEEDED))
+    return next(needless, "").removeprefix(WITHOUT)
+
+
 def without_a_unit(title: str, seen: Seen) -> ProofStep:
     """Whether the failing step fails when a part of the patch is left out: else it is not needed."""
-    name = f"without {title}"
+    name = WITHOUT + title
     if seen.failure:
         return ProofStep(name, False, f"could not be run: {seen.failure}")
     bad = next((one for one in seen.tried if not one.healthy), None)
     if bad is None:
-        return ProofStep(name, False, f"not needed: {_state(seen.tried[0])}" if seen.tried else "not run")
+        return ProofStep(name, False, NOT_NEEDED + _state(seen.tried[0]) if seen.tried else "not run")
     return ProofStep(name, True, f"step {bad.step} fails: {bad.why}")
 
 

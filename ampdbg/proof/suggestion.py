@@ -20,7 +20,7 @@ from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
 from ampdbg.proof.jobs import Job, Patched
-from ampdbg.proof.proof import prove
+from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, Strategy
@@ -125,7 +125,8 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
     A constant that is kept in range needs no pin at all. What is only tied to a module that goes wrong is left as it
-    is first.
+    is first. What the proof shows that the rest of a patch does not need, is left out of it: what an edit hands on in
+    FP32 may cure the next line too.
     """
     failed: list[tuple[Patch, Proof]] = []
     refused: tuple[str, ...] = ()
@@ -134,7 +135,8 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
     if prover is not None and (constants := _constants(record)):  # pins have been tried by the search
         plans.insert(0, functools.partial(constants_kept, constants, materials))
-    for plan in plans:
+    while plans:
+        plan = plans.pop(0)
         patch = plan()
         refused = refused or tuple(_reasons(patch.refused))
         if not patch.edits or patch.refused or any(patch.edits == other.edits for other, _ in failed):
@@ -143,12 +145,24 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
             return _patched_by(patch, record, materials.config)
         proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
         if proof.passed:
-            for narrower, why in failed:
-                patch = wider_than(narrower, why.failure, patch)
+            patch = functools.reduce(_wider, failed, patch)
             return _patched_by(patch, replace(record, verification=proof), materials.config)
         failed.append((patch, proof))
+        plans[:0] = _without_the_unneeded(plan, patch, proof)
     record = replace(record, verification=failed[0][1] if failed else None)
     return Suggestion(_with(record, refused=refused))
+
+
+def _without_the_unneeded(plan: functools.partial[Patch], patch: Patch, proof: Proof) -> list[functools.partial[Patch]]:
+    """The plan without the unit that the proof shows not to be needed; none where it needs all of them."""
+    title = unneeded_unit(proof)
+    left_out = (*plan.keywords.get("unneeded", ()), title)
+    return [functools.partial(plan, unneeded=left_out)] if title and len(patch.units) > 1 else []
+
+
+def _wider(patch: Patch, failed: tuple[Patch, Proof]) -> Patch:
+    narrower, why = failed
+    return patch if unneeded_unit(why) else wider_than(narrower, why.failure, patch)
 
 
 def _patched_by(patch: Patch, record: Record, config: Config) -> Suggestion:

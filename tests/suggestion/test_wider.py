@@ -18,7 +18,7 @@ FAILED = Proof(
 
 
 def suggested_where(
-    outcomes: list[Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outcomes: list[Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, net: str = NET
 ) -> tuple[suggestion.Suggestion, list[Any]]:
     """What is suggested if the proofs come out like this, one after another, and the patches that were to be proven."""
     proven: list[Any] = []
@@ -28,7 +28,7 @@ def suggested_where(
         return outcomes[len(proven) - 1]
 
     monkeypatch.setattr(suggestion, "prove", prove)
-    return suggestion.suggest(written(tmp_path)), proven
+    return suggestion.suggest(written(tmp_path, {"net.py": net})), proven
 
 
 def test_a_wider_patch_says_what_the_narrower_one_failed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +54,48 @@ def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, mo
     found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
     assert found.record.handover is not None
     assert [(unit.title, unit.notes) for unit in found.record.handover.units] == [("line 15 of net.py", ())]
+
+
+IN_TWO_FUNCTIONS = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def summed(x):
+    return x @ torch.full((8, 8), 3e4)
+
+
+def energy(x):
+    return 1e-12 * (x * x).mean()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 16, 8, generator=generator).unbind() for _ in range(4)]
+
+
+def loss(output, target):
+    return energy(summed(0.01 * output)) + 1e-9 * summed(output).abs().mean()
+"""
+
+
+def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first edit hands on in FP32 cures the second line too."""
+    needless = ProofStep("without line 19 of net.py", False, "not needed: healthy; loss 1.0000, 1.0000 in FP32")
+    found, proven = suggested_where([Proof(False, (needless,)), Proof(True)], tmp_path, monkeypatch, IN_TWO_FUNCTIONS)
+    assert found.record.handover is not None
+    assert [(unit.title, unit.notes) for unit in found.record.handover.units] == [("line 15 of net.py", ())]
+    assert len(proven) == 2
+    assert found.edits[0].after.count(b"enabled=False") == 1
 
 
 def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
