@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,23 @@ from ampdbg.formats import FLOAT16, FLOAT32, FORMATS, FloatFormat
 
 @dataclass(frozen=True)
 class Level:
-    """A value of ``precision.level``: ``mode`` names its file in ``ampdbg/precision/modes``, which holds the rest."""
+    """A value of ``precision.level``: ``mode`` names its file in ``ampdbg/precision/modes``, which holds the rest.
+
+    Attributes:
+        name: as the config takes it.
+        words: what it is, for messages.
+        lowers: whether any op computes in less than FP32.
+        loss_scale: what ``precision.loss_scale`` is where the config does not say: a static scale, or keys of a
+            dynamic one that are not GradScaler's defaults.
+        has_half_weights: whether the weights themselves are half.
+    """
 
     name: str
     words: str
     mode: str
     lowers: bool = True
+    loss_scale: float | Mapping[str, float] = field(default_factory=dict)
+    has_half_weights: bool = False
 
 
 def levels_of(modes: Path) -> Iterator[Level]:

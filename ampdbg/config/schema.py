@@ -20,6 +20,8 @@ from pydantic import (
     PlainSerializer,
     Tag,
     ValidationInfo,
+    field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -76,6 +78,7 @@ Scale = Annotated[
     # GradScaler keeps the scale in float32.
     Field(ge=FLOAT32.smallest_normal, le=FLOAT32.largest, description="a positive number that float32 can hold"),
 ]
+Flag = Annotated[bool | None, Field(strict=True, description="true, false, or null for the level's default")]
 Empty = BeforeValidator(_empty_section)
 
 
@@ -100,12 +103,22 @@ class OptimizerSpec(TargetSpec):
 
 
 class LossScale(_Section):
-    """A dynamic loss scale, with GradScaler's parameters and defaults."""
+    """A dynamic loss scale, with GradScaler's parameters and defaults, and the bounds of Apex's."""
 
     init: Scale = 65536.0
     growth_factor: Annotated[Number, Field(gt=1, allow_inf_nan=False, description="a finite number above 1")] = 2.0
     backoff_factor: Annotated[Number, Field(gt=0, lt=1, description="a number between 0 and 1, exclusive")] = 0.5
     growth_interval: Count = 2000
+    min: Scale | None = None
+    max: Scale | None = None
+
+    @field_validator("max")
+    @classmethod
+    def _not_below_min(cls, value: float | None, info: ValidationInfo) -> float | None:
+        least = info.data.get("min")
+        if value is not None and least is not None and value < least:
+            raise ValueError(f"got {value:g}, and min is {least:g}; allowed: at least that")
+        return value
 
 
 class Precision(_Section):
@@ -121,7 +134,7 @@ class Precision(_Section):
         Discriminator(_scale_kind),
         Field(
             description="a positive number that float32 can hold (a static scale), or a mapping of "
-            "init, growth_factor, backoff_factor, growth_interval (a dynamic one)"
+            "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)"
         ),
     ] = LossScale()
     pins: Annotated[
@@ -130,6 +143,33 @@ class Precision(_Section):
         BeforeValidator(lambda value: () if value is None else value),
         Field(description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone"),
     ] = ()
+    keep_norms_fp32: Flag = None
+    master_weights: Flag = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_scale_of_level(cls, given: Any) -> Any:
+        """What the config does not say of the loss scale is the level's default."""
+        level = LEVELS.get(str(given.get("level", "O1"))) if isinstance(given, Mapping) else None
+        if level is None:
+            return given
+        scale = given.get("loss_scale")
+        if scale is None:
+            return {**given, "loss_scale": level.loss_scale}
+        if isinstance(scale, Mapping) and isinstance(level.loss_scale, Mapping):
+            return {**given, "loss_scale": {**level.loss_scale, **scale}}
+        return given
+
+    @field_validator("keep_norms_fp32", "master_weights")
+    @classmethod
+    def _only_of_half_weights(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        level = LEVELS.get(info.data.get("level", ""))
+        if value is not None and level is not None and not level.has_half_weights:
+            levels = ", ".join(name for name, other in LEVELS.items() if other.has_half_weights)
+            raise ValueError(
+                f"got {str(value).lower()} at level {level.name}; allowed at {levels}, whose weights are half"
+            )
+        return value
 
     @property
     def format(self) -> FloatFormat:

@@ -40,7 +40,7 @@ TOO_COARSE = "change the formula where it divides or cancels; no pin helps, sinc
 
 
 def nonfinite_loss(record: Record) -> Iterator[Finding]:
-    """A loss of inf or NaN. The loss scale plays no part in it, so no calibration explains it.
+    """A loss of inf or NaN, or gradients that nothing withheld from the weights. No calibration explains either.
 
     Replays decide the cause; without them the code is ``unknown``. Steps that bad weights or a bad batch
     explain are left out.
@@ -48,6 +48,10 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
     unexplained = (step for step in record.steps if step.step < spoilt and not math.isfinite(step.loss))
     bad = [step for step in unexplained if blamed_in_batch(step, record) is None]
+    taken = next(_steps_taken_with_bad_gradients(record), None)
+    if taken is not None and taken.step <= min((step.step for step in bad), default=taken.step):
+        yield cause_of(taken, record)
+        return
     if not bad:
         return
     numbers = {step.step for step in bad}
@@ -66,6 +70,14 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         f"{len(record.steps)} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
     )
+
+
+def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:
+    """Where no scaler looks at the gradients, those that are not finite make the weights so."""
+    taken = {step.step: step for step in record.steps if not step.skipped}
+    for made in record.investigations:
+        if made.why == "gradients" and made.step in taken and blamed_in_batch(taken[made.step], record) is None:
+            yield made
 
 
 def cause_of(made: Investigation, record: Record) -> Finding:

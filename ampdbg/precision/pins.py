@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.errors import WorkloadError
+from ampdbg.precision.widening import LIFTS, widened
 from ampdbg.record.pins import OWN
 
 
@@ -76,6 +77,12 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
         handle.remove()
         raise
     return handle
+
+
+def pinned_names(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The qualified names that :func:`pin_fp32` would pin, with ``:own`` where it was asked for; raises as it does."""
+    whole, own = _named(patterns, dict(model.named_modules()))
+    return (*whole, *(name + OWN for name in own))
 
 
 def _named(patterns: Iterable[str], modules: dict[str, torch.nn.Module]) -> tuple[list[str], list[str]]:
@@ -160,6 +167,7 @@ class PinnedForward:
         if around is None:
             return self._pinned(*args, **kwargs)
         cuda, cpu = around
+        args, kwargs = _cast_for_half_weights(self._module, (args, kwargs))
         with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
             output = self._pinned(*args, **kwargs)
         # It is an input of the lines that called.
@@ -262,8 +270,18 @@ def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _cast_up(value: Any) -> Any:
-    return _pytree.tree_map_only(torch.Tensor, _widened, value)
+    return _pytree.tree_map_only(torch.Tensor, _in_float32, value)
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def _cast_for_half_weights(module: torch.nn.Module, inputs: Any) -> Any:
+    """The inputs that lines in FP32 give to a module: in half where its weights are, which would take no others."""
+    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
+    if dtype not in LIFTS["float32"]:
+        return inputs
+    return _pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, inputs
+    )
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return widened(tensor, LIFTS["float32"])

@@ -62,6 +62,13 @@ def widened(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
     return tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
 
 
+def widen(tensor: torch.Tensor, wider: Wider) -> None:
+    """Gives a leaf, and its gradient, memory in the dtype that ``wider`` has for its own; for good."""
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = widened(tensor.data, wider)
+    tensor.grad = None if gradient is None else widened(gradient, wider)
+
+
 def rounded(tensor: torch.Tensor, dtype: torch.dtype, draw: int = 0) -> torch.Tensor:
     """Floating-point values rounded to ``dtype`` and kept in their own; what it cannot hold stays.
 

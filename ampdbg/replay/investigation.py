@@ -6,6 +6,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
-from ampdbg.precision.pins import PinHandle, pin_fp32
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
@@ -200,11 +200,16 @@ class Investigator:
         self._latest = take_snapshot(self._run.workload.model, len(self._watcher.steps), kept)
         return self._latest
 
-    def before_update(self, snapshot: Snapshot, loss_is_finite: bool, scale: float) -> None:
-        """To be called between the backward pass and the optimizer: the last moment with the step's weights."""
+    def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:
+        """To be called between the backward pass and the optimizer: the last moment with the step's weights.
+
+        Gradients that a scaler looks at may count as finite here: a step that it withholds keeps its weights.
+        """
         is_last = snapshot.step + 1 == self._run.config.train.steps
         if not loss_is_finite:
             self._investigate(snapshot, "loss", scale)
+        elif not gradients_are_finite:
+            self._investigate(snapshot, "gradients", scale)
         elif (
             is_last
             and self._is_low
@@ -359,8 +364,8 @@ class PinnedReplays:
         with self._pinned(pins):
             return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
 
-    def _pinned(self, pins: Sequence[str]) -> PinHandle:
-        return pin_fp32(self._run.workload.model, pins)
+    def _pinned(self, pins: Sequence[str]) -> AbstractContextManager[Any]:
+        return self._run.mode.pinned(self._run.workload.model, pins)
 
     def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
         step = self.failing.snapshot

@@ -15,7 +15,7 @@ import torch
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES
-from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widened
+from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, widened
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
@@ -145,13 +145,14 @@ def continued_in_fp32(run: Run, snapshot: Snapshot, steps: int) -> tuple[float, 
     Weights, optimizer state, buffers and random state are restored. It ends early at a loss that is not
     finite or an error of the user's code.
     """
-    if any(parameter.dtype in LIFTS["float32"] for parameter in run.workload.model.parameters()):
-        return ()  # The optimizer's state is of the parameters' own dtype.
     if not are_held_whole(run.workload.optimizers):
         return ()
     with rewound(run.workload.model, snapshot):
         held = held_by(run.workload.optimizers)
         try:
+            for tensor in (*tensors_in(run.workload.model), *held.tensors):
+                if tensor.is_leaf:
+                    widen(tensor, LIFTS["float32"])
             return tuple(_fp32_losses(run, snapshot, steps))
         finally:
             held.restore()
@@ -185,10 +186,9 @@ def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
     as_it_was = not manner.is_lifted and manner.dtype == run.mode.format.name
-    batches = [run.mode.cast(batch) for batch in snapshot.batches] if as_it_was else snapshot.batches
     losses = run_pass(
         run.workload,
-        [altered_batch(batch, manner.altered) for batch in batches],
+        [altered_batch(batch, manner.altered) for batch in snapshot.batches],
         run.mode.forward if as_it_was else functools.partial(_autocast, run.device, manner.dtype),
         scaled=lambda loss: loss.float() * manner.scale,
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
@@ -245,7 +245,8 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
     """
     model = run.workload.model
     with rewound(model, snapshot), module_paths(model) as paths:
-        with bfloat16_for_float16(), placed(model, ShadowTrace) as trace:
+        weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
+        with bfloat16_for_float16(), weights, placed(model, ShadowTrace) as trace:
             _run_in_bfloat16(run, snapshot)
         unseen = paths.unseen()
     notes = [*compiled_notes(model)]
@@ -256,7 +257,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
 
 def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> None:
     try:
-        run_pass(run.workload, snapshot.batches, lambda: torch.autocast(run.device.type, dtype=torch.bfloat16))
+        run_pass(run.workload, snapshot.batches, run.mode.in_bfloat16)
     except UserCodeError as error:
         if "BFloat16" not in text_of(error.__cause__ or error):
             raise

@@ -18,7 +18,6 @@ from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import PrecisionMode, mode_of
-from ampdbg.precision.pins import pin_fp32
 from ampdbg.replay.state import seeded
 from ampdbg.workload.build import Workload, build_workload
 
@@ -53,8 +52,8 @@ def prepared(config: Config) -> Iterator[Run]:
         if is_emulated(config, device):
             stack.enter_context(cuda_on_cpu())
         workload, mode = build_workload(config, device), mode_of(config.precision, device)
-        mode.prepare(workload.model, workload.optimizers)
-        stack.enter_context(pin_fp32(workload.model, config.precision.pins))
+        stack.enter_context(mode.converted(workload.model))
+        stack.enter_context(mode.pinned(workload.model, config.precision.pins))
         with workload.user.reading("running the workload"):
             yield Run(config, workload, device, mode, started)
 

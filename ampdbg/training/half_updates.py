@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ampdbg.errors import AmpdbgError
-from ampdbg.precision.widening import LIFTS, widened
+from ampdbg.precision.widening import LIFTS, widen
 from ampdbg.probes.tensors import HALVES, nonfinite
 from ampdbg.record.run import FrozenParameter, HalfUpdates
 from ampdbg.replay.comparison import MOST_OF_IT
@@ -25,7 +25,7 @@ class ComparedUpdates:
 
     def __init__(self, run: Run) -> None:
         are_known = all(type(each).step.__module__.startswith("torch.") for each in run.workload.optimizers)
-        is_compared = are_known and run.mode.dtype is not torch.float16
+        is_compared = are_known and run.mode.updates_half_weights()
         named = run.workload.model.named_parameters() if is_compared else ()
         self._half = {name: value for name, value in named if value.dtype in HALVES and value.requires_grad}
         self._run = run
@@ -127,7 +127,7 @@ def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Paramete
     try:
         before.restore()
         for tensor in before.tensors:
-            _widen(tensor)
+            widen(tensor, LIFTS["float32"])
         with run.workload.user.running("the optimizer's step"):
             for optimizer in run.workload.optimizers:
                 optimizer.step()
@@ -137,13 +137,6 @@ def _float32_update(run: Run, before: Held, half: Mapping[str, torch.nn.Paramete
     finally:
         after.restore()
         random_state.restore()
-
-
-def _widen(tensor: torch.Tensor) -> None:
-    """Gives a half parameter or a half tensor of an optimizer's state, and its gradient, memory in float32."""
-    gradient, tensor.grad = tensor.grad, None
-    tensor.data = widened(tensor.data, LIFTS["float32"])
-    tensor.grad = None if gradient is None else widened(gradient, LIFTS["float32"])
 
 
 def _vanishing_eps(run: Run) -> float | None:

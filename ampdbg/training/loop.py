@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
-from ampdbg.probes.tensors import is_finite, nonfinite_in_batch
+from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
 from ampdbg.probes.torch_errors import autocast_error, explain
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import AutocastError, Record, Unseen
@@ -156,9 +157,12 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
     for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
         snapshot = investigator.snapshot(batches)
         with module_paths(run.workload.model) if number == 0 else nullcontext() as paths:
-            loss_is_finite = accumulate_gradients(run, watcher, scaler, batches)
+            losses = accumulate_gradients(run, watcher, scaler, batches)
             unseen = paths.unseen() if paths else unseen
-        investigator.before_update(snapshot, loss_is_finite, scaler.get_scale())
+        gradients = [] if run.mode.skips_overflows() else [_largest_gradient(run)]
+        finite = [math.isfinite(value) for value in to_host([*losses, *gradients])]
+        of_losses, of_gradients = finite[: len(losses)], finite[len(losses) :]
+        investigator.before_update(snapshot, all(of_losses), all(of_gradients), scaler.get_scale())
         updates.before_update()
         update_weights(run, scaler)
         with watcher.paused():
@@ -167,14 +171,22 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         yield unseen
 
 
-def accumulate_gradients(run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]) -> bool:
-    """Adds up the gradients of one step's micro-batches; returns whether every loss was finite: the one sync a step."""
+def accumulate_gradients(
+    run: Run, watcher: Watch, scaler: torch.amp.GradScaler, batches: tuple[Any, ...]
+) -> list[torch.Tensor]:
+    """Adds up the gradients of one step's micro-batches; returns every loss, each of shape ()."""
     run.workload.clear_gradients()
     for batch in batches:
         watcher.log.batch.extend(nonfinite_in_batch(batch))
-    cast = [run.mode.cast(batch) for batch in batches]
-    losses = run_pass(run.workload, cast, run.mode.forward, scaled=scaler.scale, seen=watcher.log.add_losses)
-    return is_finite(torch.stack([loss for each in losses for loss in each.values()]))
+    losses = run_pass(run.workload, batches, run.mode.forward, scaled=scaler.scale, seen=watcher.log.add_losses)
+    return [loss for each in losses for loss in each.values()]
+
+
+def _largest_gradient(run: Run) -> torch.Tensor:
+    """The largest magnitude among all gradients, of shape (): no square of a half gradient overflows in it."""
+    gradients = (value.grad for value in run.workload.model.parameters() if value.grad is not None)
+    values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+    return torch.nn.utils.get_total_norm(values, norm_type=math.inf).abs()
 
 
 def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:

@@ -78,8 +78,17 @@ def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None
             "dtype": "float16",
             "level": "O1",
             "policy": "cuda",
-            "loss_scale": {"init": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000},
+            "loss_scale": {
+                "init": 65536.0,
+                "growth_factor": 2.0,
+                "backoff_factor": 0.5,
+                "growth_interval": 2000,
+                "min": None,
+                "max": None,
+            },
             "pins": [],
+            "keep_norms_fp32": None,
+            "master_weights": None,
         },
         "train": {"steps": 50, "accumulate": 1, "clip_grad_norm": None, "seed": 0, "device": "auto"},
     }

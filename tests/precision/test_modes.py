@@ -11,8 +11,8 @@ import ampdbg.precision.modes
 from ampdbg.config.schema import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
+from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode, mode_of
-from ampdbg.precision.modes.autocast import StaticLossScaler
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def test_only_float16_has_a_loss_scale(level: str, dtype: str) -> None:
 def test_a_number_is_a_static_scale_and_overflowing_steps_are_skipped() -> None:
     made = mode(loss_scale=128.0)
     scaler = made.scaler()
-    assert isinstance(scaler, StaticLossScaler)
+    assert isinstance(scaler, LossScaler)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for factor, expected in ((1.0, [0.0, 0.0]), (torch.inf, [0.0, 0.0])):

@@ -121,3 +121,25 @@ def test_a_short_run_that_takes_no_step_at_all_is_not_healthy(tmp_path: Path) ->
     record = scanned("true_nan_gradient", tmp_path, ("train.steps=2",))
     assert all(step.skipped for step in record.steps)
     assert (record.findings[0].code, record.verdict) == ("true-nan", "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "code"),
+    [
+        ("true_nan_gradient", "O0", "true-nan"),
+        ("true_nan_gradient", "O3", "true-nan"),
+        ("gradient_overflow", "O0", None),
+        ("gradient_overflow", "O2", "gradient-overflow"),
+        ("gradient_overflow", "O3", "gradient-overflow"),
+        ("residual_add", "O2", "forward-overflow"),
+        ("divergence", "O2", "divergence"),
+        ("dropout", "O2", None),
+        ("half_parameters_that_learn", "O3", None),
+    ],
+)
+def test_a_fault_is_named_at_other_levels_too(name: str, level: str, code: str | None, tmp_path: Path) -> None:
+    record = scanned(name, tmp_path, (f"precision.level={level}",))
+    assert next((finding.code for finding in worse_than_calibration(record)), None) == code, record.findings
+    file = next(file for file in FILES if file.stem == name)
+    if code in ("gradient-overflow", "forward-overflow") and level != "O3":
+        assert (record.findings[0].source and record.findings[0].source.line) == marked_line(file)

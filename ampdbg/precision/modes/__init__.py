@@ -1,14 +1,13 @@
 """Precision modes, a file each: what a step lowers, casts and scales at one level.
 
-``MODE`` is the file's class. ``LEVEL`` is a literal, which :mod:`ampdbg.levels` reads: ``name`` as the config takes it,
-``words`` for messages, and ``lowers`` False where every op computes in FP32.
+``MODE`` is the file's class. ``LEVEL`` is a literal, which :mod:`ampdbg.levels` reads: the fields of its ``Level``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from ampdbg.config.schema import Precision
 from ampdbg.formats import FORMATS, FloatFormat
 from ampdbg.levels import LEVELS
+from ampdbg.precision.pins import pin_fp32
 
 DTYPES = {name: getattr(torch, name) for name in FORMATS}
 """torch's dtype of each format."""
@@ -41,12 +41,17 @@ class PrecisionMode:
         dtype: torch.dtype = DTYPES[self.format.name]
         return dtype
 
-    def prepare(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Converts weights and optimizers, once, before the first step."""
+    def converted(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """While this is entered, the model's weights and what goes in and out of it are as the mode has them."""
+        return contextlib.nullcontext()
 
-    def cast(self, batch: Any) -> Any:
-        """The batch as the model takes it."""
-        return batch
+    def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> AbstractContextManager[Any]:
+        """While this is entered, the named modules run in FP32; see :func:`~ampdbg.precision.pins.pin_fp32`."""
+        return pin_fp32(model, patterns)
+
+    def in_bfloat16(self) -> AbstractContextManager[Any]:
+        """A fresh context for one forward pass that computes in bfloat16 what a step computes in float16."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def forward(self) -> AbstractContextManager[Any]:
         """A fresh context for one forward pass and its losses."""
@@ -55,6 +60,14 @@ class PrecisionMode:
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler of one run; a disabled one hands losses and steps on."""
         return torch.amp.GradScaler(self.device.type, enabled=False)
+
+    def skips_overflows(self) -> bool:
+        """Whether the scaler withholds a step whose gradients are not finite."""
+        return False
+
+    def updates_half_weights(self) -> bool:
+        """Whether an optimizer's step reads and writes half weights where the model has them."""
+        return self.dtype is not torch.float16
 
     def step(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode
 
 LEVEL = {"name": "O1", "words": "autocast"}
@@ -25,28 +26,11 @@ class Autocast(PrecisionMode):
         """A static or a dynamic scaler for float16."""
         if self.dtype is not torch.float16:
             return super().scaler()
-        scale = self.precision.loss_scale
-        if isinstance(scale, (int, float)):
-            return StaticLossScaler(self.device.type, float(scale))
-        return torch.amp.GradScaler(
-            self.device.type,
-            init_scale=scale.init,
-            growth_factor=scale.growth_factor,
-            backoff_factor=scale.backoff_factor,
-            growth_interval=scale.growth_interval,
-        )
+        return LossScaler(self.device.type, self.precision.loss_scale)
 
-
-class StaticLossScaler(torch.amp.GradScaler):
-    """A scaler whose scale never moves, as Apex's ``loss_scale=128.0``; overflowing steps are still skipped."""
-
-    def __init__(self, device: str, scale: float) -> None:
-        super().__init__(device, init_scale=scale)
-        self._static_scale = scale
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Keeps the scale; ``new_scale`` still sets another one, as in the parent class."""
-        super().update(self._static_scale if new_scale is None else new_scale)
+    def skips_overflows(self) -> bool:
+        """As :class:`PrecisionMode`."""
+        return self.dtype is torch.float16
 
 
 MODE = Autocast

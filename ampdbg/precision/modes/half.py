@@ -1,0 +1,172 @@
+"""The whole model in half, as Apex's O3: no FP32 weights, and a static loss scale of 1 unless another is given.
+
+What it does is held against ``apex/amp`` of its last release, point by point, in ``docs/apex.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree
+
+from ampdbg.config.schema import LossScale
+from ampdbg.precision.loss_scaler import LossScaler
+from ampdbg.precision.modes import PrecisionMode
+from ampdbg.precision.pins import pin_fp32, pinned_names
+from ampdbg.precision.widening import lifted
+from ampdbg.record.pins import OWN
+
+LEVEL = {"name": "O3", "words": "all half", "loss_scale": 1.0, "has_half_weights": True}
+
+
+@dataclass(frozen=True)
+class HalfModel(PrecisionMode):
+    """Weights, buffers and what goes into the model are half; what comes out is float32.
+
+    With master weights each half weight has a copy in float32, which the optimizer steps on: what is too small for the
+    half weight adds up there.
+    """
+
+    masters: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    """The master of each half weight from its first step on."""
+
+    keeps_norms: ClassVar[bool] = False
+    """Whether batch norms stay FP32 where ``precision.keep_norms_fp32`` is null."""
+
+    has_masters: ClassVar[bool] = False
+    """Whether there are master weights where ``precision.master_weights`` is null."""
+
+    @contextlib.contextmanager
+    def converted(self, model: torch.nn.Module) -> Iterator[None]:
+        """As :class:`PrecisionMode`; weights stay converted afterwards, and casts of inputs and outputs go."""
+        for _, module in self._lowered(model):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(self.dtype)
+            if isinstance(module, torch.nn.RNNBase):
+                module.flatten_parameters()
+        hooks = (
+            model.register_forward_pre_hook(self._inputs, with_kwargs=True),
+            model.register_forward_hook(lambda module, inputs, output: _cast(output, torch.float32)),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        is_half = any(tensor.dtype is self.dtype for tensor in model.parameters())
+        return _cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
+
+    def _lowered(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules whose own weights and buffers become half."""
+        asked = self.precision.keep_norms_fp32
+        keeps_norms = self.keeps_norms if asked is None else asked
+        pins = pinned_names(model, self.precision.pins)
+        for name, module in model.named_modules():
+            is_kept_norm = keeps_norms and isinstance(module, _BatchNorm) and module.affine
+            if not is_kept_norm and not _is_pinned(name, pins):
+                yield name, module
+
+    @contextlib.contextmanager
+    def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
+        """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again."""
+        with ExitStack() as stack:
+            pins = stack.enter_context(pin_fp32(model, patterns)).modules
+            modules = dict(model.named_modules())
+            for name in pins:
+                module = modules[name.removesuffix(OWN)]
+                is_whole = not name.endswith(OWN)
+                tensors = (*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole))
+                stack.enter_context(_in_float32([tensor for tensor in tensors if tensor.dtype is self.dtype]))
+                if module is not model:  # what comes out of the model is float32
+                    hook = module.register_forward_hook(lambda module, inputs, output: _cast(output, self.dtype))
+                    stack.callback(hook.remove)
+            yield
+
+    def in_bfloat16(self) -> AbstractContextManager[Any]:
+        """As :class:`PrecisionMode`, with weights that are bfloat16 by now."""
+        return lifted("bfloat16")
+
+    def updates_half_weights(self) -> bool:
+        """As :class:`PrecisionMode`."""
+        asked = self.precision.master_weights
+        return not (self.has_masters if asked is None else asked)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """One that unscales half gradients; none for a static scale of 1."""
+        if self.dtype is not torch.float16 or self.precision.loss_scale == 1.0:
+            return super().scaler()
+        return LossScaler(self.device.type, self.precision.loss_scale, takes_half_gradients=True)
+
+    def skips_overflows(self) -> bool:
+        """As :class:`PrecisionMode`: a static scale withholds none."""
+        return self.dtype is torch.float16 and isinstance(self.precision.loss_scale, LossScale)
+
+    def step(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        """As :class:`PrecisionMode`, on the master weights where there are any."""
+        with contextlib.nullcontext() if self.updates_half_weights() else self._on_masters(optimizers):
+            super().step(scaler, optimizers, clip_grad_norm)
+
+    @contextlib.contextmanager
+    def _on_masters(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+        """While this is entered, each half weight of an optimizer is its master, with its gradient in float32.
+
+        The very same objects, so that names, groups and the optimizer's state stay what they are.
+        """
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        weights = [weight for group in groups for weight in group["params"] if weight.dtype is self.dtype]
+        halves = [(weight, weight.data) for weight in weights]
+        try:
+            for weight, half in halves:
+                gradient, weight.grad = weight.grad, None
+                weight.data = self.masters.setdefault(weight, half.float())
+                weight.grad = None if gradient is None else gradient.float()
+            yield
+        finally:
+            for weight, half in halves:
+                weight.grad = None
+                weight.data = half.copy_(weight.data)
+
+
+def _is_pinned(name: str, pins: Iterable[str]) -> bool:
+    """Whether a pin keeps the module's own weights: its own lines' or that of a module around it."""
+    return any(pin in ("", name, name + OWN) or name.startswith(f"{pin}.") for pin in pins)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _pytree.tree_map_only(torch.Tensor, cast, value)
+
+
+@contextlib.contextmanager
+def _in_float32(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Each tensor has memory in float32 and no gradient; afterwards it has the very memory and gradient it had."""
+    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    try:
+        for tensor, data, _ in kept:
+            tensor.grad = None
+            tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data, gradient in kept:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
+
+
+MODE = HalfModel
