@@ -32,9 +32,9 @@ class PinHandle:
             forward, pin = self._pins.pop()
             forward.drop(pin)
 
-    def _add(self, module: torch.nn.Module, pin: str | LinesInFP32) -> None:
+    def _add(self, module: torch.nn.Module, pin: str | LinesInFP32, returns: torch.dtype | None = None) -> None:
         forward = pinned_forward(module)
-        forward.add(pin)
+        forward.add(pin, returns)
         self._pins.append((forward, pin))
 
     def __enter__(self) -> PinHandle:
@@ -44,7 +44,7 @@ class PinHandle:
         self.remove()
 
 
-def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
+def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.dtype | None = None) -> PinHandle:
     """Runs the named modules in FP32 inside autocast.
 
     A pinned module's ``forward`` runs with autocast disabled, its half inputs are cast to float32 and its
@@ -57,6 +57,8 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
         model: the root of the qualified names.
         patterns: qualified module names or fnmatch patterns (``blocks.2.attn``, ``blocks.*.attn``,
             ``blocks.*:own``), a name before a pattern; ``:own`` alone means the root's own lines.
+        returns: the dtype that a pinned module's floating-point output is cast to where no pinned lines take it: that
+            of weights behind it which take no other. The root's output stays float32.
 
     Raises:
         WorkloadError: a pattern names no module, or a module is scripted and cannot be pinned.
@@ -66,9 +68,10 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str]) -> PinHandle:
     handle = PinHandle((*whole, *(name + OWN for name in own)))
     try:
         for name in whole:
-            handle._add(modules[name], WHOLE)
+            is_outermost = bool(name) and not any(name.startswith(f"{outer}.") for outer in whole) and "" not in whole
+            handle._add(modules[name], WHOLE, returns if is_outermost else None)
         for name in own:
-            handle._add(modules[name], OWN_LINES)
+            handle._add(modules[name], OWN_LINES, returns if name else None)
             # All that own lines may call: the module itself too, should it recur.
             for inner in modules[name].modules():
                 if not isinstance(inner, torch.jit.ScriptModule):
@@ -134,6 +137,7 @@ class PinnedForward:
         self._pins: list[str | LinesInFP32] = []
         self.lines = LinesInFP32()
         """The module's own lines, in force while ``OWN_LINES`` is among the pins."""
+        self._returns: torch.dtype | None = None
         self._last_around: Regions | None = None
 
     @property
@@ -147,14 +151,17 @@ class PinnedForward:
         code: CodeType = self.__wrapped__.__code__
         return code
 
-    def add(self, pin: str | LinesInFP32) -> None:
+    def add(self, pin: str | LinesInFP32, returns: torch.dtype | None) -> None:
         """``WHOLE``, ``OWN_LINES``, or the lines in FP32 that may call this module, which is as before in them."""
         self._pins.append(pin)
+        self._returns = returns or self._returns
         self._module.forward = self
 
     def drop(self, pin: str | LinesInFP32) -> None:
         """Takes one pin away; the last gives the module its own ``forward`` back, unless another one is in front."""
         self._pins.remove(pin)
+        if not self._pins:
+            self._returns = None
         if self._pins or vars(self._module).get("forward") is not self:
             return
         if self._replaced is None:
@@ -165,9 +172,10 @@ class PinnedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         around = self._around_its_caller()
         if around is None:
-            return self._pinned(*args, **kwargs)
+            output = self._pinned(*args, **kwargs)
+            return output if self._returns is None else cast(output, self._returns)
         cuda, cpu = around
-        args, kwargs = _cast_for_half_weights(self._module, (args, kwargs))
+        args, kwargs = _as_weights_take_it(self._module, (args, kwargs))
         with torch.autocast("cuda", *cuda), torch.autocast("cpu", *cpu):
             output = self._pinned(*args, **kwargs)
         # It is an input of the lines that called.
@@ -273,14 +281,17 @@ def _cast_up(value: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, _in_float32, value)
 
 
-def _cast_for_half_weights(module: torch.nn.Module, inputs: Any) -> Any:
-    """The inputs that lines in FP32 give to a module: in half where its weights are, which would take no others."""
-    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
-    if dtype not in LIFTS["float32"]:
-        return inputs
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor in a value, such as a module's inputs or output, in that dtype."""
     return _pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor, inputs
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
     )
+
+
+def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:
+    """What lines in FP32 give to a module: half where its weights are, which would take nothing else."""
+    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
+    return cast(inputs, dtype) if dtype in LIFTS["float32"] else inputs
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree
 
 from ampdbg.config.schema import LossScale
 from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode
-from ampdbg.precision.pins import pin_fp32, pinned_names
+from ampdbg.precision.pins import cast, pin_fp32, pinned_names
 from ampdbg.precision.widening import lifted
 from ampdbg.record.pins import OWN
 
@@ -53,7 +52,7 @@ class HalfModel(PrecisionMode):
                 module.flatten_parameters()
         hooks = (
             model.register_forward_pre_hook(self._inputs, with_kwargs=True),
-            model.register_forward_hook(lambda module, inputs, output: _cast(output, torch.float32)),
+            model.register_forward_hook(lambda module, inputs, output: cast(output, torch.float32)),
         )
         try:
             yield
@@ -63,7 +62,7 @@ class HalfModel(PrecisionMode):
 
     def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_half = any(tensor.dtype is self.dtype for tensor in model.parameters())
-        return _cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
+        return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
     def _lowered(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         """The modules whose own weights and buffers become half."""
@@ -79,16 +78,11 @@ class HalfModel(PrecisionMode):
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
         """As :class:`PrecisionMode`: their weights are float32 meanwhile, and what comes out of them is half again."""
         with ExitStack() as stack:
-            pins = stack.enter_context(pin_fp32(model, patterns)).modules
             modules = dict(model.named_modules())
-            for name in pins:
-                module = modules[name.removesuffix(OWN)]
-                is_whole = not name.endswith(OWN)
+            for name in stack.enter_context(pin_fp32(model, patterns, returns=self.dtype)).modules:
+                module, is_whole = modules[name.removesuffix(OWN)], not name.endswith(OWN)
                 tensors = (*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole))
                 stack.enter_context(_in_float32([tensor for tensor in tensors if tensor.dtype is self.dtype]))
-                if module is not model:  # what comes out of the model is float32
-                    hook = module.register_forward_hook(lambda module, inputs, output: _cast(output, self.dtype))
-                    stack.callback(hook.remove)
             yield
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
@@ -144,13 +138,6 @@ class HalfModel(PrecisionMode):
 def _is_pinned(name: str, pins: Iterable[str]) -> bool:
     """Whether a pin keeps the module's own weights: its own lines' or that of a module around it."""
     return any(pin in ("", name, name + OWN) or name.startswith(f"{pin}.") for pin in pins)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _pytree.tree_map_only(torch.Tensor, cast, value)
 
 
 @contextlib.contextmanager
