@@ -290,7 +290,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:
     """What lines in FP32 give to a module: half where its weights are, which would take nothing else."""
-    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
+    dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
     return cast(inputs, dtype) if dtype in LIFTS["float32"] else inputs
 
 

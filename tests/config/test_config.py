@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,33 @@ PLAIN = st.recursive(
 )
 ARGS = st.dictionaries(NAMES, PLAIN, max_size=3)
 SCALES = st.floats(FLOAT32.smallest_normal, FLOAT32.largest)
+BOUNDS = st.tuples(st.none() | SCALES, st.none() | SCALES).filter(lambda ends: None in ends or ends[0] <= ends[1])
+DYNAMIC = st.fixed_dictionaries(
+    {
+        "init": SCALES,
+        "growth_factor": st.floats(1, 1e6, exclude_min=True),
+        "backoff_factor": st.floats(0, 1, exclude_min=True, exclude_max=True),
+        "growth_interval": st.integers(1),
+        "bounds": BOUNDS,
+    }
+).map(lambda made: {**made, "min": made["bounds"][0], "max": made["bounds"][1]})
+DYNAMIC = DYNAMIC.map(lambda made: {key: value for key, value in made.items() if key != "bounds"})
+
+
+def precisions(levels: Sequence[str], flags: st.SearchStrategy[bool | None]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["float16", "bfloat16", "float32"]),
+            "level": st.sampled_from(levels),
+            "policy": st.sampled_from(["cuda", "native"]),
+            "loss_scale": SCALES | DYNAMIC,
+            "pins": st.lists(NAMES, max_size=3),
+            "keep_norms_fp32": flags,
+            "master_weights": flags,
+        }
+    )
+
+
 SECTIONS = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries({"target": st.just("workload.py:Net"), "args": ARGS}),
@@ -195,23 +223,7 @@ SECTIONS = st.fixed_dictionaries(
             }
         ),
         "checkpoint": st.none(),
-        "precision": st.fixed_dictionaries(
-            {
-                "dtype": st.sampled_from(["float16", "bfloat16", "float32"]),
-                "level": st.sampled_from(["O0", "O1"]),
-                "policy": st.sampled_from(["cuda", "native"]),
-                "loss_scale": SCALES
-                | st.fixed_dictionaries(
-                    {
-                        "init": SCALES,
-                        "growth_factor": st.floats(1, 1e6, exclude_min=True),
-                        "backoff_factor": st.floats(0, 1, exclude_min=True, exclude_max=True),
-                        "growth_interval": st.integers(1),
-                    }
-                ),
-                "pins": st.lists(NAMES, max_size=3),
-            }
-        ),
+        "precision": precisions(("O0", "O1"), st.none()) | precisions(("O2", "O3"), st.none() | st.booleans()),
         "train": st.fixed_dictionaries(
             {
                 "steps": st.integers(1),
@@ -313,10 +325,28 @@ def test_mistakes_of_the_file_come_before_those_of_the_options(folder: Path) -> 
     lines = message(folder, "train.steps=0", text=HEALTHY + "precision: {level: O7, policy: gpu}\n").splitlines()
     assert lines == [
         "config.yaml: 3 mistakes",
-        '  config.yaml:6: precision.level: got "O7"; allowed: O0 (FP32), O1 (autocast)',
+        (
+            '  config.yaml:6: precision.level: got "O7"; allowed: O0 (FP32), O1 (autocast), '
+            "O2 (half model, FP32 batch norms and master weights), O3 (all half)"
+        ),
         '  config.yaml:6: precision.policy: got "gpu"; allowed: cuda or native',
         "  --set train.steps=0: train.steps: got 0; allowed: a whole number of at least 1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "{keep_norms_fp32: true}",
+            "precision.keep_norms_fp32: got true at level O1; allowed at O2, O3, whose weights are half",
+        ),
+        ("{level: O2, master_weights: 1}", "precision.master_weights: got 1; allowed: true, false, or null"),
+        ("{loss_scale: {min: 8, max: 4}}", "precision.loss_scale.max: got 4, and min is 8; allowed: at least that"),
+    ],
+)
+def test_a_key_that_does_not_go_with_another_is_refused(folder: Path, given: str, said: str) -> None:
+    assert said in message(folder, text=HEALTHY + f"precision: {given}\n")
 
 
 # --- where a key was given ---

@@ -190,5 +190,5 @@ def test_own_lines_of_a_half_model_run_in_fp32_and_the_modules_they_call_in_half
     with cuda_on_cpu(), made.converted(model):
         assert not model(torch.ones(2, 4)).isfinite().all()
         with made.pinned(model, ["0:own"]):
-            assert model[0].inner.weight.dtype is torch.float16
+            assert dtypes(model)["0.inner.weight"] is torch.float16
             assert model(torch.ones(2, 4)).isfinite().all()
