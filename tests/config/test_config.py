@@ -182,17 +182,19 @@ PLAIN = st.recursive(
 )
 ARGS = st.dictionaries(NAMES, PLAIN, max_size=3)
 SCALES = st.floats(FLOAT32.smallest_normal, FLOAT32.largest)
-BOUNDS = st.tuples(st.none() | SCALES, st.none() | SCALES).filter(lambda ends: None in ends or ends[0] <= ends[1])
-DYNAMIC = st.fixed_dictionaries(
-    {
-        "init": SCALES,
-        "growth_factor": st.floats(1, 1e6, exclude_min=True),
-        "backoff_factor": st.floats(0, 1, exclude_min=True, exclude_max=True),
-        "growth_interval": st.integers(1),
-        "bounds": BOUNDS,
+
+
+@st.composite
+def dynamic_scales(draw: st.DrawFn) -> dict[str, Any]:
+    low, high = sorted(draw(st.tuples(SCALES, SCALES)))
+    return {
+        "init": draw(SCALES),
+        "growth_factor": draw(st.floats(1, 1e6, exclude_min=True)),
+        "backoff_factor": draw(st.floats(0, 1, exclude_min=True, exclude_max=True)),
+        "growth_interval": draw(st.integers(1)),
+        "min": draw(st.sampled_from([None, low])),
+        "max": draw(st.sampled_from([None, high])),
     }
-).map(lambda made: {**made, "min": made["bounds"][0], "max": made["bounds"][1]})
-DYNAMIC = DYNAMIC.map(lambda made: {key: value for key, value in made.items() if key != "bounds"})
 
 
 def precisions(levels: Sequence[str], flags: st.SearchStrategy[bool | None]) -> st.SearchStrategy[dict[str, Any]]:
@@ -201,7 +203,7 @@ def precisions(levels: Sequence[str], flags: st.SearchStrategy[bool | None]) -> 
             "dtype": st.sampled_from(["float16", "bfloat16", "float32"]),
             "level": st.sampled_from(levels),
             "policy": st.sampled_from(["cuda", "native"]),
-            "loss_scale": SCALES | DYNAMIC,
+            "loss_scale": SCALES | dynamic_scales(),
             "pins": st.lists(NAMES, max_size=3),
             "keep_norms_fp32": flags,
             "master_weights": flags,
