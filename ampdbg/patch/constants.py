@@ -139,6 +139,11 @@ class _Constants:
                 case cst.BinaryOperation(left=left, operator=cst.Multiply(), right=right) if id(node) not in cast:
                     yield from self._multiplied(left, right)
                     yield from self._multiplied(right, left)
+                case cst.BinaryOperation(
+                    operator=cst.Subtract(), right=cst.BinaryOperation(left=left, operator=cst.Multiply(), right=right)
+                ):
+                    yield from self._subtracted(left, right)
+                    yield from self._subtracted(right, left)
                 case cst.BinaryOperation(left=left, operator=cst.Add(), right=right):
                     yield from self._least(left, right)
                     yield from self._least(right, left)
@@ -205,7 +210,7 @@ class _Constants:
         value = _value(constant)
         if value is not None and FLOAT16.largest < abs(value) < math.inf:
             yield constant, f"{self.finfo}({dtype}).{'min' if value < 0 else 'max'}"
-        elif value is None and "finfo" not in spelled(constant) and (is_number or self._may_be_number(constant)):
+        elif value is None and "inf" not in spelled(constant) and (is_number or self._may_be_number(constant)):
             yield constant, f"max({spelled(constant)}, {self.finfo}({dtype}).min)"
 
     def _multiplied(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
@@ -218,6 +223,12 @@ class _Constants:
             yield constant, f"({least})"
         elif value is None and self._may_be_number(constant) and self._is_tensor(other):
             yield constant, f"max({spelled(constant)}, {least})"
+
+    def _subtracted(self, constant: cst.BaseExpression, other: cst.BaseExpression) -> Replacements:
+        """A mask's number in a product that is taken away."""
+        value, tensor = _value(constant), self._tensor_of(other)
+        if tensor and value is not None and FLOAT16.largest < value < math.inf:
+            yield constant, f"({self.finfo}({tensor}.dtype).max / 2)"
 
     def _least(self, constant: cst.BaseExpression | None, other: cst.BaseExpression) -> Replacements:
         """An eps, by its size or its name; none that half can hold helps ``1 - p``, which is 0 there from 0.9998 on."""

@@ -72,6 +72,8 @@ class ProducerTrace(OpTrace):
         self._given = ()
 
     def _follow_infinities(self, name: str, made: Sequence[torch.Tensor]) -> None:
+        if not self._infinite:
+            return
         read = {self._infinite[key] for key in map(storage_of, self._given) if key in self._infinite}
         for tensor in made:
             self._infinite.pop(storage_of(tensor), None)

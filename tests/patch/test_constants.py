@@ -54,6 +54,7 @@ EDITS = {
     "an index": ("x[m] = -1e9", "x[m] = torch.finfo(x.dtype).min"),
     "full_like": ("x = torch.full_like(y, -1e9)", "x = torch.full_like(y, torch.finfo(y.dtype).min)"),
     "multiplied": ("x = x + (1.0 - y) * -1e9", "x = x + (1.0 - y) * (torch.finfo(y.dtype).min / 2)"),
+    "taken away": ("x = x - 1e9 * (1.0 - y)", "x = x - (torch.finfo(y.dtype).max / 2) * (1.0 - y)"),
     "a mask that is cast": (
         "x = x + ((1.0 - m.float()) * -1e9).type_as(x)",
         "x = x + ((1.0 - m.float()) * -1e9).clamp(min=torch.finfo(x.dtype).min / 2).type_as(x)",
@@ -87,6 +88,10 @@ EDITS = {
         "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - self.eps)",
         "x = torch.clamp(x.sigmoid(), min=1e-4, max=1 - max(self.eps, torch.finfo(x.dtype).eps))",
     ),
+    "a least value by torch": (
+        "x = x / torch.clamp(x.norm(), min=1e-12)",
+        "x = x / torch.clamp(x.norm(), min=max(1e-12, torch.finfo(x.dtype).tiny))",
+    ),
     "a logarithm": ("x = torch.log(x + 1e-10)", "x = torch.log(x + max(1e-10, torch.finfo(x.dtype).tiny))"),
 }
 
@@ -117,6 +122,8 @@ def test_a_constant_is_kept_within_range(name: str) -> None:
         "x = x.clamp(0.0, 0.99)",
         "x = x.clamp(max=1.0)",
         "x = 2.0 * x + 1e5",
+        "x = 2.0 * x - 1e5",
+        "x = x.masked_fill(m, -1e9 if self.training else -math.inf)",
         "x = x.masked_fill(m, torch.finfo(x.dtype).min)",
         "x = x + (1.0 - y) * torch.finfo(torch.float16).min",
         "x = self.mask(x)",
@@ -147,7 +154,8 @@ def test_torch_goes_by_the_name_that_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["masked_fill", "multiplied", "a mask that is cast", "an eps", "a least value", "a greatest value"]
+    "name",
+    ["masked_fill", "multiplied", "taken away", "a mask that is cast", "an eps", "a least value", "a greatest value"],
 )
 def test_fp32_computes_what_it_did(name: str) -> None:
     results = []
