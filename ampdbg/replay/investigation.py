@@ -113,9 +113,7 @@ class _Replays:
         return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
 
     def _floor(self, fp32: Replayed) -> Callable[[], Replayed]:
-        def replayed(manner: Manner, traced: TraceKind) -> Replayed:
-            return self._replay("FP32 on rounded weights", manner, traced=traced, keep_gradients=True)
-
+        replayed = functools.partial(self._replay, "FP32 on rounded weights", keep_gradients=True)
         return noise_of(fp32, self._as_it_was.dtype, replayed)
 
     def _wider(self, fp32: Replay) -> Replay:
@@ -142,7 +140,7 @@ class _Replays:
         return continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS)
 
     def _replay(
-        self, doing: str, manner: Manner, *, traced: TraceKind | None = None, keep_gradients: bool = False
+        self, doing: str, manner: Manner, traced: TraceKind | None = None, *, keep_gradients: bool = False
     ) -> Replayed:
         self._observer.replay(self._snapshot.step, doing)
         return replay_step(self._run, self._snapshot, manner, traced=traced, keep_gradients=keep_gradients)
