@@ -10,7 +10,7 @@ from libcst import matchers as m
 
 from ampdbg.patch.casts import with_casts
 from ampdbg.patch.pieces import Piece, may_run_in_either, pieces_of_line, value_of
-from ampdbg.patch.regions import PinnedLine, Region, viewed
+from ampdbg.patch.regions import CONDITIONAL, PinnedLine, Region, operands_of, viewed
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings
 from ampdbg.source.expressions import assigned_codes, code_of, find, names_bound_inside, spelled, walk
@@ -141,7 +141,8 @@ def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str], around: Tensor
     """
     inner = {name for piece in pieces for name in names_bound_inside(piece.small)}
     bindings = pieces[0].names.bindings
-    local, uncertain = bindings.local, (bindings.maybe_numbers | bindings.maybe_none) - _asked(pieces)
+    asked, local = _asked(pieces), bindings.local
+    uncertain = (bindings.maybe_numbers - asked) | (bindings.maybe_none - asked - _computed_with(pieces))
     # A name that the reader knows, rather than one that the edit has just introduced or an attribute.
     read = sorted(_tensors_read(pieces, cast), key=lambda text: (text not in local, not text.isidentifier()))
     named = (text for text in read if "(" not in text)
@@ -154,8 +155,24 @@ def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str], around: Tensor
 
 def _asked(pieces: Sequence[Piece]) -> set[str]:
     """The names that are asked for a method or an attribute: tensors, whatever else they may be elsewhere."""
-    attributes = (attribute for piece in pieces for attribute in find(piece.small, cst.Attribute))
-    return {attribute.value.value for attribute in attributes if isinstance(attribute.value, cst.Name)}
+    parts = (part for piece in pieces for part in _unconditional(piece.small))
+    return {part.value.value for part in parts if isinstance(part, cst.Attribute) and isinstance(part.value, cst.Name)}
+
+
+def _computed_with(pieces: Sequence[Piece]) -> set[str]:
+    """The names that are computed with: None is nothing to compute with."""
+    operands = (
+        node for piece in pieces for part in _unconditional(piece.small) for node in operands_of(part, piece.names)
+    )
+    return {node.value for node in operands if isinstance(node, cst.Name)}
+
+
+def _unconditional(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The parts that are evaluated whenever the node is."""
+    yield node
+    for child in node.children:
+        if not isinstance(child, CONDITIONAL):
+            yield from _unconditional(child)
 
 
 def _root(text: str) -> str:

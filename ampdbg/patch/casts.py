@@ -8,7 +8,7 @@ import libcst as cst
 
 from ampdbg.ops import CAST_METHODS, JOINS
 from ampdbg.patch.pieces import Piece
-from ampdbg.patch.regions import PLAIN_BUILTINS, called_name
+from ampdbg.patch.regions import PLAIN_BUILTINS, called_name, operands_of
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import METADATA, TRANSPOSED
 from ampdbg.source.expressions import assigned_codes, code_of, find, walk
@@ -32,6 +32,7 @@ class HalfCasts(cst.CSTTransformer):
         self._around: list[cst.CSTNode] = []
         self._left: set[int] = set()
         self._cast_already: set[int] = set()
+        self._operands: set[int] = set()
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         goes_in = self._goes_in(node)
@@ -43,6 +44,7 @@ class HalfCasts(cst.CSTTransformer):
             return False
         if isinstance(node, cst.Attribute) and node.attr.value in CAST_METHODS:
             self._cast_already.add(id(node.value))
+        self._operands.update(map(id, operands_of(node, self._names)))
         for part in (*not_read(node), *self._promoted(node)):
             self._left.add(id(part))
         return not self._is_half(node)
@@ -61,7 +63,8 @@ class HalfCasts(cst.CSTTransformer):
         if code in self._names.bindings.maybe_numbers and not isinstance(parent, cst.Attribute):
             raise EditError(f"{code} may be a number there, and numbers have no .float()")
         self.cast.append(code)
-        if code in self._names.bindings.maybe_none and isinstance(parent, cst.Arg):
+        is_there = code not in self._names.bindings.maybe_none or id(original_node) in self._operands
+        if not is_there and isinstance(parent, cst.Arg):
             return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
         return cast(updated_node)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import libcst as cst
 
-from ampdbg.ops import CREATES, MOVES, PRODUCTS, RANDOM
+from ampdbg.ops import CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, RANDOM
 from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import METADATA
 from ampdbg.source.expressions import COMPREHENSIONS, bare, code_of, walk
@@ -108,6 +109,18 @@ def _action_of_builtin(name: str, call: cst.Call, names: TensorNames) -> Action:
 
 def _action_by_name(name: str) -> Action:
     return Action.NOTHING if name in METADATA | MOVES | CREATES else Action.OPERATION
+
+
+def operands_of(node: cst.CSTNode, names: TensorNames) -> Sequence[cst.BaseExpression]:
+    """What an operation computes with in any case: both sides of an operator, a function's first argument."""
+    match node if action_of(node, names) is Action.OPERATION else None:
+        case cst.BinaryOperation(left=left, right=right):
+            return left, right
+        case cst.Call(args=args) as call:
+            given = [arg.value for arg in args if arg.keyword is None]
+            return given if called_name(call) in MATRIX_PRODUCTS else given[:1]
+        case _:
+            return ()
 
 
 @dataclass(frozen=True)

@@ -343,6 +343,26 @@ def test_the_device_is_that_of_a_parameter_where_the_block_reads_no_tensor_by_na
     assert b"    with torch.autocast(device_type=x.device.type, enabled=False):\n" in edited.source
 
 
+@pytest.mark.parametrize(
+    ("line", "cast"),
+    [
+        ("return q @ k", "return q.float() @ k.float()"),
+        ("return torch.matmul(q, k)", "return torch.matmul(q.float(), k.float())"),
+        (
+            "return x * 2.0 if q is None else x * q.sum()",
+            "return x.float() * 2.0 if q is None else x.float() * q.float().sum()",
+        ),
+    ],
+)
+def test_what_is_computed_with_is_a_tensor_though_it_may_be_none_by_default(line: str, cast: str) -> None:
+    source = f"import torch\ndef f(x, q=None, k=None):\n    {line}\n".encode()
+    edited = edit_source(source, [LinePin("f", (3,))], NamesSeen({3: ("x", "q", "k")}))
+    assert edited.refused == ()
+    device = "x" if "x" in line.split() else "q"
+    assert f"device_type={device}.device.type" in edited.source.decode()
+    assert cast in edited.source.decode()
+
+
 def test_a_store_between_two_pinned_lines_keeps_what_it_stores() -> None:
     source = b"import torch\ndef f(self, h):\n    a = h * h\n    self.last = h\n    b = h + a\n    return b\n"
     edited = edit_source(source, [LinePin("f", (3, 5))], seen_anywhere(("h", "a"))).source
