@@ -87,7 +87,7 @@ def _checked(
 ) -> Config:
     """The config that ``data`` and ``overrides`` make; raises with ``mistakes`` and all that are found here."""
     for index, override in enumerate(overrides):
-        place = Place(_AFTER_THE_FILE + index, f"--set {override}")
+        place = Place(_AFTER_THE_FILE + index, f"--set {_short(override)}")
         mistakes += [Mistake(place, "", text) for text in _override(data, override, place, places)]
     folder = Path(os.path.abspath(folder))
     try:
@@ -172,8 +172,11 @@ class Mistake:
     text: str
 
     def __str__(self) -> str:
-        key = self.key if len(self.key) <= 200 else f"{self.key[:197]}..."
-        return ": ".join(part for part in (self.place.text, key, self.text) if part)
+        return ": ".join(part for part in (self.place.text, _short(self.key), self.text) if part)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:

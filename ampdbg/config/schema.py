@@ -72,7 +72,9 @@ def _scale_kind(value: object) -> str:
 
 
 Number = Annotated[float, BeforeValidator(_not_boolean)]
-Count = Annotated[int, BeforeValidator(_not_boolean), Field(ge=1, description="a whole number of at least 1")]
+Count = Annotated[
+    int, BeforeValidator(_not_boolean), Field(ge=1, lt=2**63, description="a whole number of at least 1, below 2**63")
+]
 Scale = Annotated[
     Number,
     # GradScaler keeps the scale in float32.

@@ -62,7 +62,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
             # SafeLoader looks `!!bool x` up in a table, and takes the match of `!!timestamp x` for granted.
             given = str(node.value) if len(str(node.value)) <= 40 else f"{len(str(node.value))} characters"
             kind = node.tag.rpartition(":")[2]

@@ -97,6 +97,17 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("no time", HEALTHY + "train: {seed: !!timestamp x}\n", ("config.yaml:4", "timestamp does not allow (x)")),
     Broken("no number", HEALTHY + "train: {seed: !!int x}\n", ("config.yaml:4", "YAML type int does not allow (x)")),
     Broken(
+        "an empty number", HEALTHY + "train: {steps: !!int }\n", ("config.yaml:4", "YAML type int does not allow ()")
+    ),
+    Broken(
+        "only a sign", HEALTHY + "train: {steps: !!float '-'}\n", ("config.yaml:4", "type float does not allow (-)")
+    ),
+    Broken(
+        "more steps than are counted",
+        HEALTHY + "train: {steps: 1000000000000000000000}\n",
+        ("config.yaml:4: train.steps: got 1000000000000000000000", "at least 1, below 2**63"),
+    ),
+    Broken(
         "6,000 digits",
         HEALTHY + "train: {steps: " + "1" * 6000 + "}\n",
         ("config.yaml:4", "int does not allow (6000 characters)"),

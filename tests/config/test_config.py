@@ -228,8 +228,8 @@ SECTIONS = st.fixed_dictionaries(
         "precision": precisions(("O0", "O1"), st.none()) | precisions(("O2", "O3"), st.none() | st.booleans()),
         "train": st.fixed_dictionaries(
             {
-                "steps": st.integers(1),
-                "accumulate": st.integers(1),
+                "steps": st.integers(1, 2**63 - 1),
+                "accumulate": st.integers(1, 2**63 - 1),
                 "clip_grad_norm": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
                 "seed": st.integers(0, 2**32 - 1),
                 "device": st.sampled_from(["auto", "cpu", "cuda", "cuda:1"]),
@@ -288,7 +288,9 @@ def test_an_empty_value_is_null(folder: Path) -> None:
 
 def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
     text = HEALTHY + "train: {steps: 0}\n"
-    assert message(folder, text=text) == "config.yaml:6: train.steps: got 0; allowed: a whole number of at least 1"
+    assert message(folder, text=text) == (
+        "config.yaml:6: train.steps: got 0; allowed: a whole number of at least 1, below 2**63"
+    )
     assert load(folder, "train.steps=1", text=text).train.steps == 1
 
 
@@ -318,6 +320,10 @@ def test_a_mistake_in_set_names_the_option(folder: Path, override: str, expected
     assert expected in message(folder, override)
 
 
+def test_a_long_set_is_told_short(folder: Path) -> None:
+    assert len(message(folder, f"x={'y' * 10_000}", f"{'z' * 10_000}=1")) < 2000
+
+
 def test_a_value_that_is_not_yaml_names_the_option(folder: Path) -> None:
     expected = "--set train.steps=[: the value is not YAML: a value is missing, or a bracket is not closed"
     assert message(folder, "train.steps=[").startswith(expected)
@@ -332,7 +338,7 @@ def test_mistakes_of_the_file_come_before_those_of_the_options(folder: Path) -> 
             "O2 (half model, FP32 batch norms and master weights), O3 (all half)"
         ),
         '  config.yaml:6: precision.policy: got "gpu"; allowed: cuda or native',
-        "  --set train.steps=0: train.steps: got 0; allowed: a whole number of at least 1",
+        "  --set train.steps=0: train.steps: got 0; allowed: a whole number of at least 1, below 2**63",
     ]
 
 
