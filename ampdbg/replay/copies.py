@@ -66,8 +66,12 @@ class Copying:
         if self._strict and not _is_small_and_plain(value):
             return Left.AS_IT_IS
         self._objects += kind is OBJECT
-        inner = [self.of(one) for one in kind.inner(value)]
-        self._objects -= kind is OBJECT
+        try:
+            inner = [self.of(one) for one in kind.inner(value)]
+        except RecursionError:  # nested too deeply to be made again
+            return Left.AS_IT_IS if self._strict else value
+        finally:
+            self._objects -= kind is OBJECT
         if any(one is Left.AS_IT_IS for one in inner):
             return Left.AS_IT_IS
         try:
