@@ -15,6 +15,9 @@ MOST_ATOM_RUNS = 100_000
 """A trial runs every atom. A proof that drops each of k pins of n atoms alone runs k·n: beyond this many, about a
 minute on two cores, pins are dropped in groups, so that the time of a search stays linear in n."""
 
+GROUPS = 10
+"""So many: where everything fails, each of them costs a trial, and tells no more than that it is needed."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -42,8 +45,10 @@ def best_so_far(trials: Trials) -> Result:
 
 def grouped(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
     """The parts, where dropping each alone takes too long in groups of neighbours."""
-    size = -(-len(parts) // most_dropped(trials.tree))
-    return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)] if parts else []
+    if len(parts) <= most_dropped(trials.tree):
+        return list(parts)
+    size = -(-len(parts) // GROUPS)
+    return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)]
 
 
 def most_dropped(tree: AtomTree) -> int:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import best_so_far, guided
+from ampdbg.search.strategies import GROUPS, best_so_far, guided
 from ampdbg.search.trials import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, planted, steps
 
@@ -46,6 +46,14 @@ def test_it_tells_what_dropping_each_pin_does() -> None:
         "embed": (("head",), False, ("embed",)),
         "head": (("embed",), False, ("head",)),
     }
+
+
+def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
+    names = [f"layers.{index}" for index in range(2000)]
+    culprits = names[::50]
+    _, trials = planted(*culprits, names=["", *names])
+    found = guided(trials, culprits)
+    assert (found.pins, found.minimal) == (tuple(culprits), True)
 
 
 def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
@@ -250,4 +258,4 @@ def test_where_each_pin_alone_takes_too_long_groups_are_dropped() -> None:
     step, trials = planted(*names, names=names)
     result = guided(trials, names)
     assert (result.pins, result.healthy, result.minimal, result.dropped) == (tuple(names), True, False, {})
-    assert len(step.ran) == 101
+    assert len(step.ran) == 1 + GROUPS
