@@ -68,7 +68,7 @@ def _keep(error: AmpdbgError, path: Path | None) -> None:
     if saved.handed_over is not None:
         say(f"the patch is in {shlex.quote(str(saved.handed_over))}")
     if saved.path is not None:
-        steps = len(error.record.steps)
+        steps = error.record.steps_run
         before = "the step before it" if steps == 1 else f"the {steps} steps before it"
         what = before if error.record.handover is None else "what was found"
         say(f"{what}: ampdbg report {shlex.quote(str(saved.path))}")

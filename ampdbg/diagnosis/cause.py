@@ -67,7 +67,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         bad[0].step,
         "forward",
         f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
-        f"{len(record.steps)} steps{silent}: the forward pass itself fails",
+        f"{record.steps_run} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
     )
 

@@ -32,7 +32,7 @@ def first_divergence(made: Investigation, record: Record) -> Investigation | Non
 
 def divergence(made: Investigation, record: Record) -> Finding:
     """The finding of a run that diverges."""
-    losses = [step.loss for step in record.steps[: made.step] if math.isfinite(step.loss)]
+    losses = [step.loss for step in record.steps if step.step < made.step and math.isfinite(step.loss)]
     reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
     message = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
     return finding_at("divergence", made, message, continuation=list(made.continuation))
@@ -84,7 +84,7 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 
 def _diverges(made: Investigation, record: Record) -> bool:
     """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
-    before = [step.loss for step in record.steps[: made.step]]
+    before = [step.loss for step in record.steps if step.step < made.step]
     return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
 
 

@@ -32,7 +32,7 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
 def _findings(record: Record) -> Iterator[Finding]:
     # An error that ended the run has a finding of its own, with the same line.
     reported = record.autocast_error.code if record.autocast_error else ""
-    steps = len(record.steps)
+    steps = record.steps_run
     for found in record.misuses:
         if found.code == reported or found.code not in CODES:
             continue

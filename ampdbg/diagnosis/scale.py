@@ -47,14 +47,14 @@ def skips(record: Record) -> Iterator[Finding]:
     skipped = [step for step in record.steps if step.skipped]
     if not skipped:
         return
-    lows = new_lows(record.steps)
+    lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
     if _follows_gradients(lows, investigated, record):
         yield _growth(lows, record)
-    elif _keeps_overflowing(record.steps) and not _is_first_descent(investigated, record):
+    elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
-        if faults or _overflows_behind_a_finite_loss(record.steps):
+        if faults or _overflows_behind_a_finite_loss(record):
             made = next(iter(faults or investigated), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
         if record.steps[-1].scale < skipped[0].scale and not _works_below_one(record.steps):
@@ -65,9 +65,9 @@ def skips(record: Record) -> Iterator[Finding]:
         yield _calibration(skipped, record)
 
 
-def new_lows(steps: Sequence[Step]) -> list[Step]:
-    """The skipped steps that neither the start of the run nor a scale that has just grown explains."""
-    settled_at = max(SETTLING_STEPS, len(steps) // 10)
+def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
+    """The skipped steps that neither the start of the run, of ``ran`` steps, nor a scale just grown explains."""
+    settled_at = max(SETTLING_STEPS, ran // 10)
     grown = {now.step for before, now in pairwise(steps) if now.scale > before.scale}
     return [step for step in steps if step.skipped and step.step >= settled_at and step.step not in grown]
 
@@ -156,7 +156,7 @@ def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], 
     """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
     steps = record.steps
     in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in lows)
-    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or len(lows) > len(steps) // SELDOM or steps[-1].scale < 1.0:
+    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or len(lows) > record.steps_run // SELDOM or steps[-1].scale < 1.0:
         return False
     return bool(investigated) and all(_works_at_half(made, record) for made in investigated)
 
@@ -170,19 +170,20 @@ def _is_static(record: Record) -> bool:
     return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
 
 
-def _keeps_overflowing(steps: Sequence[Step]) -> bool:
+def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
     return (
-        len(new_lows(steps)) >= LOWS_OF_A_COLLAPSE
+        len(new_lows(steps, ran)) >= LOWS_OF_A_COLLAPSE
         or _skips_at_the_end(steps) >= SKIPS_IN_A_ROW
         or steps[-1].scale < 1.0
-        or _relapses(steps) > max(SKIPS_IN_A_ROW, len(steps) // 2)
+        or _relapses(steps) > max(SKIPS_IN_A_ROW, ran // 2)
     )
 
 
-def _overflows_behind_a_finite_loss(steps: Sequence[Step]) -> bool:
+def _overflows_behind_a_finite_loss(record: Record) -> bool:
     """Whether the scale would keep falling without the steps whose loss is not finite, and not merely settle."""
-    finite = [step for step in steps if math.isfinite(step.loss)]
-    return any(step.skipped for step in finite) and _keeps_overflowing(finite)
+    finite = [step for step in record.steps if math.isfinite(step.loss)]
+    ran = record.steps_run - len(record.steps) + len(finite)
+    return any(step.skipped for step in finite) and _keeps_overflowing(finite, ran)
 
 
 def _skips_at_the_end(steps: Sequence[Step]) -> int:
@@ -198,7 +199,7 @@ def _relapses(steps: Sequence[Step]) -> int:
 
 def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
     """The groups of the step that hit the fewest: where few groups are hit, they name the place."""
-    lows = new_lows(record.steps)
+    lows = new_lows(record.steps, record.steps_run)
     telling = lows if len(lows) >= LOWS_OF_A_COLLAPSE else skipped
     telling = [step for step in telling if math.isfinite(step.loss)] or skipped
     # A long run does not list the groups of every step.
@@ -210,7 +211,7 @@ def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
         UNKNOWN,
         telling[0].step,
         "backward",
-        f"gradients are not finite in {len(skipped)} of {len(record.steps)} steps, although the loss is; "
+        f"gradients are not finite in {len(skipped)} of {record.steps_run} steps, although the loss is; "
         f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {listed(names, 3)}",
         module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",

@@ -122,7 +122,7 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
     """What there is to say where no experiment is needed; None where there is one to make."""
     root = next((finding for finding in record.findings if finding.severity != "info"), None)
     if root is None:
-        return Search(strategy, "nothing-to-pin", f"none of {counted(len(record.steps), 'step')} failed")
+        return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
     if CODES[root.code].fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
     if not CODES[root.code].pin_helps:

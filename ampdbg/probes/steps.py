@@ -96,6 +96,12 @@ def is_finite_scalar(norm: torch.Tensor | None) -> bool:
 UNREAD_STEPS = 64
 """On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
 
+MOST_STEPS = 2_000
+"""Of a run with more steps, healthy ones are left out: three of four, later seven of eight, and so on."""
+
+STEPS_AT_ENDS = 200
+"""So many of the first and of the last steps are kept in any case."""
+
 LISTED_STEPS = 50
 """So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
 
@@ -121,10 +127,13 @@ class StepLog:
         self._losses: dict[str, torch.Tensor] = {}
         self._unread: list[OpenStep] = []
         self._steps: list[Step] = []
+        self._telling: set[int] = set()
+        self._seen_bad: set[tuple[str, str, bool]] = set()
+        self._room, self._stride = MOST_STEPS, 1
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """One for each step that has ended; on a GPU this reads what is still unread (one sync)."""
+        """Those that have ended, but for healthy ones of a long run; on a GPU this reads what is unread (one sync)."""
         self._read()
         return tuple(self._steps)
 
@@ -139,7 +148,15 @@ class StepLog:
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
-        return len(self._steps) + len(self._unread)
+        return self._ended() + len(self._unread)
+
+    def latest(self) -> Step:
+        """The last step that has ended; on a GPU this reads what is still unread (one sync)."""
+        self._read()
+        return self._steps[-1]
+
+    def _ended(self) -> int:
+        return self._steps[-1].step + 1 if self._steps else 0
 
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
         """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""
@@ -170,13 +187,31 @@ class StepLog:
         unread, self._unread = self._unread, []
         values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
         for step in unread:
-            made = step.to_step(len(self._steps), values)
+            made = step.to_step(self._ended(), values)
             if made.skipped or not math.isfinite(made.loss):
                 made = self._with_bad_tensors(made)
             made = self._with_few_groups(made)
-            self._steps.append(made)
+            self._keep(made)
             if self._on_step is not None:
                 self._on_step(made)
+
+    def _keep(self, step: Step) -> None:
+        """Adds a step; where they are too many, healthy ones go that have no telling one beside them."""
+        bad = {(counts.kind, counts.name, counts.nan > 0) for counts in step.nonfinite} - self._seen_bad
+        self._seen_bad |= bad
+        has_new_scale = bool(self._steps) and step.scale != self._steps[-1].scale
+        if step.found_inf or step.skipped or bad or has_new_scale or not math.isfinite(step.loss):
+            self._telling.add(step.step)
+        self._steps.append(step)
+        if len(self._steps) >= self._room:
+            while (step.step + 1) // self._stride > MOST_STEPS // 4:
+                self._stride *= 2
+            self._steps = [kept for kept in self._steps if self._stays(kept.step, step.step)]
+            self._room = max(MOST_STEPS, 2 * len(self._steps))
+
+    def _stays(self, number: int, last: int) -> bool:
+        is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
+        return is_at_end or number % self._stride == 0 or not self._telling.isdisjoint(range(number - 1, number + 2))
 
     def _with_few_groups(self, step: Step) -> Step:
         """The step with its groups; only with their count once the record lists enough."""

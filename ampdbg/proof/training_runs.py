@@ -89,12 +89,23 @@ def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
     return steps[len(steps) * 3 // 4 :]
 
 
+class _Losses(Observer):
+    """The loss of every step; the record of a long run leaves steps out."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def step(self, step: Step) -> None:
+        self.seen.append(step.loss)
+
+
 def _trained(job: Job) -> Trained:
     """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
-    failure = ""
+    losses, failure = _Losses(), ""
     try:
         record = train(
             _longer(job),
+            observer=losses,
             prepare=functools.partial(prepared_with, job.patched),
             replays=REPLAYED_STEPS,
         )
@@ -107,7 +118,7 @@ def _trained(job: Job) -> Trained:
     findings = [finding for finding in diagnose(record).findings if finding.severity != "info"]
     return Trained(
         steps=job.train_steps,
-        losses=tuple(step.loss for step in record.steps),
+        losses=tuple(losses.seen),
         skipped=tuple(step.step for step in record.steps if step.skipped),
         scale=record.steps[-1].scale if record.steps else 1.0,
         faults=tuple(f"{finding.code}: {finding.message}" for finding in findings if disproves(finding, record.steps)),

@@ -306,6 +306,7 @@ class Unseen:
 class Record:
     """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
 
+    ``steps`` are those that have ended; of a long run healthy ones are left out, which ``steps_run`` counts.
     ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
     stopped it; ``steps`` has what was seen by then.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
@@ -338,3 +339,8 @@ class Record:
     config_folder: str = ""
     format: str = RECORD_FORMAT
     version: int = RECORD_VERSION
+
+    @property
+    def steps_run(self) -> int:
+        """How many steps have ended: of a long run ``steps`` leaves healthy ones out, but never the last."""
+        return self.steps[-1].step + 1 if self.steps else 0

@@ -195,7 +195,7 @@ class Investigator:
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with copies of its batches where it may be replayed."""
         kept = batches if self._limit else ()
-        self._latest = take_snapshot(self._run.workload.model, len(self._watcher.steps), kept)
+        self._latest = take_snapshot(self._run.workload.model, self._watcher.log.closed(), kept)
         return self._latest
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:
@@ -250,7 +250,7 @@ class Investigator:
         if nonfinite(self._run.workload.model.named_parameters()):
             return  # they are what is wrong, and no replay says more
         self._tried[why] += 1
-        steps = self._watcher.steps[: snapshot.step]
+        steps = tuple(step for step in self._watcher.steps if step.step < snapshot.step)
         # What an earlier step has spoilt is as the run began: replays show how it comes.
         state = snapshot.state.unpoisoned(self._first)
         unpoisoned = replace(snapshot, state=state)

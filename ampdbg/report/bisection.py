@@ -262,9 +262,10 @@ def _healthy(search: Search) -> str:
 
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
-    steps, skipped = ended.record.steps, sum(step.skipped for step in ended.record.steps)
+    record = ended.record
+    skipped = sum(step.skipped for step in record.steps)
     but = f", but for {skipped} skipped while the loss scale settles" if skipped else ""
-    return f"Nothing to pin: none of {counted(len(steps), 'step')} failed{but}."
+    return f"Nothing to pin: none of {counted(record.steps_run, 'step')} failed{but}."
 
 
 def _no_pin_helps(ended: EndedSearch) -> str:

@@ -51,7 +51,7 @@ def _sections(record: Record) -> Iterator[view.Section]:
     if groups is not None:
         yield groups
     if any(step.nonfinite for step in record.steps):
-        yield _tensor_table(record.steps)
+        yield _tensor_table(record)
 
 
 def raised(record: Record) -> Iterator[view.Section]:
@@ -76,7 +76,7 @@ def headline(record: Record) -> view.Headline:
 def stopped(record: Record) -> str:
     """What stopped the run before its end, and when; "" where nothing did."""
     why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
-    done, planned = len(record.steps), record.planned_steps
+    done, planned = record.steps_run, record.planned_steps
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
     searching = ", in the search that follows" if done == planned and record.command in SEARCHES else ""
     return f"{why} after {count}{searching}" if why else ""
@@ -88,24 +88,25 @@ def _sentence(record: Record) -> str:
         code = catalogued(finding.code)
         template = code.information if finding.severity == "info" and code.information else code.headline
         template = template or f"{explanation(code.name).title}, at step {{step}}."
-        return template.format(**_headline_facts(finding, record.steps))
+        return template.format(**_headline_facts(finding, record))
     if not record.steps:
         return "The run ended before its first step."
-    return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record.steps)}."
+    return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record)}."
 
 
-def _headline_facts(finding: Finding, steps: tuple[Step, ...]) -> dict[str, str]:
+def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
     facts = dict.fromkeys(FACTS, "") | {"step": str(finding.step), "phase": finding.phase, "skips": "no step ran"}
     if finding.module:
         facts["where"] = f" in {finding.module}"
+    steps = record.steps
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
     is_settled = not (steps[-1].skipped and sum(step.skipped for step in steps) > 1)
     return facts | {
-        "skips": _skips(steps),
-        "losses": _losses(finding, steps),
+        "skips": _skips(record),
+        "losses": _losses(finding, record),
         "first": first,
         "last": last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
@@ -113,17 +114,17 @@ def _headline_facts(finding: Finding, steps: tuple[Step, ...]) -> dict[str, str]
     }
 
 
-def _skips(steps: tuple[Step, ...]) -> str:
-    return f"{sum(step.skipped for step in steps) or 'none'} of {counted(len(steps), 'step')} skipped"
+def _skips(record: Record) -> str:
+    return f"{sum(step.skipped for step in record.steps) or 'none'} of {counted(record.steps_run, 'step')} skipped"
 
 
-def _losses(finding: Finding, steps: tuple[Step, ...]) -> str:
+def _losses(finding: Finding, record: Record) -> str:
     """The loss of the step, and how many losses are not finite."""
-    bad = [step for step in steps if not math.isfinite(step.loss)]
+    bad = [step for step in record.steps if not math.isfinite(step.loss)]
     here = next((step.loss for step in bad if step.step == finding.step), None)
     if here is None:
         return ""
-    many = f"; {len(bad)} of {counted(len(steps), 'loss')} are not finite" if len(bad) > 1 else ""
+    many = f"; {len(bad)} of {counted(record.steps_run, 'loss')} are not finite" if len(bad) > 1 else ""
     return f", where the loss is {number(here)}{many}"
 
 
@@ -227,7 +228,7 @@ def group_table(record: Record) -> view.Table | None:
     if not steps:
         return None
     return view.Table(
-        f"Non-finite gradients, in {steps:,} of {counted(len(record.steps), 'step')}",
+        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}",
         GROUP_COLUMNS if found.hits else (),
         _rows(found),
         _narrowest(found),
@@ -284,15 +285,17 @@ def _lost_losses(steps: Sequence[Step]) -> str:
 # Batches, parameters and buffers with inf or NaN
 
 
-def _tensor_table(steps: Sequence[Step]) -> view.Table:
+def _tensor_table(record: Record) -> view.Table:
     """Each tensor once, the earliest first, with its counts in the first step that shows it."""
     tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
-    for step in steps:
+    for step in record.steps:
         for counts in step.nonfinite:
             tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
     below = more(len(rows) - MAX_TENSORS)
-    return view.Table("Non-finite tensors, before or after a step", TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
+    seen = "" if len(record.steps) == record.steps_run else f", among the {len(record.steps):,} steps that are recorded"
+    title = f"Non-finite tensors, before or after a step{seen}"
+    return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
 
 
 def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
@@ -308,7 +311,7 @@ def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]
 
 
 def _facts(record: Record) -> Iterator[str]:
-    yield counted(len(record.steps), "step")
+    yield counted(record.steps_run, "step")
     if record.steps:
         first, last = record.steps[0], record.steps[-1]
         yield f"{sum(step.skipped for step in record.steps):,} skipped"

@@ -111,7 +111,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
     except KeyboardInterrupt:
         ending.interrupted = True
     except AmpdbgError as raised:
-        ending.autocast_error = autocast_error(raised, len(watcher.steps), run.workload.model)
+        ending.autocast_error = autocast_error(raised, watcher.log.closed(), run.workload.model)
         if ending.autocast_error is None and not explains(raised.__cause__):
             ending.failure = raised
             if run.mode.dtype is not torch.float32:
@@ -167,7 +167,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         update_weights(run, scaler)
         with watcher.paused():
             updates.after_update(number)
-        investigator.after_update(snapshot, watcher.steps[-1])
+        investigator.after_update(snapshot, watcher.log.latest())
         yield unseen
 
 

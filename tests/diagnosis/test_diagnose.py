@@ -89,7 +89,7 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
     pattern = "xx" + ("." * 10 + "x") * 12 + "." * 5
     steps = steps_of(pattern, interval=10)
     assert sum(step.skipped for step in steps) == 14
-    assert new_lows(steps) == []
+    assert new_lows(steps, len(steps)) == []
     assert diagnose(record_of(steps)).verdict == "healthy"
 
 
@@ -244,7 +244,7 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     record = record_of(steps_of(pattern, interval))
     found = diagnose(record)
     assert diagnose(found) == found
-    assert all(step.skipped for step in new_lows(record.steps))
+    assert all(step.skipped for step in new_lows(record.steps, record.steps_run))
     assert (found.verdict == "healthy") == all(finding.severity == "info" for finding in found.findings)
     assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None

@@ -278,11 +278,10 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
     marks = [mark for mark in CHART_MARKS if any(map(mark.applies, steps))]
     gutter = MARGIN + max(map(len, [*labels, *(mark.name for mark in marks), STEP_AXIS]))
     room = max(8, width - gutter - 2)
-    size = math.ceil(len(steps) / room)
-    columns = [slice(start, start + size) for start in range(0, len(steps), size)]
+    columns = _columns(steps, room)
     stretch = max(1, min(MAX_STRETCH, room // len(columns)))
-    plot = ["".join(_level_cell(levels[column], top, top - height + 1) * stretch for column in columns) for top in tops]
-    under = ["".join(_mark_cell(steps[column], mark).ljust(stretch) for column in columns) for mark in marks]
+    plot = ["".join(_level_cell(column, top, top - height + 1) * stretch for column in columns) for top in tops]
+    under = ["".join(_mark_cell(column, mark).ljust(stretch) for column in columns) for mark in marks]
     drawn = len(columns) * stretch
     rows: list[tuple[view.Tone, str]] = [
         *(("chart", f"{label:>{gutter}} ┤{cells}") for label, cells in zip(labels, plot, strict=True)),
@@ -291,6 +290,19 @@ def scale_chart(steps: Sequence[Step], width: int) -> list[view.Words]:
         ("faint", f"{STEP_AXIS:>{gutter}}  {_ticks(steps, drawn)}"),
     ]
     return [view.Words(text.rstrip(), tone) for tone, text in rows]
+
+
+def _columns(steps: Sequence[Step], most: int) -> list[list[Step]]:
+    """The steps by time; for those that a long run has left out stands the one before them, which was healthy."""
+    first, ran = steps[0].step, max(1, steps[-1].step - steps[0].step + 1)
+    size = math.ceil(ran / most)
+    columns: list[list[Step]] = [[] for _ in range(math.ceil(ran / size))]
+    for step in steps:
+        columns[min(max(0, (step.step - first) // size), len(columns) - 1)].append(step)
+    filled = [columns[0]]
+    for column in columns[1:]:
+        filled.append(column or filled[-1][-1:])
+    return filled
 
 
 def _level(scale: float) -> int:
@@ -302,7 +314,8 @@ def _level(scale: float) -> int:
     return min(HIGHEST_LEVEL, max(LOWEST_LEVEL, round(math.log2(scale))))
 
 
-def _level_cell(levels: Sequence[int], top: int, bottom: int) -> str:
+def _level_cell(steps: Sequence[Step], top: int, bottom: int) -> str:
+    levels = [_level(step.scale) for step in steps]
     if min(levels) > top or max(levels) < bottom:
         return " "
     return "━" if bottom <= min(levels) and max(levels) <= top else "┃"
@@ -314,7 +327,7 @@ def _mark_cell(steps: Sequence[Step], mark: ChartMark) -> str:
 
 def _ticks(steps: Sequence[Step], width: int) -> str:
     """The first, middle and last step under the axis, as far as they fit."""
-    first, middle, last = str(steps[0].step), str(steps[len(steps) // 2].step), str(steps[-1].step)
+    first, middle, last = str(steps[0].step), str((steps[0].step + steps[-1].step + 1) // 2), str(steps[-1].step)
     if len(steps) == 1 or width < len(first) + len(last) + 1:
         return first
     line = first + last.rjust(width - len(first))
