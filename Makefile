@@ -13,7 +13,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: demo test slow matrix bench lint format setup clean help
+.PHONY: demo test slow fuzz matrix bench lint format setup clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -28,6 +28,9 @@ test: lint ## lint, format and types, then the test suite with its layers
 
 slow: setup ## the tests that take long, or stand beside a quicker one of their kind
 	@$(PYTEST) $(WORKERS) -m slow
+
+fuzz: setup ## 20,000 configs, 5,000 records, 500 workloads and 300 signals that are meant to break it: hours
+	@$(PYTEST) tests/fuzz --hypothesis-profile=fuzz --numprocesses=4 --dist=load
 
 matrix: setup ## the suite on every Python found, each with the oldest torch, a middle and the newest (gigabytes)
 	@$(BIN)/python -m pip install --quiet --editable ".[matrix]" && $(BIN)/nox

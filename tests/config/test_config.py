@@ -191,7 +191,7 @@ def dynamic_scales(draw: st.DrawFn) -> dict[str, Any]:
         "init": draw(SCALES),
         "growth_factor": draw(st.floats(1, 1e6, exclude_min=True)),
         "backoff_factor": draw(st.floats(0, 1, exclude_min=True, exclude_max=True)),
-        "growth_interval": draw(st.integers(1)),
+        "growth_interval": draw(st.integers(1, 2**63 - 1)),
         "min": draw(st.sampled_from([None, low])),
         "max": draw(st.sampled_from([None, high])),
     }

@@ -1,0 +1,120 @@
+"""How an attack may end: a result with its record, one message, or an interrupt; whatever else is a fault of ampdbg."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+import ampdbg
+from ampdbg.commands import bisect, scan
+from ampdbg.errors import RecordError
+from ampdbg.record.file import FOLDER, LATEST, read_record
+from ampdbg.record.run import Record
+from tests.commands.program import Result
+
+PACKAGE = str(Path(ampdbg.__file__).parent)
+
+HANG = 30.0
+"""Seconds that an attack may take."""
+
+LONGEST = 10_000
+"""Characters of a message."""
+
+
+def rounds(every: int) -> settings:
+    """One example for so many of the budget: Hypothesis' 100 in the suite, and 60,000 for ``make fuzz``."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=max(1, settings().max_examples // every), suppress_health_check=checks)
+
+
+@dataclass
+class Attack:
+    """One run of the program in ``folder``, which holds only what it was given; ``result`` is how it ended."""
+
+    folder: Path
+    given: set[str] = field(default_factory=set)
+    started: float = 0.0
+    result: Result | None = None
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """The records that it has left, by name.
+
+        Raises:
+            RecordError: one cannot be read.
+        """
+        return {path.name: read_record(path) for path in sorted((self.folder / FOLDER).glob("*.json"))}
+
+
+@contextmanager
+def attack(folder: Path) -> Iterator[Attack]:
+    """Yields what takes the result; afterwards nothing may be wrong with it, and the folder is as before.
+
+    Raises:
+        AssertionError: there are faults; the message lists them, and what was written.
+    """
+    under_way = Attack(folder, _names(folder), time.monotonic())
+    yield under_way
+    faults = list(_faults(under_way))
+    assert not faults, f"{faults}\n{under_way.result}"
+    for name in sorted(_names(folder) - under_way.given, reverse=True):
+        path = folder / name
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def _faults(ended: Attack) -> Iterator[str]:
+    result = ended.result
+    assert result is not None
+    if (seconds := time.monotonic() - ended.started) > HANG:
+        yield f"it took {seconds:.0f} s"
+    if result.code not in (0, 1, 2, 130):
+        yield f"the exit code {result.code}"
+    yield from faults_of_text(result)
+    yield from files_left(ended)
+    try:
+        yield from faults_of_records(result, ended.records)
+    except RecordError as error:
+        yield f"a record is damaged: {error}"
+
+
+def faults_of_text(result: Result) -> Iterator[str]:
+    if "ampdbg itself failed" in result.stderr:
+        yield "a confession"
+    if PACKAGE in result.stderr:
+        yield "frames of ampdbg"
+    errors = re.findall(r"^error: .*(?:\n(?!error: ).*)*", result.stderr, flags=re.MULTILINE)
+    if result.code == 2 and (len(errors) != 1 or len(errors[0]) > LONGEST):
+        yield f"{len(errors)} messages, of {sum(map(len, errors))} characters"
+    # The result of suggest-fp32 is a patch, where there is one.
+    has_result = bool(result.stdout) or "suggest-fp32" in result.stderr
+    if (result.code == 2 and result.stdout) or (result.code < 2 and not has_result):
+        yield f"the exit code {result.code} and {len(result.stdout)} characters of result"
+
+
+def files_left(ended: Attack) -> Iterator[str]:
+    allowed = re.compile(
+        rf"{re.escape(FOLDER.as_posix())}(/\.gitignore|/[^/]*\.(json|patch|py|yaml))?|(.*/)?__pycache__(/.*)?"
+    )
+    yield from (f"{name} was left" for name in _names(ended.folder) - ended.given if not allowed.fullmatch(name))
+    yield from (f"{name} is gone" for name in ended.given - _names(ended.folder))
+
+
+def faults_of_records(result: Result, records: dict[str, Record]) -> Iterator[str]:
+    runs = [record for name, record in records.items() if name != LATEST.name]
+    if (LATEST.name in records) != bool(runs):
+        yield f"of {len(runs)} records the latest is not there once more"
+    for record in runs:
+        codes = {"scan": scan.exit_code(record, "warning"), "bisect": bisect.exit_code(record)}
+        expected = 2 if record.error else codes.get(record.command, result.code)
+        if expected != result.code:
+            yield f"the exit code {result.code}, and {expected} by its record"

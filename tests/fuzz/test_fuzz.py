@@ -1,0 +1,54 @@
+"""Whatever ampdbg is given, it ends with a result or one message, nothing is lost and nothing is left behind.
+
+A small share of the attacks here; ``make fuzz`` makes all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from signal import Signals
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.commands.program import Here, start
+from tests.fuzz import configs, records, signals, workloads
+from tests.fuzz.outcome import attack, rounds
+
+Run = tuple[str, int, str]
+
+
+@given(configs.broken_configs(), configs.settings_given, st.sampled_from(["scan", "scan", "ranges", "bisect"]))
+@rounds(3)
+def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> None:
+    (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
+    (here.folder / "c.yaml").write_bytes(content)
+    with attack(here.folder) as ended:
+        ended.result = here(verb, "c.yaml", "--quiet", *(f"--set={change}" for change in changes))
+
+
+@given(st.data())
+@rounds(12)
+def test_a_record(here: Here, data: st.DataObject) -> None:
+    (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
+    (here.folder / "r.json").write_bytes(data.draw(records.damaged_records(here.folder)))
+    with attack(here.folder) as ended:
+        ended.result = here(*data.draw(st.sampled_from(records.COMMANDS)))
+
+
+@given(workloads.workloads, st.sampled_from(workloads.COMMANDS))
+@rounds(120)
+def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str, ...]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with attack(tmp_path) as ended:
+        ended.result = start(tmp_path, arguments[0], "config.yaml", "--quiet", *arguments[1:])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
+@given(signals.RUNS, signals.MOMENTS, signals.NUMBERS)
+@rounds(200)
+def test_a_signal(tmp_path_factory: pytest.TempPathFactory, run: Run, moment: float, number: Signals) -> None:
+    assert signals.faults(tmp_path_factory.mktemp("signal"), run, moment, number) == []
