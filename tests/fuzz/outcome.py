@@ -49,7 +49,8 @@ class Attack:
         Raises:
             RecordError: one cannot be read.
         """
-        return {path.name: read_record(path) for path in sorted((self.folder / FOLDER).glob("*.json"))}
+        paths = (path for path in sorted((self.folder / FOLDER).glob("*.json")) if ".patch" not in path.name)
+        return {path.name: read_record(path) for path in paths}
 
 
 @contextmanager

@@ -68,7 +68,8 @@ def faults(folder: Path, run: tuple[str, int, str], moment: float, number: signa
     if result.stderr.endswith("KeyboardInterrupt\n") and PACKAGE not in result.stderr:
         return []  # Python itself was still starting, and says so in its own way
     found = [fault for fault in faults_of_text(result) if result.code >= 0 or fault == "frames of ampdbg"]
-    if result.code not in (0, 1, 130, -number):
+    # Where an interrupt falls into an exec, as in an import of torch, Python ends by SIGINT: shells say 130.
+    if result.code not in (0, 1, 130, -signal.SIGINT, -number):
         found.append(f"the exit code {result.code}")
     found += [
         fault for fault in files_left(attack) if not (number == signal.SIGKILL and fault.endswith(".tmp was left"))
