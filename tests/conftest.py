@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 # The first example of a test may wait for torch to load a kernel; a deadline would call that flaky.
 settings.register_profile("ampdbg", deadline=None)
 # What `make fuzz` asks for; each attack takes its share. One that succeeds is not made smaller: that takes hours.
-settings.register_profile("fuzz", deadline=None, max_examples=60_000, phases=[Phase.explicit, Phase.generate])
+settings.register_profile("fuzz", deadline=None, max_examples=120_000, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ampdbg")
 
 Golden = Callable[[Path, str], None]

@@ -28,7 +28,7 @@ LONGEST = 10_000
 
 
 def rounds(every: int) -> settings:
-    """One example for so many of the budget: Hypothesis' 100 in the suite, and 60,000 for ``make fuzz``."""
+    """One example for so many of the budget: Hypothesis' 100 in the suite, and 120,000 for ``make fuzz``."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=max(1, settings().max_examples // every), suppress_health_check=checks)
 

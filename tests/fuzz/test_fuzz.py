@@ -21,7 +21,7 @@ Run = tuple[str, int, str]
 
 
 @given(configs.broken_configs(), configs.settings_given, st.sampled_from(["scan", "scan", "ranges", "bisect"]))
-@rounds(3)
+@rounds(6)
 def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> None:
     (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
     (here.folder / "c.yaml").write_bytes(content)
@@ -30,7 +30,7 @@ def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> 
 
 
 @given(st.data())
-@rounds(12)
+@rounds(24)
 def test_a_record(here: Here, data: st.DataObject) -> None:
     (here.folder / "w.py").write_text(configs.WORKLOAD, encoding="utf-8")
     (here.folder / "r.json").write_bytes(data.draw(records.damaged_records(here.folder)))
@@ -39,7 +39,7 @@ def test_a_record(here: Here, data: st.DataObject) -> None:
 
 
 @given(workloads.workloads, st.sampled_from(workloads.COMMANDS))
-@rounds(120)
+@rounds(240)
 def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str, ...]) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -49,6 +49,6 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
 @given(signals.RUNS, signals.MOMENTS, signals.NUMBERS)
-@rounds(200)
+@rounds(400)
 def test_a_signal(tmp_path_factory: pytest.TempPathFactory, run: Run, moment: float, number: Signals) -> None:
     assert signals.faults(tmp_path_factory.mktemp("signal"), run, moment, number) == []
