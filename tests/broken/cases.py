@@ -198,7 +198,9 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         ('precision.dtype: got "fp16"', "Did you mean 'float16'?"),
     ),
     Broken(
-        "level of a later version", HEALTHY + "precision: {level: O2}\n", ('precision.level: got "O2"', "O0 (FP32), O1")
+        "key of another level",
+        HEALTHY + "precision: {level: O1, master_weights: true}\n",
+        ("precision.master_weights: got true at level O1", "allowed at O2, O3"),
     ),
     Broken("unknown level", HEALTHY + "precision: {level: O5}\n", ('precision.level: got "O5"', "O0 (FP32), O1")),
     Broken("unknown policy", HEALTHY + "precision: {policy: gpu}\n", ("precision.policy", "cuda or native")),
