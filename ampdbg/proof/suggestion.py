@@ -10,6 +10,7 @@ from typing import Any
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
+from ampdbg.levels import LEVELS
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name import MODULE_NAME, layers_of_one_tensor, module_text
 from ampdbg.patch.edits import Refused
@@ -33,6 +34,11 @@ PROVEN_STEPS = 200
 """The patched run is trained for so many steps, or to a little beyond the failing step."""
 
 BEYOND = 20
+
+CODE_NEEDS_AUTOCAST = (
+    "at level {level} the pins are settings of the config; patches of code are written for autocast: "
+    "--set precision.level=O1"
+)
 
 
 Prover = Callable[[Patched, Mapping[str, Patched]], Proof]
@@ -61,7 +67,7 @@ def suggest(
 
     Args:
         config: a checked config.
-        form: what is to be suggested.
+        form: what is to be suggested. Where weights are half it is YAML in any case: edits of code rely on autocast.
         verify: prove it in fresh processes.
         known: a record of this config: files that have changed since are refused.
 
@@ -76,6 +82,8 @@ def suggest(
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
     _refuse_stale(known)
+    if LEVELS[config.precision.level].has_half_weights:
+        form = "yaml"
     found: Suggestion | None = None
     try:
         with bisected(config, strategy, max_trials, observer) as searched:
@@ -100,7 +108,9 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
     names = tuple(pin.name for pin in record.pins if pin.source is None)
     folder, is_git = base_folder((), config.folder)
     helper = _pins_file(names, searched) if form == "module" and names else ""
-    handover = Handover(form, names, helper, str(folder), is_git, notes=other_remedies(record))
+    level = LEVELS[config.precision.level]
+    notes = (CODE_NEEDS_AUTOCAST.format(level=level.name),) if level.has_half_weights else ()
+    handover = Handover(form, names, helper, str(folder), is_git, notes=(*other_remedies(record), *notes))
     return replace(record, command="suggest-fp32", handover=handover)
 
 
