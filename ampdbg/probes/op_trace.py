@@ -219,7 +219,7 @@ class _Places:
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
         parameter = ""
         if node is None or self._is_recomputed():
-            place = OpPlace("forward", *self._paths.current, innermost_line(depth=3))
+            place = OpPlace("forward", *self._paths.current, innermost_line())
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
             place = self._of_backward_op(node, parameter)
@@ -227,11 +227,11 @@ class _Places:
         return place, parameter
 
     def _is_recomputed(self) -> bool:
-        return innermost_line(depth=4) is not None and (self._paths.is_recomputing or is_recomputing(depth=4))
+        return innermost_line() is not None and (self._paths.is_recomputing or is_recomputing())
 
     def _of_backward_op(self, node: Any, parameter: str) -> OpPlace:
         made_by = self._by_node.get(node._sequence_nr())
-        own_line = innermost_line(depth=4)
+        own_line = innermost_line()
         if made_by is None:
             return OpPlace("backward", parameter.rpartition(".")[0], 0, own_line)
         return OpPlace("backward", made_by.module, made_by.call, own_line or made_by.line)

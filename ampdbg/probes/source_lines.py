@@ -23,8 +23,8 @@ _BETWEEN = (probes.__name__, precision.__name__)
 _ENGINE = "_engine_run_backward"
 
 
-def innermost_line(depth: int = 1) -> Line | None:
-    """The innermost line of the user's or a library's code, from ``depth`` frames above the caller.
+def innermost_line() -> Line | None:
+    """The innermost line of the user's or a library's code.
 
     None where torch was called by nobody but ampdbg, as for a loss that is one of torch's own functions.
 
@@ -32,13 +32,13 @@ def innermost_line(depth: int = 1) -> Line | None:
     search ends at autograd's engine. What is found below it is a custom Function's backward, a hook, or
     a forward pass that is computed again.
     """
-    frame = _innermost_frame(sys._getframe(depth + 1))
+    frame = _innermost_frame(sys._getframe(1))
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def is_recomputing(depth: int = 1) -> bool:
+def is_recomputing() -> bool:
     """Whether the innermost line stands in a forward pass that ``torch.utils.checkpoint`` computes again."""
-    frame = _innermost_frame(sys._getframe(depth + 1))
+    frame = _innermost_frame(sys._getframe(1))
     while frame is not None and not _is_engine(frame):
         if _is_checkpoint(frame):
             return True
