@@ -248,7 +248,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
         weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
         with bfloat16_for_float16(), weights, placed(model, ShadowTrace) as trace:
             _run_in_bfloat16(run, snapshot)
-        unseen = paths.unseen()
+            unseen = paths.unseen()
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)

@@ -11,7 +11,6 @@ from tests.zoo.case import Case
 CASE = Case(
     code="mask-constant",
     verdict="other",
-    op="aten.lift_fresh.default",
     step=0,
     says=("the code writes a constant of magnitude 1e+09",),
     twin=("model.args.fill=-10000.0",),
