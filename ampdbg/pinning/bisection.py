@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -250,7 +251,7 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
 
 def _guided(setting: Setting) -> Result:
     """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
-    result = guided(setting.trials, _candidates(setting))
+    result = guided(setting.trials, _candidates(setting), functools.partial(_proposed, setting))
     return result if result.healthy else delta_debug(setting.trials)
 
 
@@ -262,19 +263,26 @@ STRATEGIES: dict[Strategy, Callable[[Setting], Result]] = {
 
 def _candidates(setting: Setting) -> list[str]:
     """The atoms where a failing step goes beyond FP16, then those where only its shadow does."""
+    return list(dict.fromkeys([*setting.experiment.seen_atoms, *_proposed(setting, ())]))
+
+
+def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
+    """The atoms where the shadow of a failing step, with the pins in force, goes beyond FP16."""
     tree = setting.experiment.tree
-    proposed = list(setting.experiment.seen_atoms)
-    for case in setting.experiment.cases:
-        proposed += [tree.own(name) for name in _proposed_by_shadow(setting.run, case.failing) if name in tree]
-    return list(dict.fromkeys(proposed))
+    return [
+        tree.own(name)
+        for case in setting.experiment.cases
+        for name in _proposed_by_shadow(setting.run, case.failing, pins)
+        if name in tree
+    ]
 
 
-def _proposed_by_shadow(run: Run, failing: FailingStep) -> list[str]:
+def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[str]:
     """The modules of every op that would overflow, in order of execution; gradients at the step's own loss scale,
     where it is they that overflow. None where the step cannot run in bfloat16: code that asks for its dtype."""
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
-        with weights_of(run.workload.model, failing):
+        with weights_of(run.workload.model, failing), run.mode.pinned(run.workload.model, pins):
             ranges, _ = shadow_step(run, failing.snapshot)
     except UserCodeError:
         return []

@@ -68,8 +68,7 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
     handle = PinHandle((*whole, *(name + OWN for name in own)))
     try:
         for name in whole:
-            is_outermost = bool(name) and not any(name.startswith(f"{outer}.") for outer in whole) and "" not in whole
-            handle._add(modules[name], WHOLE, returns if is_outermost else None)
+            handle._add(modules[name], WHOLE, returns if returns and _is_outermost(name, whole) else None)
         for name in own:
             handle._add(modules[name], OWN_LINES, returns if name else None)
             # All that own lines may call: the module itself too, should it recur.
@@ -80,6 +79,11 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
         handle.remove()
         raise
     return handle
+
+
+def _is_outermost(name: str, whole: Iterable[str]) -> bool:
+    """Whether the module is not the root, and in no other that is pinned whole."""
+    return bool(name) and not any(outer == "" or name.startswith(f"{outer}.") for outer in whole)
 
 
 def pinned_names(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:

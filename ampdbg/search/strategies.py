@@ -166,13 +166,20 @@ def delta_debug(trials: Trials) -> Result:
     return certified(trials, smallest(trials, NOTHING, trials.units(trials.closed(start))))
 
 
-def guided(trials: Trials, candidates: Sequence[str]) -> Result:
+Proposal = Callable[[Sequence[str]], Sequence[str]]
+"""Names what else would go wrong with these pins in force."""
+
+
+def guided(trials: Trials, candidates: Sequence[str], propose: Proposal = lambda pins: ()) -> Result:
     """The candidates that are needed, with those that only show once they are cured.
 
     Candidates and suspects are pins, the most likely first: of two that would do, the earlier one is kept. Names of
     what never ran are passed over. Where all candidates are needed it takes one trial and one for each; of many
     superfluous ones a run costs the logarithm of its length. A pin stays as wide as it was given; only what
     this search widened itself it narrows again, down to atoms.
+
+    Where suspects show one after another, as in a chain of layers that each hide the next, ``propose`` is asked from
+    the second on, after twice as many each time.
 
     Where an unhealthy step names no new suspects, those it names, or else all pins, are widened by one level, at last
     to the root. Nothing healthy is found where even that is not, or where there was nothing to widen.
@@ -183,8 +190,13 @@ def guided(trials: Trials, candidates: Sequence[str]) -> Result:
     chosen = _new(trials, candidates, ())
     widened: list[str] = []
     trial = trials.test(chosen, "candidates")
+    joined, asked_at = 0, 2
     while not trial.healthy:
         stage, joining = "suspects", _new(trials, trial.suspects, chosen)
+        joined += bool(joining)
+        if joining and joined == asked_at:
+            asked_at *= 2
+            joining += _new(trials, propose([*chosen, *joining]), [*chosen, *joining])
         if not joining:
             stage, joining = "widened", _wider(trials, trial, chosen)
             widened += joining

@@ -66,6 +66,26 @@ def test_a_culprit_that_shows_when_another_is_cured_joins() -> None:
     ]
 
 
+def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_force() -> None:
+    names = [f"layers.{index}" for index in range(40)]
+    asked: list[int] = []
+
+    def propose(pins: Sequence[str]) -> Sequence[str]:
+        asked.append(len(pins))
+        return [*names[:20], "layers.none"] if len(asked) == 1 else names
+
+    _, trials = planted(*names, names=["", *names], masking=True)
+    assert guided(trials, names[:1], propose).pins == tuple(names)
+    assert asked == [3, 22]
+    assert stages(trials)[:5] == [
+        ("candidates", tuple(names[:1]), False),
+        ("suspects", tuple(names[:2]), False),
+        ("suspects", tuple(names[:20]), False),
+        ("suspects", tuple(names[:21]), False),
+        ("suspects", tuple(names), True),
+    ]
+
+
 def test_without_candidates_the_suspects_of_the_bare_step_are_tried() -> None:
     _, trials = planted("embed", "head")
     assert guided(trials, []).pins == ("embed", "head")
