@@ -25,6 +25,7 @@ def tests(session: nox.Session, torch: str) -> None:
     """The tests of `make test`, without lint and types."""
     if torch == TORCHES[0] and session.python in WITHOUT_OLDEST_TORCH:
         session.skip(f"torch 2.6 has no build for Python {session.python}")
-    session.install(f"torch{torch}", "-e", ".[test]")
+    # torch.testing._internal of the oldest imports setuptools.
+    session.install(f"torch{torch}", "-e", ".[test]", "setuptools")
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     session.run("pytest", "--quiet", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", *session.posargs)

@@ -191,8 +191,10 @@ class PinnedForward:
         if callers and _is_recomputing() and not any(lines.are_running for lines in callers):
             # A checkpoint in those lines computes its part of them again, without them.
             return self._last_around
-        self._last_around = around = next((lines.around for lines in callers if lines.are_innermost()), None)
-        return around
+        # No ``next`` of a generator: torch.compile of torch 2.6 cannot trace its default.
+        running = [lines.around for lines in callers if lines.are_innermost()]
+        self._last_around = running[0] if running else None
+        return self._last_around
 
     def _pinned(self, *args: Any, **kwargs: Any) -> Any:
         if WHOLE in self._pins:

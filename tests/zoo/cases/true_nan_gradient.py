@@ -26,7 +26,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.body(x).relu() * 0.0
-        length = h.square().sum(dim=-1, keepdim=True).clamp(min=self.clamp).sqrt()  # <- here
+        length = (h.square().sum(dim=-1, keepdim=True) + self.clamp).sqrt()  # <- here
         return self.head(length)
 
 
