@@ -69,7 +69,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file, folder), overrides))
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", slow_but_for([name for name in SETS if name != "running_sum"], SETS))
 def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     search = record.search
