@@ -27,7 +27,7 @@ class LossScaler(torch.amp.GradScaler):
         )
         self._bounds = (dynamic.min, dynamic.max) if dynamic is scale else (dynamic.init, dynamic.init)
         self._takes_half_gradients = takes_half_gradients
-        self._never_skips = takes_half_gradients and dynamic is not scale
+        self.never_skips = takes_half_gradients and dynamic is not scale
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """As in the parent class, within the bounds; ``new_scale`` may leave them."""
@@ -41,6 +41,11 @@ class LossScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self._takes_half_gradients)
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._never_skips:
+        if self.never_skips:
             return optimizer.step(*args, **kwargs)
         return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+
+
+def skips_overflows(scaler: torch.amp.GradScaler) -> bool:
+    """Whether the scaler withholds a step whose gradients are not finite."""
+    return scaler.is_enabled() and not (isinstance(scaler, LossScaler) and scaler.never_skips)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import CodeType, TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.errors import WorkloadError
-from ampdbg.precision.widening import LIFTS, widened
+from ampdbg.precision.widening import LIFTS, cast, widened
 from ampdbg.record.pins import OWN
 
 
@@ -67,8 +67,9 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
     whole, own = _named(patterns, modules)
     handle = PinHandle((*whole, *(name + OWN for name in own)))
     try:
+        pinned_whole = frozenset(whole)
         for name in whole:
-            handle._add(modules[name], WHOLE, returns if returns and _is_outermost(name, whole) else None)
+            handle._add(modules[name], WHOLE, returns if returns and _is_outermost(name, pinned_whole) else None)
         for name in own:
             handle._add(modules[name], OWN_LINES, returns if name else None)
             # All that own lines may call: the module itself too, should it recur.
@@ -81,9 +82,12 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
     return handle
 
 
-def _is_outermost(name: str, whole: Iterable[str]) -> bool:
+def _is_outermost(name: str, whole: Collection[str]) -> bool:
     """Whether the module is not the root, and in no other that is pinned whole."""
-    return bool(name) and not any(outer == "" or name.startswith(f"{outer}.") for outer in whole)
+    around = name.rpartition(".")[0]
+    while around and around not in whole:
+        around = around.rpartition(".")[0]
+    return bool(name) and not around and "" not in whole
 
 
 def pinned_names(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
@@ -285,13 +289,6 @@ def _in_fp32(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _cast_up(value: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, _in_float32, value)
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor in a value, such as a module's inputs or output, in that dtype."""
-    return _pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
-    )
 
 
 def _as_weights_take_it(module: torch.nn.Module, inputs: Any) -> Any:

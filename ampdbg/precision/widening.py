@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.formats import FLOAT32, FORMATS
@@ -62,6 +63,13 @@ def widened(tensor: torch.Tensor, wider: Wider) -> torch.Tensor:
     return tensor.to(wider[tensor.dtype]) if tensor.dtype in wider else tensor
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor in a value, such as a module's inputs or output, in that dtype."""
+    return _pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
+
+
 def widen(tensor: torch.Tensor, wider: Wider) -> None:
     """Gives a leaf, and its gradient, memory in the dtype that ``wider`` has for its own; for good."""
     gradient, tensor.grad = tensor.grad, None
@@ -91,19 +99,23 @@ def _at_random(tensor: torch.Tensor, dtype: torch.dtype, draw: int) -> torch.Ten
 
 @contextlib.contextmanager
 def altered(tensors: Iterable[torch.Tensor], alter: Alteration) -> Iterator[None]:
-    """The tensors altered in place; afterwards they hold the very same memory again.
+    """The tensors altered in place, without their gradients; afterwards they hold the very same memory and those again.
 
-    Gradients made inside do not fit what the tensors are afterwards, and are cleared.
+    Gradients made inside do not fit what the tensors are afterwards.
     """
-    kept = [(tensor, tensor.data) for tensor in tensors]
+    kept = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     try:
-        for tensor, data in kept:
+        for tensor, data, _ in kept:
+            if tensor.is_leaf:
+                tensor.grad = None
             other = alter(data)
             if other is not data:
                 tensor.data = other
         yield
     finally:
-        for tensor, data in kept:
+        for tensor, data, gradient in kept:
             if tensor.is_leaf:
                 tensor.grad = None
             tensor.data = data
+            if tensor.is_leaf:
+                tensor.grad = gradient

@@ -217,21 +217,20 @@ class _Places:
     def of_op(self, given: Sequence[torch.Tensor]) -> tuple[OpPlace, str]:
         """The place of the op that is about to run on ``given``, and the parameter that it adds a gradient to."""
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()  # None outside a backward pass
-        parameter = ""
-        if node is None or self._is_recomputed():
-            place = OpPlace("forward", *self._paths.current, innermost_line())
+        parameter, line = "", innermost_line()
+        if node is None or (line is not None and self._is_recomputed()):
+            place = OpPlace("forward", *self._paths.current, line)
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
-            place = self._of_backward_op(node, parameter)
+            place = self._of_backward_op(node, parameter, line)
         self._claim_new_nodes(place, given)
         return place, parameter
 
     def _is_recomputed(self) -> bool:
-        return innermost_line() is not None and (self._paths.is_recomputing or is_recomputing())
+        return self._paths.is_recomputing or is_recomputing()
 
-    def _of_backward_op(self, node: Any, parameter: str) -> OpPlace:
+    def _of_backward_op(self, node: Any, parameter: str, own_line: Line | None) -> OpPlace:
         made_by = self._by_node.get(node._sequence_nr())
-        own_line = innermost_line()
         if made_by is None:
             return OpPlace("backward", parameter.rpartition(".")[0], 0, own_line)
         return OpPlace("backward", made_by.module, made_by.call, own_line or made_by.line)

@@ -67,6 +67,11 @@ DTYPES_MEET = (
     "one, as with x.float()"
 )
 
+WEIGHTS_ARE_HALF = (
+    "at this level the weights are half, and nothing casts what the code computes in float32 for them: cast it, as "
+    "with x.to(self.weight.dtype), or train with autocast: --set precision.level=O1"
+)
+
 TORCH_ERRORS = (
     TorchError(r"cannot be converted to type (c10|at)::Half", "mask-constant", by_autocast=True),
     TorchError(
@@ -104,10 +109,10 @@ def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> Au
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
 
 
-def explain(raised: AmpdbgError) -> None:
-    """Adds what autocast has to do with it, and what to do, to an error of the user's where two dtypes have met."""
+def explain(raised: AmpdbgError, *, has_half_weights: bool) -> None:
+    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met."""
     if raised.__cause__ is not None and re.search(DTYPES_DIFFER, text_of(raised.__cause__)):
-        raised.args = (f"{raised}\n{DTYPES_MEET}",)
+        raised.args = (f"{raised}\n{WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET}",)
 
 
 def misuse_of_error(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.remedies import other_remedies
 from ampdbg.errors import WorkloadError
-from ampdbg.levels import LEVELS
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.patch.by_name import MODULE_NAME, layers_of_one_tensor, module_text
 from ampdbg.patch.edits import Refused
@@ -82,7 +81,7 @@ def suggest(
         UserCodeError: the user's code raised, and would have raised in FP32 too.
     """
     _refuse_stale(known)
-    if LEVELS[config.precision.level].has_half_weights:
+    if config.precision.has_half_weights:
         form = "yaml"
     found: Suggestion | None = None
     try:
@@ -108,8 +107,8 @@ def _handed_over(searched: Bisected, form: Form) -> Record:
     names = tuple(pin.name for pin in record.pins if pin.source is None)
     folder, is_git = base_folder((), config.folder)
     helper = _pins_file(names, searched) if form == "module" and names else ""
-    level = LEVELS[config.precision.level]
-    notes = (CODE_NEEDS_AUTOCAST.format(level=level.name),) if level.has_half_weights else ()
+    precision = config.precision
+    notes = (CODE_NEEDS_AUTOCAST.format(level=precision.level),) if precision.has_half_weights else ()
     handover = Handover(form, names, helper, str(folder), is_git, notes=(*other_remedies(record), *notes))
     return replace(record, command="suggest-fp32", handover=handover)
 

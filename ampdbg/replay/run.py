@@ -18,7 +18,7 @@ from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import PrecisionMode, mode_of
-from ampdbg.replay.state import seeded
+from ampdbg.replay.random_state import seeded
 from ampdbg.workload.build import Workload, build_workload
 
 

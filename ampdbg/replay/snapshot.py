@@ -19,8 +19,9 @@ import torch
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import LARGEST, NOT_OWN, RandomState, duplicated, own_attributes, restored, written
+from ampdbg.replay.state import LARGEST, NOT_OWN, duplicated, own_attributes, restored, written
 
 
 @dataclass(frozen=True, eq=False)

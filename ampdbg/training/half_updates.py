@@ -12,8 +12,9 @@ from ampdbg.precision.widening import LIFTS, widen
 from ampdbg.probes.tensors import HALVES, nonfinite
 from ampdbg.record.run import FrozenParameter, HalfUpdates
 from ampdbg.replay.comparison import MOST_OF_IT
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
-from ampdbg.replay.state import Held, RandomState, held_by
+from ampdbg.replay.state import Held, held_by
 
 
 class ComparedUpdates:

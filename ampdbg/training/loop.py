@@ -16,6 +16,7 @@ from ampdbg.config.schema import Config
 from ampdbg.environment import describe_environment
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.precision.loss_scaler import skips_overflows
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
@@ -115,7 +116,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
         if ending.autocast_error is None and not explains(raised.__cause__):
             ending.failure = raised
             if run.mode.dtype is not torch.float32:
-                explain(raised)
+                explain(raised, has_half_weights=run.config.precision.has_half_weights)
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
@@ -159,7 +160,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         with module_paths(run.workload.model) if number == 0 else nullcontext() as paths:
             losses = accumulate_gradients(run, watcher, scaler, batches)
             unseen = paths.unseen() if paths else unseen
-        gradients = [] if run.mode.skips_overflows() else [_largest_gradient(run)]
+        gradients = [] if skips_overflows(scaler) else [_largest_gradient(run)]
         finite = [math.isfinite(value) for value in to_host([*losses, *gradients])]
         of_losses, of_gradients = finite[: len(losses)], finite[len(losses) :]
         investigator.before_update(snapshot, all(of_losses), all(of_gradients), scaler.get_scale())

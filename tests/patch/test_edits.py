@@ -289,7 +289,7 @@ def test_no_pins_no_change() -> None:
 
 
 @pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.10", reason="torch.compile of torch 2.6 breaks here"
+    torch.torch_version.TorchVersion(torch.__version__) < "2.7", reason="torch.compile of torch 2.6 cannot trace it"
 )
 @pytest.mark.parametrize("name", ["einsum_chain", "residual_add", "whole_forward"])
 def test_an_edit_is_compiled_without_a_break_in_the_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -122,11 +123,16 @@ WRITTEN_OUT = {
 
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_a_number_that_is_rounded_as_it_is_written_out_is_a_constant(name: str) -> None:
+    refused, write = "", WRITTEN_OUT[name]
     try:
-        seen = of_the_last_producer(lambda model, x: WRITTEN_OUT[name](x.clamp(max=1.0).half()), PRICES)
+        is_constant = of_the_last_producer(lambda model, x: write(x.clamp(max=1.0).half()), PRICES).is_constant
     except RuntimeError as error:
-        pytest.skip(f"torch {torch.__version__} refuses it: {error}")
-    assert seen.is_constant
+        refused = str(error)
+    if refused:  # by torch 2.6 and 2.15, as they assign it: the error tells
+        assert name in ("an index", "a slice")
+        assert re.search(r"cannot be converted to type (c10|at)::Half", refused)
+    else:
+        assert is_constant
 
 
 def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a_sum() -> None:

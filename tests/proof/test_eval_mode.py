@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ampdbg.proof.experiments import raised_in_eval_mode
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep
-from ampdbg.replay.state import RandomState
 from tests.proof.overflowing import CONFIG, NET, failing_steps, written
 
 COUNTING = NET.replace(

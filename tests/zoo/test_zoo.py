@@ -12,6 +12,7 @@ import yaml
 
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.errors import UserCodeError
 from ampdbg.record.codes import CODES
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.findings import Finding
@@ -143,3 +144,9 @@ def test_a_fault_is_named_at_other_levels_too(name: str, level: str, code: str |
     file = next(file for file in FILES if file.stem == name)
     if code in ("gradient-overflow", "forward-overflow") and level != "O3":
         assert (record.findings[0].source and record.findings[0].source.line) == marked_line(file)
+
+
+def test_where_dtypes_meet_in_a_half_model_its_weights_are_said_to_be_half(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="at this level the weights are half") as raised:
+        scanned("half_by_hand", tmp_path, ("precision.level=O2",))
+    assert "under autocast" not in str(raised.value)

@@ -61,10 +61,6 @@ class PrecisionMode:
         """The loss scaler of one run; a disabled one hands losses and steps on."""
         return torch.amp.GradScaler(self.device.type, enabled=False)
 
-    def skips_overflows(self) -> bool:
-        """Whether the scaler withholds a step whose gradients are not finite."""
-        return False
-
     def updates_half_weights(self) -> bool:
         """Whether an optimizer's step reads and writes half weights where the model has them."""
         return self.dtype is not torch.float16

@@ -28,9 +28,5 @@ class Autocast(PrecisionMode):
             return super().scaler()
         return LossScaler(self.device.type, self.precision.loss_scale)
 
-    def skips_overflows(self) -> bool:
-        """As :class:`PrecisionMode`."""
-        return self.dtype is torch.float16
-
 
 MODE = Autocast

@@ -6,6 +6,7 @@ What it does is held against ``apex/amp`` of its last release, point by point, i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ampdbg.config.schema import LossScale
 from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode
-from ampdbg.precision.pins import cast, pin_fp32, pinned_names
-from ampdbg.precision.widening import lifted
+from ampdbg.precision.pins import pin_fp32, pinned_names
+from ampdbg.precision.widening import LIFTS, altered, cast, lifted, widened
 from ampdbg.record.pins import OWN
 
 LEVEL = {"name": "O3", "words": "all half", "loss_scale": 1.0, "has_half_weights": True}
@@ -44,7 +44,7 @@ class HalfModel(PrecisionMode):
     @contextlib.contextmanager
     def converted(self, model: torch.nn.Module) -> Iterator[None]:
         """As :class:`PrecisionMode`; weights stay converted afterwards, and casts of inputs and outputs go."""
-        for _, module in self._lowered(model):
+        for module in self._lowered(model):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(self.dtype)
@@ -64,7 +64,7 @@ class HalfModel(PrecisionMode):
         is_half = any(tensor.dtype is self.dtype for tensor in model.parameters())
         return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
-    def _lowered(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    def _lowered(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The modules whose own weights and buffers become half."""
         asked = self.precision.keep_norms_fp32
         keeps_norms = self.keeps_norms if asked is None else asked
@@ -72,7 +72,7 @@ class HalfModel(PrecisionMode):
         for name, module in model.named_modules():
             is_kept_norm = keeps_norms and isinstance(module, _BatchNorm) and module.affine
             if not is_kept_norm and not _is_pinned(name, pins):
-                yield name, module
+                yield module
 
     @contextlib.contextmanager
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
@@ -82,7 +82,7 @@ class HalfModel(PrecisionMode):
             for name in stack.enter_context(pin_fp32(model, patterns, returns=self.dtype)).modules:
                 module, is_whole = modules[name.removesuffix(OWN)], not name.endswith(OWN)
                 tensors = (*module.parameters(recurse=is_whole), *module.buffers(recurse=is_whole))
-                stack.enter_context(_in_float32([tensor for tensor in tensors if tensor.dtype is self.dtype]))
+                stack.enter_context(altered(tensors, functools.partial(widened, wider=LIFTS["float32"])))
             yield
 
     def in_bfloat16(self) -> AbstractContextManager[Any]:
@@ -99,10 +99,6 @@ class HalfModel(PrecisionMode):
         if self.dtype is not torch.float16 or self.precision.loss_scale == 1.0:
             return super().scaler()
         return LossScaler(self.device.type, self.precision.loss_scale, takes_half_gradients=True)
-
-    def skips_overflows(self) -> bool:
-        """As :class:`PrecisionMode`: a static scale withholds none."""
-        return self.dtype is torch.float16 and isinstance(self.precision.loss_scale, LossScale)
 
     def step(
         self,
@@ -138,22 +134,6 @@ class HalfModel(PrecisionMode):
 def _is_pinned(name: str, pins: Iterable[str]) -> bool:
     """Whether a pin keeps the module's own weights: its own lines' or that of a module around it."""
     return any(pin in ("", name, name + OWN) or name.startswith(f"{pin}.") for pin in pins)
-
-
-@contextlib.contextmanager
-def _in_float32(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Each tensor has memory in float32 and no gradient; afterwards it has the very memory and gradient it had."""
-    kept = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    try:
-        for tensor, data, _ in kept:
-            tensor.grad = None
-            tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data, gradient in kept:
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = gradient
 
 
 MODE = HalfModel
