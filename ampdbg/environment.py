@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import platform
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ampdbg import __version__
 from ampdbg.config.schema import Config
-from ampdbg.errors import WorkloadError
+from ampdbg.errors import WorkloadError, first_line
 from ampdbg.formats import FLOAT32
-from ampdbg.precision import half_kernels
+from ampdbg.precision import autocast_policy, half_kernels
 from ampdbg.record.run import Environment
 
 FUSED_ATTENTION_NOTE = (
@@ -24,7 +30,8 @@ def choose_device(asked: str) -> torch.device:
     Raises:
         WorkloadError: a GPU is asked for that this machine does not have.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # On the CPU no driver is asked: a broken one may raise or hang.
+    count = torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
     if asked == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if count else torch.device("cpu")
     device = torch.device(asked)
@@ -70,3 +77,59 @@ def environment_of(device: torch.device, policy: str, *, emulated: bool, notes: 
         emulated=emulated,
         notes=notes,
     )
+
+
+# What ampdbg doctor asks, in a process of its own: each of these may raise, crash or hang
+
+
+def _flags() -> dict[str, bool]:
+    """How torch multiplies as it starts, by the names of its settings; without those that this one has not."""
+    owners = {"cuda.matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn}
+    names = ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation")
+    settings = {f"{place}.{name}": getattr(owner, name, None) for place, owner in owners.items() for name in names}
+    return {name: value for name, value in settings.items() if isinstance(value, bool)}
+
+
+def _attention() -> list[str]:
+    backends = {"flash": "flash_sdp", "memory-efficient": "mem_efficient_sdp", "cuDNN": "cudnn_sdp", "math": "math_sdp"}
+    return [name for name, switch in backends.items() if getattr(torch.backends.cuda, f"{switch}_enabled")()]
+
+
+def _gpus() -> list[tuple[str, tuple[int, ...]]]:
+    """Name and compute capability of each; that of an AMD GPU is not on NVIDIA's scale."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        (torch.cuda.get_device_name(index), () if torch.version.hip else torch.cuda.get_device_capability(index))
+        for index in range(count)
+    ]
+
+
+QUESTIONS: Mapping[str, Callable[[], Any]] = {
+    "imported": lambda: torch.__version__,
+    "cuda": lambda: torch.version.cuda,
+    "hip": lambda: torch.version.hip,
+    "flags": _flags,
+    "attention": _attention,
+    "op_lists": lambda: autocast_policy.lists_by_origin(Path(torch.__file__).parent),
+    "notes": lambda: [FUSED_ATTENTION_NOTE],
+    "has_mps": torch.backends.mps.is_available,
+    "gpus": _gpus,
+    "kernels": torch.cuda.get_arch_list,
+    "device": lambda: str(choose_device("auto")),
+}
+"""The driver's come last: where one of them hangs, the others are answered."""
+
+
+def answer() -> None:
+    """Prints each question's name, its answer, and what it raised or "", as a line of JSON as soon as it is known."""
+    for name, question in QUESTIONS.items():
+        reply, raised = None, ""
+        with warnings.catch_warnings(record=True) as warned:
+            try:
+                reply = question()
+            except Exception as error:  # noqa: BLE001 - a driver's calls raise anything
+                raised = first_line(error)
+        # Of a driver that is too old for it torch only warns, and answers that there is no GPU.
+        raised = raised or next((str(warning.message).partition("\n")[0] for warning in warned), "")
+        sys.stdout.write(json.dumps({"ampdbg": [name, reply, raised]}) + "\n")
+        sys.stdout.flush()

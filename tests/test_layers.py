@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("workload",),
     ("precision",),
     ("environment",),
+    ("machine",),
     ("probes",),
     ("replay",),
     ("training",),

@@ -13,7 +13,7 @@ import typer
 
 from ampdbg import __version__
 
-from . import bisect, explain, ranges, report, scan, suggest_fp32
+from . import bisect, doctor, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "suggest-fp32": suggest_fp32.command,
     "report": report.command,
     "explain": explain.command,
+    "doctor": doctor.command,
 }
 
 

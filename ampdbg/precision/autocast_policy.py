@@ -101,6 +101,15 @@ def installed_lists(torch_folder: Path) -> OpLists:
     return lists_of_header(text) or BUILT_IN
 
 
+def lists_by_origin(torch_folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Every list of the emulation, by where it comes from: ``header``, torch's own, or ``table``, written here."""
+    lists = installed_lists(torch_folder)
+    by_hand = {"FP32_APPEND_DTYPE": FP32_APPEND_DTYPE, "BANNED": BANNED, "RECURRENT_LAYERS": RECURRENT_LAYERS.split()}
+    tables = {name: sorted(ops) for name, ops in by_hand.items()}
+    read = {name: sorted(ops) for name, ops in lists.items()}
+    return {"header": {}, "table": read | tables} if lists is BUILT_IN else {"header": read, "table": tables}
+
+
 def _entries_of_macro(text: str, macro: str) -> frozenset[str]:
     # The macro runs over lines that end in a backslash; an entry is _(op) or _(op, overload).
     body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)

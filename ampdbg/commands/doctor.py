@@ -1,0 +1,41 @@
+"""``ampdbg doctor``: what this machine can do for mixed precision, and what ampdbg will emulate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.machine.facts import this_machine
+from ampdbg.machine.judgments import judged
+from ampdbg.report.doctor import page
+
+from . import options
+from .output import look_of, write_result
+
+
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    debug: options.Debug = False,
+) -> int:
+    """Show what this machine can do for mixed precision.
+
+    GPU, driver, torch, frameworks, and what ampdbg emulates. torch is asked in a process of its own: it may be
+    missing or broken.
+    """
+    machine = this_machine()
+    if as_json:
+        lines = [asdict(judgment) for judgment in judged(machine)]
+        text = json.dumps(
+            {"format": "ampdbg.doctor", "version": 1, "machine": asdict(machine), "lines": lines}, indent=2
+        )
+        write_result(text + "\n", sys.stdout)
+    else:
+        from ampdbg.report.formats.text import draw
+
+        write_result(draw(page(machine), look_of(sys.stdout)), sys.stdout)
+    return EXIT_HEALTHY

@@ -1,0 +1,229 @@
+"""What the facts of a machine mean for mixed precision, and what to do about them: data to data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdbg.machine.facts import Gpu, InstalledTorch, Machine
+from ampdbg.quantities import listed
+
+Tone = Literal["good", "bad", "doubtful", "plain"]
+
+
+@dataclass(frozen=True)
+class Judgment:
+    """A fact with what it means, and what to do, if anything; ``tone`` is plain where nothing is good or bad."""
+
+    topic: str
+    tone: Tone
+    says: str
+    advice: str = ""
+
+
+# NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities"; by bfloat16's the same GPUs have TF32.
+TENSOR_CORES = (7, 0)
+BFLOAT16 = (8, 0)
+
+GTX_16 = "GTX 16"
+"""In the names of GPUs of 7.5 without tensor cores, whose FP16 convolutions give NaN (PyTorch issues 58123, 77955)."""
+
+SUMS = "cuda.matmul.allow_fp16_reduced_precision_reduction"
+
+
+def judged(machine: Machine) -> tuple[Judgment, ...]:
+    """All that there is to say, in the order of the page."""
+    return tuple(judgment for judge in JUDGES for judgment in judge(machine))
+
+
+def _torch(machine: Machine) -> Iterator[Judgment]:
+    torch = machine.torch
+    if not torch.version:
+        yield Judgment("torch", "bad", "not installed; ampdbg needs it", "pip install torch")
+    elif not torch.imported:
+        says = f"{torch.version} cannot be imported: {torch.problem}"
+        yield Judgment("torch", "bad", says, 'python -c "import torch" shows all of it')
+    else:
+        build = f"for CUDA {torch.cuda}" if torch.cuda else f"for ROCm {torch.hip}" if torch.hip else "for the CPU only"
+        on = f"ampdbg runs on {torch.device}" if torch.device else _unanswered(torch)
+        advice = "" if torch.device else "--device cpu asks no driver"
+        yield Judgment("torch", "good" if torch.device else "bad", f"{torch.imported}, built {build}; {on}", advice)
+
+
+def _unanswered(torch: InstalledTorch) -> str:
+    return f"asked for its device: {torch.problem or torch.problems.get('device', 'no answer')}"
+
+
+def _gpu(machine: Machine) -> Iterator[Judgment]:
+    torch, driver = machine.torch, machine.driver
+    counts = Counter(torch.gpus or driver.gpus)
+    names = listed(
+        (f"{count} x {_described(gpu)}" if count > 1 else _described(gpu) for gpu, count in counts.items()), 8
+    )
+    if torch.gpus:
+        yield Judgment("GPU", "good", f"{names}; torch sees {'it' if len(torch.gpus) == 1 else 'them'}")
+    elif driver.problem:
+        yield Judgment("GPU", "bad", f"nvidia-smi: {driver.problem}", "repair the driver: nvidia-smi must list the GPU")
+    elif names:
+        why, advice = _why_unseen(machine)
+        yield Judgment("GPU", "bad", f"{names}; {why}", advice)
+    elif torch.has_mps:
+        yield Judgment("GPU", "plain", "Apple's, as torch's device mps; ampdbg does not use it, and runs on the CPU")
+    else:
+        raised = torch.problems.get("gpus", "")
+        yield Judgment("GPU", "doubtful" if raised else "plain", raised or "none that torch or nvidia-smi knows of")
+
+
+def _why_unseen(machine: Machine) -> tuple[str, str]:
+    """What keeps torch from a GPU that nvidia-smi lists, as far as it is known, and what to do."""
+    torch = machine.torch
+    if machine.visible is not None:
+        return f"CUDA_VISIBLE_DEVICES={machine.visible!r} decides what torch sees", "unset CUDA_VISIBLE_DEVICES"
+    if torch.imported and not torch.cuda:
+        return "this torch is not built for CUDA", "install torch's CUDA build: https://pytorch.org/get-started"
+    return torch.problems.get("gpus", "torch does not see it"), ""
+
+
+def _described(gpu: Gpu) -> str:
+    return f"{gpu.name} (compute capability {_dotted(gpu.capability)})" if gpu.capability else gpu.name
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _units(machine: Machine) -> Iterator[Judgment]:
+    """What each kind of GPU computes with."""
+    gpus = dict.fromkeys(machine.torch.gpus or machine.driver.gpus)
+    for gpu in gpus:
+        of = f"{gpu.name}: " if len(gpus) > 1 else ""
+        for judgment in (tensor_cores(gpu), _bfloat16(gpu)) if gpu.capability else ():
+            yield Judgment(judgment.topic, judgment.tone, of + judgment.says, judgment.advice)
+
+
+def tensor_cores(gpu: Gpu) -> Judgment:
+    """Whether FP16 pays on it."""
+    capability = gpu.capability or TENSOR_CORES
+    if GTX_16 in gpu.name:
+        says = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
+        return Judgment("tensor cores", "bad", says, "stay in FP32; --device cpu tells its NaN from the model's")
+    if capability < TENSOR_CORES:
+        says = f"none: they begin at 7.0, this is {_dotted(capability)}; FP16 saves memory here, and hardly any time"
+        return Judgment("tensor cores", "doubtful", says, "stay in FP32 unless memory is short")
+    return Judgment("tensor cores", "good", "yes: FP16 products, added in FP32")
+
+
+def _bfloat16(gpu: Gpu) -> Judgment:
+    capability = gpu.capability or BFLOAT16
+    if capability >= BFLOAT16:
+        return Judgment("bfloat16", "good", "native: FP32's range, so that no loss scale is needed")
+    says = (
+        f"not native: that begins at 8.0, this is {_dotted(capability)}; torch.cuda.is_bf16_supported() is True all "
+        "the same, since it counts emulation"
+    )
+    return Judgment("bfloat16", "doubtful", says, "use FP16 with a GradScaler, or FP32")
+
+
+def _cuda(machine: Machine) -> Iterator[Judgment]:
+    torch, driver = machine.torch, machine.driver
+    if driver.cuda and torch.cuda:
+        fits = _major(torch.cuda) <= _major(driver.cuda)
+        says = f"torch's is {torch.cuda}; driver {driver.version} serves up to {driver.cuda}"
+        advice = "" if fits else f"update the driver, or install torch for CUDA {_major(driver.cuda)}"
+        yield Judgment("CUDA", "good" if fits else "bad", says, advice)
+    for gpu in dict.fromkeys(torch.gpus):
+        if gpu.capability and torch.kernels and not any(_serves(kernel, gpu.capability) for kernel in torch.kernels):
+            says = f"this torch has none for {_described(gpu)}: {' '.join(torch.kernels)}"
+            yield Judgment("kernels", "bad", says, "install an older torch, or one for an older CUDA")
+    if machine.nvcc and torch.cuda:
+        fits = _major(machine.nvcc) == _major(torch.cuda)
+        does = "compiles" if fits else "does not compile"
+        says = f"{machine.nvcc}: torch {does} extensions for its CUDA {torch.cuda} with it"
+        yield Judgment("nvcc", "good" if fits else "doubtful", says)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def _serves(kernel: str, capability: tuple[int, int]) -> bool:
+    """Whether ``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
+    kind, _, digits = kernel.rstrip("af").partition("_")
+    built = int(digits[:-1]), int(digits[-1])
+    return built <= capability and (kind == "compute" or built[0] == capability[0])
+
+
+def _arithmetic(machine: Machine) -> Iterator[Judgment]:
+    """How torch multiplies as it starts; a script may set it otherwise."""
+    torch = machine.torch
+    tf32 = listed(name for name, is_on in torch.flags.items() if name.endswith("allow_tf32") and is_on) or "nowhere"
+    if any(gpu.capability and gpu.capability >= BFLOAT16 for gpu in torch.gpus):
+        says = f"torch's default: on in {tf32}, where FP32 has 10 bits, in FP32 replays too"
+        yield Judgment("TF32", "plain", says, "torch.backends.… = False compares with true FP32")
+    elif torch.flags:
+        yield Judgment(
+            "TF32", "plain", f"torch's default: on in {tf32}; no effect here, it takes compute capability 8.0"
+        )
+    if SUMS in torch.flags:
+        does = "may add parts of an FP16 product in FP16" if torch.flags[SUMS] else "adds FP16 products in FP32"
+        says = f"torch's default: {SUMS} is {torch.flags[SUMS]}; a GPU {does}, the emulation adds in FP32"
+        yield Judgment("FP16 sums", "plain", says)
+    if torch.attention:
+        says = f"{listed(torch.attention)} allowed" + "".join(f"; {note}" for note in torch.notes if not torch.gpus)
+        yield Judgment("attention", "plain", says)
+
+
+def _frameworks(machine: Machine) -> Iterator[Judgment]:
+    """One line for all that do the same."""
+    by_doing: dict[str, list[str]] = {}
+    for name, (version, on_cpu, on_gpu) in machine.frameworks.items():
+        does = on_gpu if machine.torch.gpus else on_cpu
+        by_doing.setdefault(does, []).append(f"{name} {version}")
+    loses = {on_cpu for _, on_cpu, on_gpu in machine.frameworks.values() if on_cpu != on_gpu}
+    for does, names in by_doing.items():
+        lacks = (
+            ", which is not installed" if does.endswith("accelerate") and "accelerate" not in machine.frameworks else ""
+        )
+        says = f"{does}{lacks} (read in the source)" if does else "what fp16 becomes here was not found in the source"
+        advice = "such a run says nothing of FP16" if does in loses else ""
+        yield Judgment("framework", "doubtful" if advice else "plain", f"{listed(names)}: {says}", advice)
+
+
+def _emulation(machine: Machine) -> Iterator[Judgment]:
+    torch = machine.torch
+    if torch.gpus:
+        yield Judgment(
+            "emulation", "plain", f"none on {torch.device}, which has CUDA's own autocast", "--device cpu emulates"
+        )
+    elif torch.imported:
+        says = (
+            "CUDA's autocast on the CPU: FP16 operands, products added in FP32, each result and gradient rounded once; "
+            "a GPU adds in another order, so that last bits may differ"
+        )
+        yield Judgment("emulation", "good", says)
+    if torch.op_lists:
+        read, ours = (_told(torch.op_lists[origin]) for origin in ("header", "table"))
+        says = f"{read} from torch's own autocast_mode.h" if read else "torch ships no autocast_mode.h that is known"
+        rest = "" if read else ", as torch 2.13 has them"
+        tone: Tone = "good" if read else "doubtful"
+        yield Judgment(
+            "op lists", tone, f"{says}; {ours} from ampdbg's tables{rest}", "ampdbg doctor --json names them"
+        )
+
+
+def _told(lists: Mapping[str, Sequence[str]]) -> str:
+    """How many ops are in which lists."""
+    return f"{sum(map(len, lists.values()))} ops of {listed(lists, most=8)}" if lists else ""
+
+
+JUDGES: tuple[Callable[[Machine], Iterator[Judgment]], ...] = (
+    _torch,
+    _gpu,
+    _units,
+    _cuda,
+    _arithmetic,
+    _frameworks,
+    _emulation,
+)

@@ -1,0 +1,40 @@
+"""The page of ``ampdbg doctor``: a line for each fact, with what it means and what to do."""
+
+from __future__ import annotations
+
+from ampdbg.escapes import harmless
+from ampdbg.machine.facts import Machine
+from ampdbg.machine.judgments import Judgment, judged, tensor_cores
+
+from .view import Cell, Column, Headline, Page, Table, Words, line
+
+SIGNS = {
+    "good": Words("✓", "good"),
+    "bad": Words("✗", "bad"),
+    "doubtful": Words("?", "doubtful"),
+    "plain": Words("·", "faint"),
+}
+
+
+def page(machine: Machine) -> Page:
+    """All that is known of the machine."""
+    columns = (Column(kind="sign"), Column(kind="sign"), Column())
+    return harmless(Page(_headline(machine), (Table("", columns, tuple(map(_row, judged(machine)))),)))
+
+
+def _headline(machine: Machine) -> Headline:
+    torch, driver = machine.torch, machine.driver
+    if not torch.imported:
+        return Headline("bad", "ampdbg cannot run on this machine.")
+    if any(tensor_cores(gpu).tone != "good" for gpu in torch.gpus):
+        return Headline("doubtful", "FP16 runs on this machine, and is not worth it on every GPU.")
+    if torch.gpus:
+        return Headline("good", "FP16 runs on this machine's GPU.")
+    if driver.gpus or driver.problem:
+        return Headline("doubtful", "torch uses no GPU here; ampdbg emulates CUDA's autocast on the CPU.")
+    return Headline("good", "No GPU here; ampdbg emulates CUDA's autocast on the CPU.")
+
+
+def _row(judgment: Judgment) -> tuple[Cell, ...]:
+    advice = (line(judgment.advice, tone="name"),) if judgment.advice else ()
+    return line(SIGNS[judgment.tone]), judgment.topic, (line(judgment.says), *advice)

@@ -1,0 +1,225 @@
+"""``ampdbg doctor`` on this machine, on others that are faked, and where torch or the driver is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg import environment
+from ampdbg.environment import QUESTIONS
+from ampdbg.machine import facts
+from ampdbg.machine.facts import Machine
+from ampdbg.machine.judgments import judged
+from tests.commands.program import ROOT, Here, Result, imported_by, start_anew
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the tools are faked by shell scripts")
+
+OLD = """#!/bin/sh
+case "$1" in
+  --query*) echo '470.256.02, NVIDIA GeForce GTX 1080, 6.1'; echo '470.256.02, NVIDIA GeForce GTX 1080, 6.1' ;;
+  *) echo '| NVIDIA-SMI 470.256.02   Driver Version: 470.256.02   CUDA Version: 11.4     |' ;;
+esac
+"""
+BROKEN = """#!/bin/sh
+echo "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+exit 9
+"""
+HANGS = "#!/bin/sh\nexec sleep 600\n"
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise {error}
+sys.meta_path.insert(0, Blocked())
+"""
+
+CUDA_CALLS = """
+import importlib.abc, importlib.util, sys, time
+def broken(*given):
+    {does}
+class Patching(importlib.abc.Loader):
+    def __init__(self, loader):
+        self.create_module, self.loader = loader.create_module, loader
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        module.is_available = lambda: True
+        module.device_count = lambda: 1
+        module.get_device_name = broken
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.cuda":
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            spec.loader = Patching(spec.loader)
+            return spec
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def tool(folder: Path, name: str, script: str) -> str:
+    """The PATH on which a tool of that name comes first."""
+    path = folder / "tools" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(script)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return f"{path.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def beside(folder: Path, site: str) -> str:
+    """The PYTHONPATH with a sitecustomize."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(site)
+    return os.pathsep.join([str(folder / "site"), str(ROOT)])
+
+
+def told(result: Result) -> str:
+    """The page as one line of words."""
+    assert (result.code, result.stderr) == (0, "")
+    return " ".join(result.stdout.split())
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *lines: Any, then: str = "") -> None:
+    """torch's process prints these answers."""
+    printed = "".join(json.dumps({"ampdbg": line}) + "\n" for line in lines)
+    program = f"import sys, time; sys.stdout.write({printed!r}); sys.stdout.flush(); {then}"
+    monkeypatch.setattr(facts, "ASK_TORCH", program)
+
+
+def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path) -> None:
+    result = start_anew(tmp_path, "doctor", "--json", flags=("-X", "importtime"))
+    data = json.loads(result.stdout)
+    assert (data["format"], data["version"], result.code) == ("ampdbg.doctor", 1, 0)
+    assert not imported_by(result) & {"torch", "ampdbg.environment"}
+    seen = data["machine"]["torch"]
+    assert (seen["version"], seen["problem"], seen["problems"]) == (torch.__version__, "", {})
+    assert QUESTIONS.keys() < seen.keys()
+    assert {"linear", "mm"} <= set(seen["op_lists"]["header"]["LOWER_PRECISION_FP"])
+    assert "binary_cross_entropy" in seen["op_lists"]["table"]["BANNED"]
+    assert [line["topic"] for line in data["lines"]][:2] == ["torch", "GPU"]
+
+
+def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(tmp_path: Path) -> None:
+    site = CUDA_CALLS.format(does='raise RuntimeError("CUDA error: unknown error\\nCUDA kernel errors might be ...")')
+    result = start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, site))
+    text = told(result)
+    assert "? GPU CUDA error: unknown error" in text
+    assert f"✗ torch {torch.__version__}, built" in text
+    assert "asked for its device: " in text
+    assert "--device cpu asks no driver" in text
+    assert "from torch's own autocast_mode.h" in text
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+
+
+def test_an_old_gpu_is_judged_by_what_its_driver_says(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", OLD))
+    text = told(here("doctor"))
+    assert "2 x NVIDIA GeForce GTX 1080 (compute capability 6.1)" in text
+    assert "none: they begin at 7.0, this is 6.1; FP16 saves memory here, and hardly any time" in text
+    assert "not native: that begins at 8.0, this is 6.1" in text
+
+
+def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, ["imported", "2.13.0", ""], ["device", "cpu", ""])
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", BROKEN))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "absent"))
+    text = told(here("doctor"))
+    assert "✗ GPU nvidia-smi: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver." in text
+
+
+MISSING = "ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+
+
+def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
+    """A Python with all that is installed here but torch, and with neither the metadata of it."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for folder in filter(os.path.isdir, sys.path):
+        for item in Path(folder).iterdir() if folder.endswith("site-packages") else ():
+            if not item.name.startswith(("torch", "ampdbg", "__editable__")) and not (packages / item.name).exists():
+                (packages / item.name).symlink_to(item)
+    path = os.pathsep.join([str(packages), str(ROOT)])
+    result = start_anew(tmp_path, "doctor", flags=("-S",), PYTHONPATH=path, PATH=tool(tmp_path, "nvidia-smi", OLD))
+    text = told(result)
+    assert text.startswith("✗ ampdbg cannot run on this machine. ✗ torch not installed; ampdbg needs it")
+    assert "pip install torch" in text
+    assert "GTX 1080" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MISSING, "ModuleNotFoundError: No module named 'torch'"),
+        ('OSError("libcudart.so.13: cannot open shared object file")', "OSError: libcudart.so.13: cannot open"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_a_line(error: str, said: str, tmp_path: Path) -> None:
+    text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))))
+    assert f"torch {torch.__version__} cannot be imported: {said}" in text
+
+
+def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", HANGS))
+    monkeypatch.setenv("PYTHONPATH", beside(tmp_path, "import time; time.sleep(600)"))
+    monkeypatch.setattr(facts, "TOOL_LIMIT", 0.2)
+    monkeypatch.setattr(facts, "IMPORT_LIMIT", 0.3)
+    text = told(here("doctor"))
+    assert f"torch {torch.__version__} cannot be imported: no answer within 0.3 s" in text
+    assert "GPU nvidia-smi: no answer within 0.2 s" in text
+
+
+def test_what_is_known_before_a_driver_hangs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Any] = [
+        ["imported", "2.13.0", ""],
+        ["cuda", "13.0", ""],
+        ["hip", None, ""],
+        ["flags", {"cudnn.allow_tf32": True}, ""],
+    ]
+    answering(monkeypatch, *lines, then='sys.stdout.write(\'{"ampdbg": ["gp\'); sys.stdout.flush(); time.sleep(600)')
+    monkeypatch.setattr(facts, "IMPORT_LIMIT", 1.0)
+    seen = facts.this_machine().torch
+    assert (seen.cuda, seen.flags, seen.device) == ("13.0", {"cudnn.allow_tf32": True}, "")
+    assert (seen.imported, seen.problem) == ("2.13.0", "no answer within 1 s")
+    assert "asked for its device: no answer within 1 s" in {j.topic: j.says for j in judged(Machine(seen))}["torch"]
+
+
+def test_each_question_is_answered_or_says_what_it_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warns() -> int:
+        warnings.warn("the driver is too old\nupdate it", stacklevel=1)
+        return 1
+
+    def raises() -> int:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(environment, "QUESTIONS", {"a": warns, "b": raises, "c": lambda: 3})
+    environment.answer()
+    said = [json.loads(line)["ampdbg"] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        ["a", 1, "the driver is too old"],
+        ["b", None, "Torch not compiled with CUDA enabled"],
+        ["c", 3, ""],
+    ]
+
+
+def test_it_takes_no_argument(here: Here) -> None:
+    result = here("doctor", "now")
+    assert (result.code, result.stdout) == (2, "")
+    assert "now" in result.stderr

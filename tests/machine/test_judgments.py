@@ -1,0 +1,191 @@
+"""What the facts of faked machines mean: old GPUs and new ones, other makers', drivers and torches that do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ampdbg.machine.facts import Driver, Gpu, InstalledTorch, Machine
+from ampdbg.machine.judgments import judged
+from ampdbg.report.doctor import page
+from ampdbg.report.formats.text import draw
+from ampdbg.report.view import Look
+
+GTX_1080 = Gpu("NVIDIA GeForce GTX 1080", (6, 1))
+GTX_1660 = Gpu("NVIDIA GeForce GTX 1660 Ti", (7, 5))
+T4 = Gpu("Tesla T4", (7, 5))
+V100 = Gpu("Tesla V100-SXM2-16GB", (7, 0))
+H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0))
+MI250 = Gpu("AMD Instinct MI250X")
+
+SUMS = "cuda.matmul.allow_fp16_reduced_precision_reduction"
+CUDA_TORCH = InstalledTorch(
+    version="2.13.0+cu126",
+    imported="2.13.0+cu126",
+    cuda="12.6",
+    flags={"cuda.matmul.allow_tf32": False, "cudnn.allow_tf32": True, SUMS: True},
+    attention=("flash", "memory-efficient", "cuDNN", "math"),
+    op_lists={"header": {"FP32": ["exp", "pow"]}, "table": {"BANNED": ["binary_cross_entropy"]}},
+    notes=("attention is fused",),
+    kernels=("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"),
+    device="cuda:0",
+)
+DRIVER = Driver("560.35", "12.6")
+CPU_TORCH = replace(CUDA_TORCH, imported="2.13.0+cpu", cuda=None, kernels=(), device="cpu")
+
+
+def with_gpus(*gpus: Gpu) -> Machine:
+    return Machine(replace(CUDA_TORCH, gpus=gpus), replace(DRIVER, gpus=gpus))
+
+
+def lines(machine: Machine) -> dict[str, str]:
+    """Each topic's tone, and what it says."""
+    return {judgment.topic: f"{judgment.tone}: {judgment.says}" for judgment in judged(machine)}
+
+
+def headline(machine: Machine) -> str:
+    return draw(page(machine), Look(80, color=False, unicode=True)).partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cores", "bfloat16"),
+    [
+        (GTX_1080, "doubtful: none: they begin at 7.0, this is 6.1", "doubtful: not native"),
+        (GTX_1660, "bad: none in the GTX 16 series, and some of its FP16 kernels give NaN", "doubtful: not native"),
+        (T4, "good: yes", "doubtful: not native: that begins at 8.0, this is 7.5"),
+        (V100, "good: yes", "doubtful: not native: that begins at 8.0, this is 7.0"),
+        (H100, "good: yes", "good: native"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Gpu) else "",
+)
+def test_each_generation_has_its_tensor_cores_and_bfloat16(gpu: Gpu, cores: str, bfloat16: str) -> None:
+    said = lines(with_gpus(gpu))
+    assert said["tensor cores"].startswith(cores)
+    assert said["bfloat16"].startswith(bfloat16)
+    assert said["GPU"] == (
+        f"good: {gpu.name} (compute capability {'.'.join(map(str, gpu.capability or ()))}); torch sees it"
+    )
+
+
+def test_the_headline_says_what_the_machine_is_good_for() -> None:
+    assert headline(with_gpus(H100)) == "✓ FP16 runs on this machine's GPU."
+    assert headline(with_gpus(GTX_1080, H100)).startswith("? FP16 runs on this machine, and is not worth it")
+    assert headline(Machine(CPU_TORCH)).startswith("✓ No GPU here; ampdbg emulates")
+    assert headline(Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,)))).startswith("? torch uses no GPU here")
+    assert headline(Machine(InstalledTorch())) == "✗ ampdbg cannot run on this machine."
+
+
+def test_several_gpus_are_counted_and_each_kind_is_judged() -> None:
+    machine = with_gpus(H100, H100, T4)
+    assert "2 x NVIDIA H100 80GB HBM3 (compute capability 9.0) and Tesla T4 (" in lines(machine)["GPU"]
+    said = [judgment.says for judgment in judged(machine) if judgment.topic == "bfloat16"]
+    assert [text.split(":")[:2] for text in said] == [[H100.name, " native"], ["Tesla T4", " not native"]]
+
+
+def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
+    rocm = replace(CUDA_TORCH, imported="2.13.0+rocm6.4", cuda=None, hip="6.4", gpus=(MI250,), kernels=("gfx90a",))
+    said = lines(Machine(rocm))
+    assert said["torch"] == "good: 2.13.0+rocm6.4, built for ROCm 6.4; ampdbg runs on cuda:0"
+    assert said["GPU"] == "good: AMD Instinct MI250X; torch sees it"
+    assert not {"tensor cores", "bfloat16", "kernels", "CUDA"} & said.keys()
+    assert said["TF32"].endswith("no effect here, it takes compute capability 8.0")
+
+
+def test_apples_gpu_is_named_and_not_used() -> None:
+    assert "ampdbg does not use it" in lines(Machine(replace(CPU_TORCH, has_mps=True)))["GPU"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "why"),
+    [
+        (Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,))), "this torch is not built for CUDA"),
+        (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,)), visible=""), "CUDA_VISIBLE_DEVICES='' decides"),
+        (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,))), "torch does not see it"),
+        (
+            Machine(replace(CUDA_TORCH, problems={"gpus": "driver too old"}), replace(DRIVER, gpus=(H100,))),
+            "driver too old",
+        ),
+    ],
+)
+def test_why_torch_sees_no_gpu_is_said_as_far_as_it_is_known(machine: Machine, why: str) -> None:
+    assert lines(machine)["GPU"].startswith(f"bad: NVIDIA H100 80GB HBM3 (compute capability 9.0); {why}")
+
+
+@pytest.mark.parametrize(
+    ("torchs", "drivers", "tone"),
+    [("12.6", "12.4", "good"), ("12.6", "13.0", "good"), ("13.0", "12.8", "bad"), ("12.6", "11.4", "bad")],
+)
+def test_a_driver_serves_the_cuda_of_its_major_version_and_older(torchs: str, drivers: str, tone: str) -> None:
+    said = lines(Machine(replace(CUDA_TORCH, cuda=torchs), Driver("1", drivers)))
+    assert said["CUDA"].startswith(f"{tone}: torch's is {torchs}; driver 1 serves up to {drivers}")
+
+
+@pytest.mark.parametrize(("nvcc", "tone"), [("12.1", "good"), ("13.0", "doubtful")])
+def test_extensions_compile_with_an_nvcc_of_the_same_major_version(nvcc: str, tone: str) -> None:
+    assert lines(Machine(CUDA_TORCH, nvcc=nvcc))["nvcc"].startswith(tone)
+    assert "nvcc" not in lines(Machine(CPU_TORCH, nvcc=nvcc))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "fails"),
+    [
+        (("sm_75", "sm_80", "sm_100", "sm_120", "compute_120"), True),
+        (("sm_60", "sm_80"), False),
+        (("sm_80", "compute_50"), False),
+        (("sm_62",), True),
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_named(kernels: tuple[str, ...], fails: bool) -> None:
+    machine = Machine(replace(CUDA_TORCH, gpus=(GTX_1080,), kernels=kernels), DRIVER)
+    assert ("kernels" in lines(machine)) is fails
+
+
+def test_tf32_counts_where_the_gpu_has_it() -> None:
+    assert lines(with_gpus(H100))["TF32"] == (
+        "plain: torch's default: on in cudnn.allow_tf32, where FP32 has 10 bits, in FP32 replays too"
+    )
+    assert lines(with_gpus(T4))["TF32"].endswith("no effect here, it takes compute capability 8.0")
+
+
+FRAMEWORKS = {
+    "accelerate": ("1.15.0", "fp16 is dropped", "fp16 is scaled"),
+    "lightning": ("2.6.6", "becomes bf16", "fp16 is scaled"),
+    "lightning.fabric": ("2.6.6", "becomes bf16", "fp16 is scaled"),
+    "transformers": ("6.0", "", ""),
+}
+
+
+def test_frameworks_that_do_the_same_share_a_line_and_nothing_unread_is_claimed() -> None:
+    def said(torch: InstalledTorch) -> list[tuple[str, str]]:
+        every = judged(Machine(torch, frameworks=FRAMEWORKS))
+        return [(judgment.tone, judgment.says) for judgment in every if judgment.topic == "framework"]
+
+    unknown = ("plain", "transformers 6.0: what fp16 becomes here was not found in the source")
+    assert said(CPU_TORCH) == [
+        ("doubtful", "accelerate 1.15.0: fp16 is dropped (read in the source)"),
+        ("doubtful", "lightning 2.6.6 and lightning.fabric 2.6.6: becomes bf16 (read in the source)"),
+        unknown,
+    ]
+    together = "accelerate 1.15.0, lightning 2.6.6 and lightning.fabric 2.6.6: fp16 is scaled (read in the source)"
+    assert said(replace(CUDA_TORCH, gpus=(H100,))) == [("plain", together), unknown]
+
+
+def test_where_torch_ships_no_header_the_tables_are_named() -> None:
+    tables = replace(CPU_TORCH, op_lists={"header": {}, "table": {"FP32": ["exp"], "BANNED": ["b"]}})
+    assert lines(Machine(tables))["op lists"].startswith("doubtful: torch ships no autocast_mode.h")
+    assert lines(Machine(CPU_TORCH))["op lists"].startswith("good: 2 ops of FP32 from torch's own")
+
+
+def test_on_a_gpu_nothing_is_emulated() -> None:
+    assert lines(with_gpus(H100))["emulation"].startswith("plain: none on cuda:0")
+    assert lines(Machine(CPU_TORCH))["emulation"].startswith("good: CUDA's autocast on the CPU")
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_a_page_fits_its_width_and_ascii(width: int) -> None:
+    text = draw(
+        page(replace(with_gpus(GTX_1080, H100), frameworks=FRAMEWORKS)), Look(width, color=False, unicode=False)
+    )
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= width
