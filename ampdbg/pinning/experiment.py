@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Literal
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, named, suspects
@@ -51,14 +52,13 @@ class Experiment:
         self.tree = tree
         self._sites: dict[str, list[PinSite]] = {tree.own(name): [] for name in suspected if name in tree}
 
-    def run(self, pins: Sequence[str], *, is_brief: bool = False) -> Trial:
-        """One trial. Its loss is that of the first step, in FP16. A brief one is faster, and names no suspects."""
-        is_brief = is_brief and not self.is_silent
+    def run(self, pins: Sequence[str], names: Names = "always") -> Trial:
+        """One trial. Its loss is that of the first step, in FP16."""
         started = time.perf_counter()
-        health, loss = self._tried(self.cases[0], pins, is_brief)
+        health, loss = self._tried(self.cases[0], pins, names)
         for case in self.cases[1:] if health.healthy else ():
             with weights_of(self._run.workload.model, case.failing):
-                health, _ = self._tried(case, pins, is_brief)
+                health, _ = self._tried(case, pins, names)
             if not health.healthy:
                 health = replace(health, why=f"step {case.failing.snapshot.step}: {health.why}")
                 break
@@ -73,9 +73,9 @@ class Experiment:
             seconds=round(time.perf_counter() - started, 3),
         )
 
-    def _tried(self, case: PinnedReplays, pins: Sequence[str], is_brief: bool) -> tuple[Health, float]:
-        made = case.with_pins(pins, is_brief=is_brief)
-        return health_of(made, is_silent=self.is_silent), made.replays[0].loss
+    def _tried(self, case: PinnedReplays, pins: Sequence[str], names: Names) -> tuple[Health, float]:
+        health, made = judged(case, pins, names, is_silent=self.is_silent)
+        return health, made.replays[0].loss
 
     @property
     def seen_atoms(self) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> It
     """The step on the batches that come after its own, where FP32 is finite on them."""
     for snapshot in further_steps(run, failing, FURTHER_BATCHES):
         case = PinnedReplays(run, replace(failing, snapshot=snapshot), scales)
-        if is_finite(case.fp32.replay):
+        if is_finite(case.fp32_in_brief.replay):
             yield case
 
 
@@ -133,6 +133,21 @@ class Health:
     healthy: bool
     why: str = ""
     guilty: tuple[Suspect, ...] = ()
+
+
+Names = Literal["always", "unhealthy", "never"]
+"""Whether a trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
+only where it is not. What is silent is always looked for."""
+
+
+def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent: bool) -> tuple[Health, Investigation]:
+    """One replay with pins, and its health; see :func:`health_of`."""
+    made = case.with_pins(pins, is_brief=names != "always" and not is_silent)
+    health = health_of(made, is_silent=is_silent)
+    if health.healthy or is_silent or names != "unhealthy":
+        return health, made
+    again, named_too = judged(case, pins, "always", is_silent=is_silent)
+    return (health, made) if again.healthy else (again, named_too)
 
 
 def health_of(made: Investigation, *, is_silent: bool) -> Health:

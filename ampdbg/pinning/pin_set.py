@@ -70,8 +70,8 @@ class Setting:
 
     def _try(self, pins: tuple[str, ...]) -> Trial:
         """Once a set is healthy, suspects only describe its pins, and of very many pins nobody reads that."""
-        is_brief = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
-        return self.experiment.run(pins, is_brief=is_brief)
+        is_of_many = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
+        return self.experiment.run(pins, "never" if is_of_many else "always")
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:
@@ -112,11 +112,11 @@ def record_of_found(setting: Setting, record: Record, search: Search, result: Re
 def _closing_trials(setting: Setting, pins: tuple[str, ...]) -> Iterator[Trial]:
     """More runs of the set that are no part of the search; each as often as its trials were repeated."""
     experiment, first = setting.experiment, setting.experiment.cases[0]
-    yield trial_of(AGAIN, [experiment.run(pins) for _ in range(setting.repeats)])
+    yield trial_of(AGAIN, [experiment.run(pins, "unhealthy") for _ in range(setting.repeats)])
     further = on_further_batches(setting.run, replace(first.failing, scale=first.scale), first.scales)
     for number, case in enumerate(further, start=1):
         other = Experiment(setting.run, (case,), experiment.tree, is_silent=experiment.is_silent)
-        yield trial_of(f"further batch {number}", [other.run(pins) for _ in range(setting.repeats)])
+        yield trial_of(f"further batch {number}", [other.run(pins, "unhealthy") for _ in range(setting.repeats)])
 
 
 def _losses(setting: Setting, again: Sequence[Trial]) -> dict[str, float]:

@@ -288,4 +288,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 def _extent(tensor: torch.Tensor) -> int:
     """How far the tensor reaches into its storage: views of equal count and extent hold the same elements
     unless they skip differently, which strides of one extent and count do not for permutations of a block."""
+    if tensor.is_contiguous():
+        return tensor.numel() - 1
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -7,7 +7,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils import checkpoint
 
@@ -65,16 +65,20 @@ def source_of(line: Line) -> Source:
 
 
 def _innermost_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not is_users_or_a_librarys(frame):
-        if _is_engine(frame) or _runs_users_code(frame):
+    while frame is not None and (role := _role(frame)) != "users":
+        if role == "ends":
             return None
         frame = frame.f_back
     return frame
 
 
 @by_code
-def _runs_users_code(frame: FrameType) -> bool:
-    return is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
+def _role(frame: FrameType) -> Literal["users", "between", "ends"]:
+    """Of a user's or a library's code, of what stands between that and an op, or of what is above all of it."""
+    if is_users_or_a_librarys(frame):
+        return "users"
+    runs_users_code = is_ampdbgs(frame) and not is_part_of(frame, *_BETWEEN)
+    return "ends" if runs_users_code or _is_engine(frame) else "between"
 
 
 @by_code
@@ -82,5 +86,6 @@ def _is_checkpoint(frame: FrameType) -> bool:
     return is_part_of(frame, checkpoint.__name__)
 
 
+@by_code
 def _is_engine(frame: FrameType) -> bool:
     return frame.f_code.co_name == _ENGINE and is_part_of(frame, "torch")

@@ -156,10 +156,10 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
     low, high = (end.item() for end in torch.aminmax(values))
     if low - low == 0.0 and high - high == 0.0:
         return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel(), dtype)
-    finite = torch.isfinite(values)
+    finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     nan = int(torch.count_nonzero(values != values))
-    inf = values.numel() - int(torch.count_nonzero(finite)) - nan
-    low, high = (end.item() for end in torch.aminmax(torch.where(finite, values, 0)))
+    inf = int(torch.count_nonzero(values != finite)) - nan
+    low, high = (end.item() for end in torch.aminmax(finite))
     return Magnitude(max(abs(low), abs(high)), inf, nan, values.numel(), dtype)
 
 

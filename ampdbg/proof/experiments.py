@@ -15,7 +15,7 @@ import torch
 
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import health_of, on_further_batches
+from ampdbg.pinning.experiment import judged, on_further_batches
 from ampdbg.proof.jobs import Job, Seen, StepUse, Tried, overlaid, prepared_with
 from ampdbg.proof.training_runs import reference_runs, trained_with_the_patch
 from ampdbg.replay.investigation import PinnedReplays
@@ -117,8 +117,7 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
-    made = replays.with_pins(())
-    health = health_of(made, is_silent=job.is_silent)
+    health, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
     low, fp32 = made.replays[:2]
     return Tried(
         step=replays.failing.snapshot.step,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import Producer, Replay
-from ampdbg.replay.replay import Manner, Replayed, TraceKind
+from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
 """So many producers of a replay go into the record; the first is the one that counts."""
@@ -89,39 +90,51 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
     }
 
 
-def noise_of(fp32: Replayed, dtype: str, replayed: Callable[[Manner, TraceKind], Replayed]) -> Callable[[], Replayed]:
-    """FP32 on weights and inputs rounded to ``dtype``: of several roundings the one whose gradients are furthest from
-    FP32's, with the loss that is. It is made when it is first called for."""
+@dataclass(frozen=True)
+class Noise:
+    """FP32 on weights and inputs rounded to ``dtype``, made when it is first called for; ``replayed`` makes a replay
+    with its gradients."""
 
-    def make() -> Replayed:
-        manners = (Manner("float32", rounds_to=dtype, draw=draw) for draw in range(ROUNDINGS))
-        noises = (_compared(replayed(manner, SampleTrace), fp32) for manner in manners)
-        return functools.reduce(functools.partial(_further, fp32.replay.loss), noises)
+    fp32: Replayed
+    dtype: str
+    replayed: Callable[[Manner], Replayed]
 
-    return functools.cache(make)
+    @property
+    def floor(self) -> Replayed:
+        """Of several roundings the one whose gradients are furthest from FP32's, with the loss that is."""
+        return self._furthest[1]
+
+    @property
+    def manner(self) -> Manner:
+        """How the floor was rounded."""
+        return self._furthest[0]
+
+    @cached_property
+    def _furthest(self) -> tuple[Manner, Replayed]:
+        manners = (Manner("float32", rounds_to=self.dtype, draw=draw) for draw in range(ROUNDINGS))
+        return functools.reduce(self._further, ((manner, self._compared(manner)) for manner in manners))
+
+    def _compared(self, manner: Manner) -> Replayed:
+        made = self.replayed(manner)
+        return replace(made, replay=replace(made.replay, **compared_gradients(made, self.fp32)))
+
+    def _further(self, one: tuple[Manner, Replayed], other: tuple[Manner, Replayed]) -> tuple[Manner, Replayed]:
+        """The one whose gradients are further away, with the loss that is further from FP32's."""
+        replays = (one[1].replay, other[1].replay)
+        if not all(map(is_finite, replays)):
+            return one
+        manner, made = max(one, other, key=lambda noise: noise[1].replay.gradient_distance or 0.0)
+        loss = max((replay.loss for replay in replays), key=lambda each: abs(each - self.fp32.replay.loss))
+        return manner, replace(made, replay=replace(made.replay, loss=loss))
 
 
-def _compared(noise: Replayed, fp32: Replayed) -> Replayed:
-    return replace(noise, replay=replace(noise.replay, **compared_gradients(noise, fp32)))
-
-
-def _further(loss: float, one: Replayed, other: Replayed) -> Replayed:
-    """The one whose gradients are further away, with the loss that is further from ``loss``."""
-    if not (is_finite(one.replay) and is_finite(other.replay)):
-        return one
-    further = max(one, other, key=lambda noise: noise.replay.gradient_distance or 0.0)
-    losses = (one.replay.loss, other.replay.loss)
-    return replace(further, replay=replace(further.replay, loss=max(losses, key=lambda each: abs(each - loss))))
-
-
-def held_against(low: Replayed, fp32: Replayed, floor: Callable[[], Replayed]) -> tuple[Replay, ...]:
+def held_against(low: Replayed, fp32: Replayed, noise: Noise) -> tuple[Replay, ...]:
     """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without."""
     replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return (replay,)
-    noise = floor()
-    return replace(replay, **compared_gradients(low, fp32, noise)), noise.replay
+    return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay
 
 
 def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:

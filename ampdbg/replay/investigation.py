@@ -21,7 +21,7 @@ from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import first_far_op, held_against, noise_of, producers_of
+from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
@@ -30,6 +30,8 @@ Why = Literal["loss", "gradients", "end"]
 
 CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
+
+ROUNDED = "FP32 on rounded weights"
 
 TRIES = 3
 """A step that does not go wrong again is replayed so often before that is said."""
@@ -94,7 +96,8 @@ class _Replays:
         replay, *floor = held_against(low, fp32, noise)
         far = None
         if floor and not agrees(replay, fp32.replay, *floor):
-            far = first_far_op(self._low(traced=SampleTrace), self._fp32(traced=SampleTrace), noise())
+            low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
+            far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
         return replace(made, replays=(replay, producers_of(fp32, fp32), *floor), first_far=far)
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
@@ -112,9 +115,9 @@ class _Replays:
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
         return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
 
-    def _floor(self, fp32: Replayed) -> Callable[[], Replayed]:
-        replayed = functools.partial(self._replay, "FP32 on rounded weights", keep_gradients=True)
-        return noise_of(fp32, self._as_it_was.dtype, replayed)
+    def _floor(self, fp32: Replayed) -> Noise:
+        replayed = functools.partial(self._replay, ROUNDED, keep_gradients=True)
+        return Noise(fp32, self._as_it_was.dtype, replayed)
 
     def _wider(self, fp32: Replay) -> Replay:
         """FP64 where FP32 is not finite; else bfloat16, which has FP32's range and less than FP16's precision."""
@@ -297,11 +300,17 @@ class PinnedReplays:
         self._run = run
         self.failing = failing
         self._low = run.mode.format.name
+        self._known_fp32: Replayed | None = None
 
-    @cached_property
+    @property
     def fp32(self) -> Replayed:
         """The step in FP32, with its trace and its gradients."""
-        return self._replay(FP32, ProducerTrace)
+        return self._in_fp32(ProducerTrace)
+
+    @property
+    def fp32_in_brief(self) -> Replayed:
+        """The same, where nothing has called for the trace without it."""
+        return self._in_fp32(None)
 
     def with_pins(self, pins: Sequence[str], *, is_brief: bool = False) -> Investigation:
         """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
@@ -309,20 +318,26 @@ class PinnedReplays:
 
         A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's.
         """
-        low = self._at_a_usable_scale(pins, None if is_brief else ProducerTrace)
-        if low.replay.error or not is_finite(self.fp32.replay):
+        traced = None if is_brief else ProducerTrace
+        low, fp32 = self._at_a_usable_scale(pins, traced), self._in_fp32(traced)
+        if low.replay.error or not is_finite(fp32.replay):
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):
-            return self._made(producers_of(low, self.fp32))
-        replay, *floor = held_against(low, self.fp32, self._floor)
+            return self._made(producers_of(low, fp32))
+        replay, *floor = held_against(low, fp32, self._floor)
         made = self._made(replay, *floor)
-        if is_brief or not floor or replay.producers or agrees(replay, self.fp32.replay, *floor):
+        if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
             return made
         return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
 
+    def _in_fp32(self, traced: TraceKind | None) -> Replayed:
+        if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
+            self._known_fp32 = self._replay(FP32, traced)
+        return self._known_fp32
+
     def _made(self, low: Replay, *more: Replay) -> Investigation:
         made = self.failing.made
-        return replace(made, replays=(low, self.fp32.replay, *more), first_far=None, continuation=())
+        return replace(made, replays=(low, self.fp32_in_brief.replay, *more), first_far=None, continuation=())
 
     def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
         """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
@@ -341,7 +356,7 @@ class PinnedReplays:
         return tried[0 if self.scales.is_lossless else -1]
 
     def _keeps_its_gradients(self, low: Replayed) -> bool:
-        return keeps_its_gradients(held_against(low, self.fp32, self._floor)[0])
+        return keeps_its_gradients(held_against(low, self.fp32_in_brief, self._floor)[0])
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale
@@ -351,12 +366,12 @@ class PinnedReplays:
             yield scale
 
     @cached_property
-    def _floor(self) -> Callable[[], Replayed]:
-        return noise_of(self.fp32, self._low, self._replay)
+    def _floor(self) -> Noise:
+        return Noise(self.fp32_in_brief, self._low, functools.partial(self._replay, traced=None))
 
     @cached_property
     def _references(self) -> tuple[Replayed, Replayed]:
-        return self._replay(FP32, SampleTrace), self._floor()
+        return self._replay(FP32, SampleTrace), self._replay(self._floor.manner, SampleTrace)
 
     def _sampled(self, pins: Sequence[str]) -> Replayed:
         with self._pinned(pins):

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import TypeVar
 
 INSTALLED = tuple({Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib", "stdlib")})
 LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
@@ -45,16 +46,16 @@ def is_ampdbgs(frame: FrameType) -> bool:
     return is_part_of(frame, __name__.partition(".")[0])
 
 
-Question = Callable[[FrameType], bool]
+Answer = TypeVar("Answer")
 
 
-def by_code(ask: Question) -> Question:
+def by_code(ask: Callable[[FrameType], Answer]) -> Callable[[FrameType], Answer]:
     """A question whose answer is the same for every frame of the same code: asked once."""
     # By id, and the code kept: code objects are equal that differ in nothing but their file.
-    known: dict[int, tuple[bool, CodeType]] = {}
+    known: dict[int, tuple[Answer, CodeType]] = {}
 
     @functools.wraps(ask)
-    def answer(frame: FrameType) -> bool:
+    def answer(frame: FrameType) -> Answer:
         key = id(frame.f_code)
         if key not in known:
             known[key] = ask(frame), frame.f_code
