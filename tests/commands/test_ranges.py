@@ -93,3 +93,17 @@ def test_it_is_a_function_too(tmp_path: Path) -> None:
     record = ampdbg.ranges(config(tmp_path), overrides=("train.steps=50",))
     assert (record.verdict, record.planned_steps) == ("inconclusive", 1)
     assert [finding.code for finding in record.findings if finding.phase == "forward"] == ["forward-overflow"] * 5
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str, here: Here) -> None:
+    config(here.folder)
+    result = here("ranges", "c.yaml", "--quiet", "--set", f"precision.level={level}")
+    assert (result.code, result.stdout.partition(" ")[2][:31]) == (1, "5 places would overflow in FP16")
+    listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
+    assert len(listed) == 5
+    assert all(f"five.py:{OVERFLOWING_LINE}" in line for line in listed)
+    config(here.folder, HEALTHY)
+    healthy = here("ranges", "c.yaml", "--quiet", "--set", f"precision.level={level}")
+    assert healthy.code == 0
+    assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")

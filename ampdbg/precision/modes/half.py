@@ -61,7 +61,8 @@ class HalfModel(PrecisionMode):
                 hook.remove()
 
     def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        is_half = any(tensor.dtype is self.dtype for tensor in model.parameters())
+        # Of either half: the shadow's weights are bfloat16, and so is what this cast makes there.
+        is_half = any(tensor.dtype in LIFTS["float32"] for tensor in model.parameters())
         return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
     def _lowered(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
