@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 
 WRITTEN_OUT = 10_000_000
@@ -41,6 +42,11 @@ def share(part: float, whole: float = 1.0) -> str:
     if abs(percent) < 0.1:
         return "<0.1%"
     return f"{min(percent, 99.9) if part < whole else percent:.1f}%"
+
+
+def percent(part: float) -> str:
+    """A percentage with two digits, however small it is."""
+    return f"{100 * part:.2g}%"
 
 
 def counted(count: int, noun: str) -> str:
@@ -96,3 +102,18 @@ def byte_size(count: int) -> str:
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 10 else f"{size:.1f} {units[0]}"
+
+
+UNITS = {f"{unit}{i}": (1024 if i else 1000) ** power for power, unit in enumerate("kMGT", 1) for i in ("", "i")}
+
+
+def byte_count(text: str) -> int:
+    """The bytes of ``16GiB``, ``800 MB`` or ``1.5G``.
+
+    Raises:
+        ValueError: it is no size; the message says what is allowed.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]i?)B?", text.strip().replace("K", "k"))
+    if found is None:
+        raise ValueError(f"got {text!r}; allowed: a number and its unit, such as 16GiB or 800MB")
+    return int(float(found[1]) * UNITS[found[2]])

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probes",),
     ("replay",),
     ("training",),
+    ("costs",),
     ("search",),
     ("pinning",),
     ("patch",),
@@ -45,7 +46,7 @@ FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
 # Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
 TORCH_LAYERS = frozenset(
-    {"workload", "precision", "environment", "probes", "replay", "training", "pinning", "patch", "proof"}
+    {"workload", "precision", "environment", "probes", "replay", "training", "costs", "pinning", "patch", "proof"}
 )
 
 

@@ -87,3 +87,16 @@ def test_one_step_is_no_plural() -> None:
 def test_a_size_is_in_decimal_units() -> None:
     sizes = [quantities.byte_size(size) for size in (0, 999, 1200, 81_000, 2_500_000_000)]
     assert sizes == ["0 B", "999 B", "1.2 kB", "81 kB", "2.5 GB"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("16GiB", 16 * 2**30), ("800 MB", 800 * 10**6), ("1.5G", 1_500_000_000), ("4K", 4000), ("2TiB", 2**41)],
+)
+def test_a_size_is_read_with_its_unit(text: str, count: int) -> None:
+    assert quantities.byte_count(text) == count
+
+
+@pytest.mark.parametrize(("part", "text"), [(0.0000141, "0.0014%"), (0.04, "4%"), (1.234, "1.2e+02%"), (0.0, "0%")])
+def test_a_small_share_keeps_two_digits(part: float, text: str) -> None:
+    assert quantities.percent(part) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import statistics
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from ampdbg.costs.step import use_of_a_pass
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import judged, on_further_batches
@@ -185,9 +187,6 @@ def _forward(run: Run, batch: Any) -> None:
 TIMED_STEPS = 3
 """The median of so many steps is the time of one; an untimed one goes before them."""
 
-View = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
-"""The offset, shape and strides by which a tensor looks at its memory."""
-
 
 def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
     """Measures the step in ``dtype``; the model must have its weights. None where the step raises."""
@@ -205,26 +204,17 @@ def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
 
 
 def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
-    """None where the step raises."""
-    model = run.workload.model
-    weights = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, tuple[int, dict[View, int]]] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() not in weights:
-            storage = tensor.untyped_storage()
-            _, views = kept.setdefault(storage.data_ptr(), (storage.nbytes(), {}))
-            views[tensor.storage_offset(), tensor.shape, tensor.stride()] = tensor.nbytes
-        return tensor
-
-    # Of several micro-batches the first: the graph of each is freed before the next, whose memory may be the same.
-    snapshot = replace(failing.snapshot, batches=failing.snapshot.batches[:1])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        replayed = replay_step(run, snapshot, manner)
-    if replayed.replay.error:
+    """Of several micro-batches the first's. None where the step raises."""
+    is_low = manner.dtype == run.mode.format.name
+    forward = run.mode.forward if is_low else contextlib.nullcontext
+    try:
+        with rewound(run.workload.model, failing.snapshot):
+            use = use_of_a_pass(
+                run.workload, failing.snapshot.batches[0], forward, scaled=lambda loss: loss.float() * manner.scale
+            )
+    except AmpdbgError:
         return None
-    # Memory counts once, however many ops keep a view of it; of a data set a batch counts that is a slice of it.
-    return sum(min(size, sum(views.values())) for size, views in kept.values())
+    return use.activations + use.casts
 
 
 def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from ampdbg.observer import Observer
 from ampdbg.proof.experiments import save_steps
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.processes import Run, fresh_processes
-from ampdbg.proof.training_runs import OfAStep, last_quarter
-from ampdbg.quantities import byte_size, counted, duration, scale
+from ampdbg.quantities import byte_size, counted, duration, percent, scale
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.replay.snapshot import FailingStep
+from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
 SAME_FUNCTION = 1e-3
 """In FP32 a patch that only changes precision leaves loss and gradients as they are, within this share."""
@@ -223,28 +222,12 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     over = f"the last step{were_taken}"
     if len(compared) > 1:
         over = f"median of the last {len(compared)} steps{were_taken}"
-    said = f"{_percent(apart)} from FP32's ({over})"
+    said = f"{percent(apart)} from FP32's ({over})"
     if rounded is None or not _finite(rounded):
         return ProofStep(name, True, said)
     noise = distance(rounded.losses, float32.losses, trained.skipped)
-    said += f"; FP32's own, from weights rounded to half: {_percent(noise)}"
+    said += f"; FP32's own, from weights rounded to half: {percent(noise)}"
     return ProofStep(name, apart <= max(AGREEMENT, NOISE_FLOORS * noise), said)
-
-
-def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
-    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
-
-    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
-    """
-    pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
-    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
-        return math.nan
-    return statistics.median(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
-
-
-def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
-    """What there is of the steps whose update was made."""
-    return [one for number, one in enumerate(steps) if number not in skipped]
 
 
 def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
@@ -277,10 +260,6 @@ def _state(one: Tried) -> str:
 
 def _finite(run: Trained) -> bool:
     return bool(run.losses) and all(map(math.isfinite, run.losses))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%"
 
 
 def _number(value: float) -> str:

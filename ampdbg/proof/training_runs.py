@@ -1,31 +1,23 @@
-"""The training runs of a proof, with the patch and in FP32, and how far apart their losses are."""
+"""The training runs of a proof, with the patch and in FP32."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
-
-import torch
 
 from ampdbg.config.schema import Config, LossScale
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
-from ampdbg.precision.modes import DTYPES
-from ampdbg.precision.widening import rounded
 from ampdbg.proof.jobs import Job, StepUse, Trained, Tried, prepared_with
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
-from ampdbg.replay.run import loss_of, prepared, run_pass
-from ampdbg.training.loop import train, update_weights
-
-OfAStep = TypeVar("OfAStep")
+from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
+from ampdbg.training.loop import train
 
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
@@ -84,24 +76,9 @@ def disproves(finding: Finding, steps: Sequence[Step]) -> bool:
     return not (code.passes and goes_on)
 
 
-def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
-    """What there is of the last quarter of the steps, rounded up."""
-    return steps[len(steps) * 3 // 4 :]
-
-
-class _Losses(Observer):
-    """The loss of every step; the record of a long run leaves steps out."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def step(self, step: Step) -> None:
-        self.seen.append(step.loss)
-
-
 def _trained(job: Job) -> Trained:
     """Trained as ``ampdbg scan`` does, and diagnosed as far as its replays allow."""
-    losses, failure = _Losses(), ""
+    losses, failure = Losses(), ""
     try:
         record = train(
             _longer(job),
@@ -131,46 +108,3 @@ def _longer(job: Job) -> Config:
     """The config with the number of steps of the job's training runs."""
     steps = job.config.train.model_copy(update={"steps": job.train_steps})
     return job.config.model_copy(update={"train": steps})
-
-
-# FP32's twin: the same batches from the same weights
-
-
-def fp32_losses(
-    config: Config,
-    *,
-    withheld: Collection[int] = (),
-    is_rounded: bool = False,
-) -> tuple[float, ...]:
-    """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
-
-    Args:
-        config: a checked config; only its level is another.
-        withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
-            the same updates is comparable.
-        is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
-            difference that training in that dtype could make.
-
-    Raises:
-        WorkloadError: a target cannot be used, or the device is not there.
-        UserCodeError: the user's code raised.
-    """
-    low = DTYPES[config.precision.format.name]
-    level = config.precision.model_copy(update={"level": "O0"})
-    with prepared(config.model_copy(update={"precision": level})) as run:
-        if is_rounded:
-            _round_weights(run.workload.model, low)
-        without_scale = run.mode.scaler()
-        batches, losses = run.workload.batches(), []
-        for number in range(config.train.steps):
-            run.workload.clear_gradients()
-            of_step = tuple(itertools.islice(batches, config.train.accumulate))
-            losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
-            if number not in withheld:
-                update_weights(run, without_scale)
-    return tuple(losses)
-
-
-def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        parameter.data.copy_(rounded(parameter.data, dtype))

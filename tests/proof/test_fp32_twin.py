@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.config.file import load_config
-from ampdbg.proof.proof import distance
-from ampdbg.proof.training_runs import fp32_losses, last_quarter
+from ampdbg.training.fp32_twin import distance, fp32_losses, last_quarter
 from ampdbg.training.loop import train
 from tests.proof.overflowing import CONFIG, written
 

@@ -1,0 +1,130 @@
+"""What one pass of a step takes, whatever it runs on: the memory behind its tensors, and its FLOPs by dtype."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ampdbg.ops import CASTS, base_name
+from ampdbg.precision.half_kernels import FUSED_ATTENTION
+from ampdbg.probes.module_calls import run_eagerly
+from ampdbg.replay.copies import duplicate
+from ampdbg.replay.run import Losses, run_pass
+from ampdbg.workload.build import Workload
+
+_ON_CPU = zip(FUSED_ATTENTION.split(), FUSED_ATTENTION.replace("_for_cpu", "").split(), strict=True)
+
+FORMULAS: Mapping[Any, Any] = flop_registry | {
+    getattr(torch.ops.aten, ours): flop_registry[getattr(torch.ops.aten, theirs)] for ours, theirs in _ON_CPU
+}
+"""torch's own counts by op, and those of its fused attention for a CPU's too."""
+
+
+@dataclass(frozen=True)
+class PassUse:
+    """What forward and backward of one micro-batch take.
+
+    ``casts`` and ``activations`` are bytes that autograd keeps between the two, weights left out: copies of weights in
+    another dtype, as autocast makes them, and all else. ``flops`` are those of matrix products, convolutions and
+    attention by the dtype of their operands; recurrent layers have none, as torch has no formula for them.
+    """
+
+    activations: int
+    casts: int
+    flops: Mapping[str, int]
+
+
+def use_of_a_pass(
+    workload: Workload,
+    batch: Any,
+    forward: Callable[[], AbstractContextManager[Any]],
+    scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+) -> PassUse:
+    """Runs forward and backward once; gradients are added to, and buffers change, as in any pass.
+
+    Where CUDA is emulated the tensors are those that a GPU keeps, in their dtypes: the kernels that widen half
+    operands stand below autograd. What is a fused kernel on a GPU alone may keep less there.
+
+    Args:
+        workload: what makes losses of the batch.
+        batch: on the device; it is copied, for it may be a slice of a data set, and a step may write into it.
+        forward: makes the context of the forward pass.
+        scaled: multiplies a loss by the loss scale.
+
+    Raises: as :func:`~ampdbg.replay.run.run_pass`.
+    """
+    weights = _memory((*workload.model.parameters(), *workload.model.buffers()))
+    packed: list[weakref.ref[_Packed]] = []
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> _Packed:
+        packed.append(weakref.ref(held := _Packed(tensor)))
+        return held
+
+    def count(losses: Losses, share: float) -> None:
+        # Between the passes: what belongs to a part of the graph that is gone by now, is gone too.
+        alive = (held.tensor for reference in packed if (held := reference()) is not None)
+        kept.update((at, size) for at, size in _memory(alive).items() if at not in weights)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
+    with run_eagerly(), _Ops(weights) as ops, hooks:
+        run_pass(workload, [duplicate(batch)], forward, scaled=scaled, seen=count)
+    casts = sum(size for at, size in kept.items() if at in ops.casts)
+    return PassUse(sum(kept.values()) - casts, casts, ops.flops)
+
+
+class _Packed:
+    """What autograd holds in the place of a tensor: it goes when autograd lets it go."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Else the result of an op that keeps it would hold its own graph, also where nothing else does.
+        self.tensor = tensor.detach()
+
+
+class _Ops(TorchDispatchMode):
+    """Counts FLOPs, and holds the copies of weights in another dtype, so that nothing else comes to lie there."""
+
+    def __init__(self, weights: Mapping[int, int]) -> None:
+        super().__init__()
+        self._weights = weights
+        self.casts: dict[int, torch.Tensor] = {}
+        self.flops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        packet = op.overloadpacket
+        if packet in FORMULAS:
+            operand = next(value for value in args if isinstance(value, torch.Tensor))
+            self.flops[str(operand.dtype)[6:]] += FORMULAS[packet](*args, **(kwargs or {}), out_val=out)
+        elif base_name(str(op)) in CASTS and _memory(args[:1]).keys() & self._weights:
+            self.casts.update(dict.fromkeys(_memory([out]), out))
+        return out
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """The memory behind tensors, each piece once; what else is among them takes none."""
+    return sum(_memory(tensors).values())
+
+
+def _memory(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes by where they lie."""
+    parts = (part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in _strided(tensor))
+    return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+
+
+def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What holds the numbers: the tensor itself, or the parts of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout is torch.strided:
+        yield tensor

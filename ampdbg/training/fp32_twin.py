@@ -1,0 +1,97 @@
+"""FP32's twin of a training run, on the same batches from the same weights, and how far apart two runs' losses are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from typing import TypeVar
+
+import torch
+
+from ampdbg.config.schema import Config
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.precision.modes import DTYPES
+from ampdbg.precision.widening import rounded
+from ampdbg.record.run import Step
+from ampdbg.replay.run import loss_of, prepared, run_pass
+from ampdbg.training.loop import update_weights
+
+OfAStep = TypeVar("OfAStep")
+
+
+class Losses(Observer):
+    """The loss of every step; the record of a long run leaves steps out. All that is seen is handed on."""
+
+    def __init__(self, observer: Observer = UNOBSERVED) -> None:
+        self._observer = observer
+        self.seen: list[float] = []
+
+    def step(self, step: Step) -> None:
+        self.seen.append(step.loss)
+        self._observer.step(step)
+
+    def replay(self, step: int, doing: str) -> None:
+        self._observer.replay(step, doing)
+
+
+def fp32_losses(
+    config: Config,
+    *,
+    withheld: Collection[int] = (),
+    is_rounded: bool = False,
+) -> tuple[float, ...]:
+    """Trains the workload of ``config`` in FP32 and returns the loss of each of its ``train.steps`` steps.
+
+    Args:
+        config: a checked config; only its level is another.
+        withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
+            the same updates is comparable.
+        is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
+            difference that training in that dtype could make.
+
+    Raises:
+        WorkloadError: a target cannot be used, or the device is not there.
+        UserCodeError: the user's code raised.
+    """
+    low = DTYPES[config.precision.format.name]
+    level = config.precision.model_copy(update={"level": "O0"})
+    with prepared(config.model_copy(update={"precision": level})) as run:
+        if is_rounded:
+            _round_weights(run.workload.model, low)
+        without_scale = run.mode.scaler()
+        batches, losses = run.workload.batches(), []
+        for number in range(config.train.steps):
+            run.workload.clear_gradients()
+            of_step = tuple(itertools.islice(batches, config.train.accumulate))
+            losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
+            if number not in withheld:
+                update_weights(run, without_scale)
+    return tuple(losses)
+
+
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(rounded(parameter.data, dtype))
+
+
+def last_quarter(steps: Sequence[OfAStep]) -> Sequence[OfAStep]:
+    """What there is of the last quarter of the steps, rounded up."""
+    return steps[len(steps) * 3 // 4 :]
+
+
+def distance(losses: Sequence[float], others: Sequence[float], skipped: Collection[int] = ()) -> float:
+    """How far two runs of one length are apart: the median relative difference over the last quarter of their steps.
+
+    What was ``skipped`` does not count. NaN where a loss is not finite, or no step is left.
+    """
+    pairs = last_quarter(taken(list(zip(losses, others, strict=True)), skipped))
+    if not pairs or not all(math.isfinite(value) for pair in pairs for value in pair):
+        return math.nan
+    return statistics.median(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
+
+
+def taken(steps: Sequence[OfAStep], skipped: Collection[int]) -> Sequence[OfAStep]:
+    """What there is of the steps whose update was made."""
+    return [one for number, one in enumerate(steps) if number not in skipped]

@@ -1,0 +1,117 @@
+"""What a pass takes: bytes by hand, against ``saved_tensors_hooks`` of a plain kind, under CUDA's policy and native."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.config.file import load_config
+from ampdbg.costs.step import bytes_of
+from ampdbg.errors import UserCodeError
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.replay.run import prepared
+from tests.costs.counting import counted, used
+from tests.costs.perceptron import BATCH, CLASSES, HIDDEN, NET, WIDTH, activations, written
+
+CAST = HIDDEN * CLASSES * 2
+"""The gradient of the input of the second layer needs its weight; nothing needs that of the first."""
+
+LEVELS = {
+    "O0": (activations(4), 0),
+    "O1": (activations(2), CAST),
+    "O2": (activations(2), 0),
+    "O3": (activations(2), 0),
+}
+
+
+@pytest.mark.parametrize("policy", ["cuda", "native"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_are_those_by_hand_and_of_plain_hooks(level: str, policy: str, tmp_path: Path) -> None:
+    settings = (f"precision.level={level}", f"precision.policy={policy}")
+    with prepared(load_config(written(tmp_path), settings)) as run:
+        use = used(run)
+        assert (use.activations, use.casts) == LEVELS[level]
+        assert counted(run) == sum(LEVELS[level])
+
+
+@pytest.mark.parametrize("level", ["O1", "bfloat16"])
+def test_flops_are_by_the_dtype_of_the_operands(level: str, tmp_path: Path) -> None:
+    dtype = "float16" if level == "O1" else level
+    with prepared(load_config(written(tmp_path), (f"precision.dtype={dtype}",))) as run:
+        flops = used(run).flops
+    # Forward, and backward twice; but the input needs no gradient.
+    first, second = 2 * BATCH * WIDTH * HIDDEN, 2 * BATCH * HIDDEN * CLASSES
+    assert flops == {dtype: 2 * first + 3 * second}
+
+
+def test_a_pinned_module_is_counted_in_fp32(tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path), ("precision.pins=[second]",))) as run:
+        use = used(run)
+    assert set(use.flops) == {"float16", "float32"}
+    assert use.casts == 0
+    # The ReLU's result in half, and the copy in FP32 that goes into the pinned layer.
+    assert use.activations == activations(2) + BATCH * HIDDEN * 4
+
+
+SDPA = NET.replace("self.second(torch.relu(self.first(x)))", "self.second(attend(self.first(x)))").replace(
+    "class Net",
+    "def attend(h):\n    h = h.view(2, 4, 2, 16).transpose(1, 2)\n"
+    "    return nn.functional.scaled_dot_product_attention(h, h, h).transpose(1, 2).reshape(8, 32)\n\n\nclass Net",
+)
+
+
+def test_fused_attention_is_counted_as_torch_counts_that_of_a_gpu(tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path, SDPA))) as run:
+        flops = used(run).flops["float16"]
+    with prepared(load_config(written(tmp_path), ())) as run:
+        without = used(run).flops["float16"]
+    product = 2 * (2 * 2) * 4 * 4 * 16  # batch times heads, length, length, head's width
+    assert flops - without == 2 * product + 5 * product  # backward it computes the scores again
+
+
+DISCARDED = NET.replace(
+    "return self.second(", "self.second(x.new_zeros(99, 32).requires_grad_()).exp()\n        return self.second("
+)
+CHECKPOINTED = NET.replace(
+    "return self.second(torch.relu(self.first(x)))",
+    "return self.second(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False))\n\n"
+    "    def inner(self, x):\n        return torch.relu(self.first(x)).exp().exp()",
+)
+
+
+def test_what_belongs_to_no_part_of_the_graph_is_not_counted(tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path, DISCARDED))) as run:
+        assert used(run).activations == activations(2)
+
+
+def test_what_a_checkpoint_computes_again_is_not_counted(tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path, CHECKPOINTED), ("precision.level=O0",))) as run:
+        # The checkpoint keeps its input; its result is kept by the layer behind it.
+        assert used(run).activations == activations(4)
+
+
+def test_all_is_undone_where_the_users_code_raises(tmp_path: Path) -> None:
+    seen = list[torch.Tensor]()
+    net = NET.replace("return self.second(", "h = self.first(x)\n        raise ValueError\n        return self.second(")
+    with prepared(load_config(written(tmp_path, net))) as run, contextlib.suppress(UserCodeError):
+        used(run)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (torch.ones(2, requires_grad=True) * 2.0).square().sum().backward()
+    assert seen
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not is_emulating()
+
+
+def test_memory_counts_once_and_a_sparse_tensor_by_its_parts() -> None:
+    dense = torch.zeros(4, 8)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (3, 5))
+    assert bytes_of([dense, dense[0], dense.t(), 3, None]) == 4 * 8 * 4
+    assert bytes_of([sparse]) == 2 * 8 + 2 * 5 * 4
