@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import bisect as bisect
+    from .api import cost as cost
     from .api import ranges as ranges
     from .api import scan as scan
     from .api import suggest_fp32 as suggest_fp32
@@ -22,6 +23,7 @@ _HOMES = {
     "scan": ".api",
     "ranges": ".api",
     "bisect": ".api",
+    "cost": ".api",
     "suggest_fp32": ".api",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 from ampdbg.errors import AmpdbgError, PatchError
 from ampdbg.given import Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.quantities import byte_count
 from ampdbg.record.file import latest_record
-from ampdbg.record.pins import Form, Strategy
+from ampdbg.record.pins import EVERYTHING, Form, Strategy
 from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
@@ -96,6 +97,31 @@ def bisect(
 
     with _diagnosed("bisect", diagnose):
         return bisect_run(checked, strategy=strategy, max_trials=max_trials, observer=observer)
+
+
+def cost(
+    config: str | Path | Given,
+    *,
+    memory: int | str | None = None,
+    observer: Observer = UNOBSERVED,
+    **changes: Unpack[Changes],
+) -> Record:
+    """Trains at each level of precision in turn, and says of each whether it trains and what a step takes.
+
+    The record has it in ``costs``. The levels are FP32, O1, O1 with the config's pins and those that a given record
+    has found, O2, O3, and autocast in bfloat16.
+
+    Args:
+        config: a config or a record.
+        memory: how large a batch fits into it at each level, by doubling: bytes, or text such as "16GiB".
+    """
+    given = _given(config, changes)
+    budget = byte_count(memory) if isinstance(memory, str) else memory
+    observer.start(given.config.train.steps)
+    from ampdbg.costs.levels import compare
+
+    pins = tuple(pin.name or EVERYTHING for pin in given.record.pins if pin.source is None) if given.record else ()
+    return compare(given.config, pins, budget, observer)
 
 
 def suggest_fp32(

@@ -12,6 +12,9 @@ class Observer:
     def start(self, planned: int) -> None:
         """So many steps are planned; model and data are about to be loaded."""
 
+    def level(self, name: str) -> None:
+        """The run of that level of precision is about to begin, one of several with the same number of steps."""
+
     def step(self, step: Step) -> None:
         """An optimizer step has ended."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, Search, Trial
 from ampdbg.record.run import (
@@ -162,6 +163,21 @@ proofs = st.builds(
     steps=tuples(st.builds(ProofStep, name=texts, passed=st.booleans(), detail=texts)),
 )
 
+memories = st.builds(StepMemory, *[counts] * 6)
+levels = st.builds(
+    LevelCost,
+    **dict.fromkeys(("name", "level", "dtype", "code", "module", "error"), texts),
+    pins=tuples(texts),
+    verdict=st.sampled_from(["healthy", "precision", "inconclusive"]),
+    **dict.fromkeys(("steps", "skipped"), counts),
+    **dict.fromkeys(("loss", "apart", "noise", "seconds"), st.none() | floats),
+    memory=st.none() | memories,
+    flops=st.dictionaries(st.sampled_from(["float16", "float32"]), counts),
+    peak=st.none() | counts,
+    fit=st.none() | st.builds(BatchFit, counts, tuples(counts), st.booleans(), texts),
+)
+compared = st.builds(Costs, tuples(levels), st.none() | counts, st.none() | counts, tuples(texts))
+
 
 def records() -> st.SearchStrategy[Record]:
     """Records of every shape, sensible or not."""
@@ -179,6 +195,7 @@ def records() -> st.SearchStrategy[Record]:
         trials=tuples(trials),
         search=st.none() | searches,
         verification=st.none() | proofs,
+        costs=st.none() | compared,
         unseen=st.builds(Unseen, *[tuples(texts)] * 3),
         autocast_error=st.none()
         | st.builds(AutocastError, code=texts, step=counts, message=texts, source=st.none() | sources),

@@ -13,7 +13,7 @@ import typer
 
 from ampdbg import __version__
 
-from . import bisect, doctor, explain, ranges, report, scan, suggest_fp32
+from . import bisect, cost, doctor, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "ranges": ranges.command,
     "bisect": bisect.command,
     "suggest-fp32": suggest_fp32.command,
+    "cost": cost.command,
     "report": report.command,
     "explain": explain.command,
     "doctor": doctor.command,

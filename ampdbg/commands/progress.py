@@ -58,6 +58,11 @@ class Lines(Observer):
         self._planned = planned
         say("loading model and data")
 
+    def level(self, name: str) -> None:
+        self._steps = self._skipped = 0
+        self._replayed.clear()
+        say(f"{name}: {quantities.counted(self._planned, 'step')}")
+
     def step(self, step: Step) -> None:
         self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
         every = max(1, self._planned // PLAIN_LINES)
@@ -90,15 +95,20 @@ class LiveBar(Observer):
         self._task: TaskID = bar.add_task("loading model and data", total=None, state="")
         self._max_trials = max_trials
         self._skipped = self._trials = 0
+        self._stepping = "step"
         self._drawn = 0.0
 
     def start(self, planned: int) -> None:
         self._bar.update(self._task, total=planned, refresh=True)
 
+    def level(self, name: str) -> None:
+        self._skipped, self._stepping = 0, f"{name}: step"
+        self._bar.reset(self._task, description=name)
+
     def step(self, step: Step) -> None:
         self._skipped += step.skipped
         state = _state(step, self._skipped)
-        self._bar.update(self._task, advance=1, description="step", state=state, refresh=self._is_due())
+        self._bar.update(self._task, advance=1, description=self._stepping, state=state, refresh=self._is_due())
 
     def replay(self, step: int, doing: str) -> None:
         self._bar.update(self._task, description=f"replaying step {step}: {doing}", state="", refresh=True)

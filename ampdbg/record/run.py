@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
+from ampdbg.record.cost import Costs
 from ampdbg.record.findings import Count, Exponent, Finding, Phase, Source
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
 
@@ -326,6 +327,7 @@ class Record:
     search: Search | None = None
     handover: Handover | None = None
     verification: Proof | None = None
+    costs: Costs | None = None
     unseen: Unseen = field(default_factory=Unseen)
     autocast_error: AutocastError | None = None
     investigations: tuple[Investigation, ...] = ()

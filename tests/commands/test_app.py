@@ -34,7 +34,7 @@ def test_each_command_has_help(name: str, here: Here) -> None:
     assert result.stdout.startswith(f"Usage: ampdbg {name} [OPTIONS]")
 
 
-@pytest.mark.parametrize("name", ["scan", "ranges", "bisect", "suggest-fp32"])
+@pytest.mark.parametrize("name", ["scan", "ranges", "bisect", "suggest-fp32", "cost"])
 def test_each_command_that_runs_a_workload_takes_the_options_of_a_run_once(name: str, here: Here) -> None:
     out = here(name, "--help").stdout
     shared = ("--steps", "--device", "--policy", "--seed", "--set", "--record", "--json", "--quiet", "--debug")

@@ -65,6 +65,10 @@ class PrecisionMode:
         """Whether an optimizer's step reads and writes half weights where the model has them."""
         return self.dtype is not torch.float16
 
+    def master_weights(self) -> Iterable[torch.Tensor]:
+        """The copies that the optimizer steps on in the place of the model's weights."""
+        return ()
+
     def step(
         self,
         scaler: torch.amp.GradScaler,

@@ -95,6 +95,10 @@ class HalfModel(PrecisionMode):
         asked = self.precision.master_weights
         return not (self.has_masters if asked is None else asked)
 
+    def master_weights(self) -> Iterable[torch.Tensor]:
+        """As :class:`PrecisionMode`, from the first step on."""
+        return self.masters.values()
+
     def scaler(self) -> torch.amp.GradScaler:
         """One that unscales half gradients; none for a static scale of 1."""
         if self.dtype is not torch.float16 or self.precision.loss_scale == 1.0:

@@ -25,8 +25,8 @@ def page_of(record: Record, typed: Typed) -> Page:
 
     All text of the user's world is harmless; only a command to copy keeps its paths as they are.
     """
-    from ampdbg.report import bisection, ranges, scan, suggestion
+    from ampdbg.report import bisection, cost, ranges, scan, suggestion
 
-    pages = {"bisect": bisection.page, "suggest-fp32": suggestion.page, "ranges": ranges.page}
+    pages = {"bisect": bisection.page, "suggest-fp32": suggestion.page, "ranges": ranges.page, "cost": cost.page}
     page = pages.get(record.command, scan.page)(record, typed)
     return replace(harmless(page, typed.folder), next_command=harmless(page.next_command))

@@ -1,0 +1,52 @@
+"""``ampdbg cost``: the levels of precision side by side: which of them train, and what a step takes at each."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ampdbg import api
+from ampdbg.errors import EXIT_HEALTHY, EXIT_INTERRUPTED
+from ampdbg.given import read_given
+from ampdbg.quantities import byte_count
+
+from . import options, progress
+from .output import results_only, show
+
+
+def _checked_size(value: str | None) -> str | None:
+    try:
+        byte_count(value or "0kB")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return value
+
+
+@options.with_run_options
+def command(
+    config: options.ConfigFile,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size",
+            "--memory",
+            metavar="SIZE",
+            callback=_checked_size,
+            help="Also how large a batch fits into so much memory (16GiB), by doubling.",
+        ),
+    ] = None,
+    *,
+    run: options.RunOptions,
+) -> int:
+    """Compare what each precision level takes.
+
+    Trains CONFIG in FP32, at O1, at O1 with pins (the config's, and those that a record has found), at O2, at O3 and in
+    bfloat16: which of them train as FP32 does, the memory of a step, its FLOPs by dtype, and on a GPU its time.
+    """
+    with results_only() as stdout:
+        given = read_given(config, **run.changes)
+        with progress.shown(run.quiet) as observer:
+            compared = api.cost(given, memory=memory, observer=observer)
+        show(compared, given, stdout, asked_for=run.record, as_json=run.json)
+    return EXIT_INTERRUPTED if compared.interrupted else EXIT_HEALTHY

@@ -1,0 +1,222 @@
+"""The levels of precision side by side: each trains the same workload from the same start, and is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from ampdbg.config.schema import Config, LossScale, Precision
+from ampdbg.costs.batch_size import largest_batch, shared_dimension
+from ampdbg.costs.step import PassUse, bytes_of, use_of_a_pass
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.errors import AmpdbgError, first_line
+from ampdbg.levels import LEVELS
+from ampdbg.observer import Observer
+from ampdbg.record.cost import Costs, LevelCost, StepMemory
+from ampdbg.record.run import Record
+from ampdbg.replay.run import Run, prepared, run_pass
+from ampdbg.training.fp32_twin import Losses, distance, fp32_losses
+from ampdbg.training.loop import batches_of_steps, train_prepared, update_weights
+
+REPLAYS = 1
+"""So many unhealthy steps of each kind are replayed: one tells whether the level trains."""
+
+WARM_UP, TIMED = 3, 10
+"""Steps on a GPU; the median of the timed ones is the time of one."""
+
+FUSED = "a GPU's fused kernels may keep less than the CPU's own: of dropout a mask of one byte an element"
+
+
+def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer: Observer) -> Record:
+    """Trains ``train.steps`` steps at each level and measures what one of them takes.
+
+    Args:
+        config: a checked config; its level is only one of them.
+        pins: names that run in FP32 beside the config's own.
+        memory: bytes; how large a batch fits into them is found too.
+        observer: sees each level begin, and its steps.
+
+    Returns:
+        A record with ``costs``. An interrupt leaves out what had not ended.
+
+    Raises:
+        WorkloadError, UserCodeError: none of the levels could be run; the error is the first one's.
+    """
+    started, interrupted, made = time.monotonic(), False, _Comparison(memory, observer)
+    try:
+        for name, at in levels_of(config, (*config.precision.pins, *pins)):
+            made.run(name, at)
+            gc.collect()  # a GPU's memory is to be the next level's own
+        made.against_fp32(config)
+    except KeyboardInterrupt:
+        interrupted = True
+    if not made.records:
+        raise made.failures[0] if made.failures else KeyboardInterrupt
+    ran_on = next((record for record in made.records if record.environment.emulated), made.records[0])
+    return Record(
+        command="cost",
+        created=ran_on.created,
+        environment=ran_on.environment,
+        config=config.resolved(),
+        config_folder=config.folder_from_start(),
+        verdict="inconclusive",
+        planned_steps=config.train.steps,
+        costs=Costs(tuple(made.levels), made.batch, memory, tuple(made.notes)),
+        interrupted=interrupted,
+        elapsed=round(time.monotonic() - started, 3),
+    )
+
+
+def levels_of(config: Config, pins: tuple[str, ...]) -> Iterator[tuple[str, Config]]:
+    """The levels by name, each as the config that is run; O1 with pins only where there are any."""
+    yield "FP32", _at(config, "O0")
+    yield "O1", _at(config, "O1")
+    if pins:
+        yield "O1 with pins", _at(config, "O1", pins=pins)
+    yield "O2", _at(config, "O2")
+    yield "O3", _at(config, "O3")
+    yield "bfloat16", _at(config, "O1", dtype="bfloat16")
+
+
+def _at(config: Config, level: str, dtype: str = "float16", pins: tuple[str, ...] = ()) -> Config:
+    """The config as ``--set precision.level`` makes it: what it says itself of the loss scale holds at each level."""
+    own, scale = config.precision, config.precision.loss_scale
+    given: dict[str, Any] = {"level": level, "dtype": dtype, "policy": own.policy, "pins": pins}
+    if scale != Precision.model_validate({"level": own.level}).loss_scale:
+        given["loss_scale"] = scale.model_dump(exclude_defaults=True) if isinstance(scale, LossScale) else scale
+    if own.has_half_weights and LEVELS[level].has_half_weights:
+        given |= {"keep_norms_fp32": own.keep_norms_fp32, "master_weights": own.master_weights}
+    return config.model_copy(update={"precision": Precision.model_validate(given)})
+
+
+class _Comparison:
+    """The levels that have been run, and what there is to say beside them; each has a workload of its own."""
+
+    def __init__(self, budget: int | None, observer: Observer) -> None:
+        self._budget = budget
+        self._observer = observer
+        self._losses: dict[str, list[float]] = {}
+        self.levels: list[LevelCost] = []
+        self.records: list[Record] = []
+        self.failures: list[AmpdbgError] = []
+        self.notes: dict[str, None] = {}
+        self.batch: int | None = None
+
+    def run(self, name: str, config: Config) -> None:
+        """Trains it as ``ampdbg scan`` does and measures a step of it; an error of the user's ends this level alone."""
+        self._observer.level(name)
+        precision, losses = config.precision, Losses(self._observer)
+        cost = LevelCost(name, precision.level, precision.format.name, precision.pins)
+        try:
+            with prepared(config) as run:
+                record = diagnose(train_prepared(run, observer=losses, command="cost", replays=REPLAYS))
+                if record.interrupted:
+                    raise KeyboardInterrupt
+                cost = _with_training(cost, record)
+                if not cost.error:
+                    cost = self._with_use(cost, run)
+            self.records.append(record)
+        except AmpdbgError as error:
+            self.failures.append(error)
+            cost = replace(cost, error=_in_a_line(str(error)))
+        self.levels.append(cost)
+        self._losses[name] = losses.seen
+
+    def _with_use(self, cost: LevelCost, run: Run) -> LevelCost:
+        """With what a step takes; nothing else is to be run after it."""
+        try:
+            batch = next(batches_of_steps(run))[0]
+            seconds, peak = _timed(run) if run.device.type == "cuda" else (None, None)
+            use = _pass(run, batch)
+            memory = _memory(run, use)
+            cost = replace(cost, seconds=seconds, peak=peak, memory=memory, flops=dict(use.flops))
+            if self._budget is not None:
+                room = self._budget - (memory.total - memory.activations)
+                fit = largest_batch(batch, room, memory.activations, lambda other: _pass(run, other).activations)
+                cost = replace(cost, fit=fit)
+        except AmpdbgError as error:
+            self.notes[f"{cost.name} could not be measured: {first_line(error)}"] = None
+            return cost
+        self.batch = (shared_dimension(batch) or (0, None))[1]
+        self.notes |= dict.fromkeys([FUSED] if run.device.type == "cpu" else [])
+        return cost
+
+    def against_fp32(self, config: Config) -> None:
+        """Adds how far the losses are from FP32's, and FP32 from itself when it begins with rounded weights."""
+        fp32 = self._losses["FP32"]
+        for dtype in dict.fromkeys(one.dtype for one in self.levels[1:] if one.trains and self.levels[0].trains):
+            self._observer.stage(f"FP32 from weights rounded to {dtype}")
+            noise = None
+            with contextlib.suppress(AmpdbgError):
+                noise = distance(fp32_losses(_at(config, "O1", dtype), is_rounded=True), fp32)
+            for number, one in enumerate(self.levels[1:], start=1):
+                if one.dtype == dtype and one.trains:
+                    self.levels[number] = replace(one, apart=distance(self._losses[one.name], fp32), noise=noise)
+
+
+def _with_training(cost: LevelCost, record: Record) -> LevelCost:
+    root = next((finding for finding in record.findings if finding.severity != "info"), None)
+    return replace(
+        cost,
+        verdict=record.verdict,
+        code=root.code if root else "",
+        module=root.module if root else "",
+        error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
+        steps=record.steps_run,
+        skipped=sum(step.skipped for step in record.steps),
+        loss=record.steps[-1].loss if record.steps else None,
+    )
+
+
+def _in_a_line(text: str) -> str:
+    return "; ".join(filter(None, map(str.strip, text.splitlines())))
+
+
+# What a step takes
+
+
+def _pass(run: Run, batch: Any) -> PassUse:
+    run.workload.clear_gradients()
+    return use_of_a_pass(run.workload, batch, run.mode.forward, run.mode.scaler().scale)
+
+
+def _memory(run: Run, use: PassUse) -> StepMemory:
+    """Takes one more step, on gradients of 0: of an optimizer whose steps were all skipped there is no state yet."""
+    model, optimizers = run.workload.model, run.workload.optimizers
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    size = bytes_of(gradients)
+    for gradient in gradients:
+        gradient.zero_()
+    update_weights(run, torch.amp.GradScaler(run.device.type, enabled=False))
+    return StepMemory(
+        parameters=bytes_of([*model.parameters(), *model.buffers()]),
+        masters=bytes_of(run.mode.master_weights()),
+        gradients=size,
+        optimizer=bytes_of(_pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])),
+        casts=use.casts,
+        activations=use.activations,
+    )
+
+
+def _timed(run: Run) -> tuple[float, int]:
+    """The median seconds of a GPU's step, and the peak of its memory; an emulated step's would say nothing of one."""
+    scaler, every, seconds = run.mode.scaler(), batches_of_steps(run), []
+    for number, batches in zip(range(WARM_UP + TIMED), every, strict=False):
+        if number == WARM_UP:
+            torch.cuda.reset_peak_memory_stats(run.device)
+        torch.cuda.synchronize(run.device)
+        started = time.perf_counter()
+        run.workload.clear_gradients()
+        run_pass(run.workload, batches, run.mode.forward, scaled=scaler.scale)
+        update_weights(run, scaler)
+        torch.cuda.synchronize(run.device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[WARM_UP:]), torch.cuda.max_memory_allocated(run.device)

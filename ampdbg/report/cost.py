@@ -1,0 +1,182 @@
+"""The page of a comparison of levels: which of them train, what a step holds, and how large a batch fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ampdbg.agreement import NOISE_FLOORS
+from ampdbg.quantities import byte_size, counted, duration, number, percent, share
+from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
+from ampdbg.record.run import Record
+
+from . import view
+from .view import line, ran_on, with_option
+
+Columns = Sequence[tuple[view.Column, Callable[[LevelCost], view.Cell]]]
+"""The columns of a table behind the level's name, and what each shows of a level."""
+
+BAR_WIDTH = 40
+HELD, KEPT = "━", "─"
+
+NO_MEMORY = StepMemory(0, 0, 0, 0, 0, 0)
+
+LOSSES = (
+    f"From FP32: the median difference of the losses over the last quarter of the steps. Noise: that of FP32 from "
+    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise."
+)
+HALF_FLOPS = "Half FLOPs: what tensor cores could compute of products, convolutions and attention."
+BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the backward pass"
+CASTS = "Casts: copies of weights that autocast keeps; like the activations, of one micro-batch."
+
+
+def page(record: Record, typed: view.Typed) -> view.Page:
+    """What ``ampdbg cost`` says of the levels."""
+    costs = record.costs or Costs()
+    facts = f"{counted(record.planned_steps, 'step')} a level · {duration(record.elapsed)}"
+    return view.Page(
+        _headline(record, costs.levels),
+        tuple(_sections(costs)),
+        (facts, *ran_on(record), *(f"Note: {note}" for note in costs.notes)),
+        typed.record_path,
+        _next_command(costs.levels, typed),
+    )
+
+
+def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
+    if record.interrupted:
+        return view.Headline("stopped", f"Interrupted after {counted(len(levels), 'level')}.")
+    lower = [one for one in levels if one.level != "O0" and one.trains and one.memory is not None]
+    if not lower:
+        return view.Headline("bad", "No level below FP32 trains this workload as it is.")
+    best, fp32 = min(lower, key=_total), _fp32(levels)
+    speed = f", at {_speed(best, fp32)} times its speed" if best.seconds and fp32.seconds else ""
+    memory = f" in {_of(_total(best), _total(fp32))} of FP32's memory{speed}" if _total(fp32) else ""
+    return view.Headline("good", f"{best.name} trains{memory}.")
+
+
+def _sections(costs: Costs) -> Iterator[view.Section]:
+    levels = [one for one in costs.levels if one.memory is not None]
+    errors = (f"{one.name} could not run: {one.error}" for one in costs.levels if one.error)
+    yield _table("Training", _TRAINING, costs.levels, *errors, LOSSES, HALF_FLOPS)
+    if not levels:
+        return
+    yield _table("Memory of a step", _bars(levels, _total(_fp32(levels))), levels, BARS)
+    yield _table("", _PARTS, levels, CASTS)
+    if any(one.seconds is not None for one in levels):
+        yield _table("On this GPU", _on_gpu(_fp32(levels)), levels)
+    if costs.budget is not None:
+        yield _table(f"The largest batch in {byte_size(costs.budget)}, by doubling", _fit(costs.batch), levels)
+
+
+def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: str) -> view.Table:
+    heads = (view.Column("level", "sign"), *(column for column, _ in columns))
+    rows = tuple((line(one.name), *(shown(one) for _, shown in columns)) for one in levels)
+    return view.Table(title, heads, rows, below=tuple(line(text, tone="faint") for text in below))
+
+
+# What each column shows
+
+
+def _trained(one: LevelCost) -> view.Cell:
+    skipped = f"; {one.skipped:,} of {counted(one.steps, 'step')} skipped" if one.skipped else ""
+    if one.error:
+        return line(view.Words("✗ ", "bad"), "could not run")
+    if one.trains:
+        return line(view.Words("✓ ", "good"), f"yes{skipped}")
+    found = f"{one.code}{f' in {one.module}' if one.module else ''}" if one.code else "not known"
+    sign = view.Words("? ", "doubtful") if one.verdict == "inconclusive" else view.Words("✗ ", "bad")
+    return line(sign, f"{found}{skipped}")
+
+
+def _apart(one: LevelCost) -> str:
+    if one.apart is None:
+        return "-"
+    return percent(one.apart) + ("*" if one.noise is None or one.apart > NOISE_FLOORS * one.noise else "")
+
+
+def _half_flops(one: LevelCost) -> str:
+    return share(sum(one.flops.get(dtype, 0) for dtype in ("float16", "bfloat16")), sum(one.flops.values()))
+
+
+_TRAINING: Columns = (
+    (view.Column("does it train?"), _trained),
+    (view.Column("loss", "number"), lambda one: number(one.loss)),
+    (view.Column("from FP32", "number"), _apart),
+    (view.Column("noise", "number"), lambda one: "-" if one.noise is None else percent(one.noise)),
+    (view.Column("half FLOPs", "number"), _half_flops),
+)
+
+
+def _fp32(levels: Sequence[LevelCost]) -> LevelCost:
+    """The level that the others are held against; one that takes nothing where it could not run."""
+    return next((one for one in levels if one.level == "O0"), LevelCost("", "", ""))
+
+
+def _total(one: LevelCost) -> int:
+    return (one.memory or NO_MEMORY).total
+
+
+def _of(size: float | None, fp32: float | None) -> str:
+    return f"{size / fp32:.2f}" if size and fp32 else "-"
+
+
+def _bars(levels: Sequence[LevelCost], fp32: int) -> Columns:
+    most = max(map(_total, levels)) or 1
+
+    def bar(one: LevelCost) -> view.Cell:
+        ends = [round(BAR_WIDTH * size / most) for size in (_total(one) - (one.memory or NO_MEMORY).kept, _total(one))]
+        return line(view.Words(HELD * ends[0] + KEPT * (ends[1] - ends[0]), "chart"))
+
+    return (
+        (view.Column("", "sign"), bar),
+        (view.Column("bytes", "number"), lambda one: byte_size(_total(one))),
+        (view.Column("of FP32", "number"), lambda one: _of(_total(one), fp32)),
+    )
+
+
+def _part(name: str) -> Callable[[LevelCost], str]:
+    return lambda one: byte_size(size) if (size := getattr(one.memory, name, 0)) else "-"
+
+
+_PARTS: Columns = [
+    (view.Column(name, "number"), _part(name))
+    for name in ("parameters", "masters", "gradients", "optimizer", "casts", "activations")
+]
+
+
+def _speed(one: LevelCost, fp32: LevelCost) -> str:
+    return _of(fp32.seconds, one.seconds)
+
+
+def _on_gpu(fp32: LevelCost) -> Columns:
+    return (
+        (view.Column("a step", "number"), lambda one: duration(one.seconds)),
+        (view.Column("times FP32's speed", "number"), lambda one: _speed(one, fp32)),
+        (view.Column("peak memory", "number"), lambda one: "-" if one.peak is None else byte_size(one.peak)),
+        (view.Column("of FP32's", "number"), lambda one: _of(one.peak, fp32.peak)),
+    )
+
+
+def _fit(batch: int | None) -> Columns:
+    def how(one: LevelCost) -> str:
+        fit = one.fit or BatchFit(0)
+        reckoned = f"reckoned: in proportion, measured up to {2 ** (len(fit.measured) - 1)} times"
+        return fit.why or (reckoned if fit.is_reckoned else "measured" if fit.times else "does not fit")
+
+    return (
+        (view.Column("batch", "number"), lambda one: f"{(batch or 0) * one.fit.times:,}" if batch and one.fit else "-"),
+        (view.Column("times", "number"), lambda one: f"{one.fit.times:,}" if one.fit else "-"),
+        (view.Column(""), how),
+    )
+
+
+def _next_command(levels: Sequence[LevelCost], typed: view.Typed) -> view.NextCommand | None:
+    at_o1 = [one for one in levels if one.level == "O1" and one.dtype == "float16"]
+    if at_o1 and not any(one.trains for one in at_o1):
+        return view.NextCommand("find what O1 needs in FP32, and the patch", f"ampdbg suggest-fp32 {typed.config}")
+    bad = next((one for one in levels if not one.trains and not one.pins), None)
+    if bad is None:
+        return None
+    again = with_option(f"ampdbg scan {typed.config}", "--set", f"precision.level={bad.level}")
+    again = with_option(again, "--set", f"precision.dtype={bad.dtype}") if bad.dtype == "bfloat16" else again
+    return view.NextCommand(f"see why {bad.name} does not train", again)

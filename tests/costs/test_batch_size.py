@@ -1,0 +1,89 @@
+"""How large a batch fits: doubling, what is reckoned from it, and why it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg.costs.batch_size import enlarged, largest_batch, shared_dimension
+from ampdbg.errors import AmpdbgError
+from ampdbg.record.cost import BatchFit
+
+BATCH = {"x": torch.ones(8, 3), "y": (torch.arange(8), torch.tensor(2.0)), "names": ["a"]}
+
+
+def fit(room: int, size: Callable[[int], int], batch: Any = BATCH) -> BatchFit:
+    """``size`` are the bytes of a batch of so many samples."""
+    return largest_batch(batch, room, size(8), lambda larger: size(len(larger["x"])))
+
+
+def proportional(samples: int) -> int:
+    return 100 + 10 * samples
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (179, BatchFit(0, (180,))),
+        (180, BatchFit(1, (180, 260))),
+        (259, BatchFit(1, (180, 260))),
+        (260, BatchFit(2, (180, 260, 420))),
+        (420, BatchFit(4, (180, 260, 420), is_reckoned=True)),
+        (739, BatchFit(4, (180, 260, 420), is_reckoned=True)),
+        (740, BatchFit(8, (180, 260, 420), is_reckoned=True)),
+        (100 + 10 * 8 * 1024, BatchFit(1024, (180, 260, 420), is_reckoned=True)),
+    ],
+)
+def test_what_grows_in_proportion_is_reckoned_to_the_byte(room: int, expected: BatchFit) -> None:
+    assert fit(room, proportional) == expected
+
+
+def test_what_grows_otherwise_is_measured_and_no_more_is_claimed() -> None:
+    assert fit(16**2, lambda samples: samples**2) == BatchFit(2, (64, 256, 1024))
+    found = fit(10**9, lambda samples: samples**2)
+    assert (found.times, len(found.measured), found.is_reckoned) == (16, 5, False)
+    assert found.why == "memory does not grow in proportion, and no more was tried"
+
+
+def test_what_does_not_grow_at_all_is_not_reckoned() -> None:
+    assert not fit(10**9, lambda samples: 64).is_reckoned
+
+
+def test_a_batch_that_cannot_be_doubled_says_why() -> None:
+    assert shared_dimension([torch.ones(3), torch.ones(4)]) is None
+    assert "share no dimension" in largest_batch([torch.ones(3), torch.ones(4)], 10, 1, lambda batch: 1).why
+
+    def raises(samples: int) -> int:
+        if samples > 16:
+            raise AmpdbgError("the model raised ValueError: got 32, needed 16\nand more")
+        return proportional(samples)
+
+    found = fit(10**6, raises)
+    assert (found.times, found.why) == (2, "4 times: the model raised ValueError: got 32, needed 16")
+
+
+@pytest.mark.parametrize(
+    ("batch", "shared"),
+    [
+        (BATCH, (0, 8)),
+        ((torch.ones(5, 2), torch.ones(5)), (0, 5)),
+        ((torch.ones(7, 4), torch.ones(9, 4)), (1, 4)),  # the sequence first
+        (torch.tensor(3.0), None),
+        ("text", None),
+    ],
+)
+def test_the_dimension_of_the_batch_is_the_first_that_all_its_tensors_share(
+    batch: Any, shared: tuple[int, int] | None
+) -> None:
+    assert shared_dimension(batch) == shared
+
+
+def test_a_batch_is_repeated_along_it_and_left_as_it_was() -> None:
+    larger = enlarged(BATCH, 4, 0)
+    assert torch.equal(larger["y"][0], torch.arange(8).repeat(4))
+    assert (larger["x"].shape, larger["y"][1].item(), larger["names"]) == ((32, 3), 2.0, ["a"])
+    assert shared_dimension(BATCH) == (0, 8)
+    assert enlarged((torch.ones(7, 4), torch.ones(9, 4)), 2, 1)[1].shape == (9, 8)

@@ -1,0 +1,206 @@
+"""The levels side by side: each is the scan of its own, its memory is that by hand, and what cannot run is a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ampdbg
+from ampdbg.config.file import load_config
+from ampdbg.costs.levels import levels_of
+from ampdbg.errors import UserCodeError
+from ampdbg.precision.modes import mode_of
+from ampdbg.record.cost import LevelCost, StepMemory
+from ampdbg.record.file import from_json, to_json, write_record
+from ampdbg.record.pins import Pin
+from ampdbg.record.run import Record
+from tests.costs.perceptron import CLASSES, CONFIG, HIDDEN, NET, PARAMETERS, activations, written
+from tests.observing import observing
+
+ALL = ["FP32", "O1", "O2", "O3", "bfloat16"]
+
+
+def by_name(record: Record) -> Mapping[str, LevelCost]:
+    assert record.costs is not None
+    return {one.name: one for one in record.costs.levels}
+
+
+SETTINGS = {
+    "FP32": ("precision.level=O0",),
+    "O1": (),
+    "O2": ("precision.level=O2",),
+    "O3": ("precision.level=O3",),
+    "bfloat16": ("precision.dtype=bfloat16",),
+}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Of a model that trains at every level but O3, where the eps of AdamW is 0."""
+    return ampdbg.cost(written(tmp_path_factory.mktemp("healthy")), memory="64 kB")
+
+
+def test_each_level_is_the_scan_of_its_own_and_nothing_leaks_into_the_next(tmp_path: Path, healthy: Record) -> None:
+    seen = by_name(healthy)
+    assert list(seen) == ALL
+    for name, settings in SETTINGS.items():
+        alone = ampdbg.scan(written(tmp_path), overrides=settings)
+        assert repr(seen[name].loss) == repr(alone.steps[-1].loss), name
+        assert (seen[name].verdict, seen[name].steps) == (alone.verdict, 4), name
+
+
+GIVEN = {
+    "{loss_scale: {init: 1024}}": [1.0, 1024.0, 1024.0, 1024.0, 1.0],
+    "{loss_scale: 8}": [1.0, 8.0, 8.0, 8.0, 1.0],
+    "{level: O3}": [1.0, 65536.0, 65536.0, 1.0, 1.0],
+    "{level: O2, keep_norms_fp32: false, loss_scale: {growth_interval: 9}}": [1.0, 65536.0, 65536.0, 65536.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("precision", GIVEN)
+def test_what_the_config_says_of_the_loss_scale_holds_at_each_level(precision: str, tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, config=f"{CONFIG}precision: {precision}\n"))
+    modes = [mode_of(at.precision, torch.device("cpu")) for _, at in levels_of(config, ())]
+    assert [mode.scaler().get_scale() for mode in modes] == GIVEN[precision]
+    assert {mode.precision.keep_norms_fp32 for mode in modes} <= {None, False}
+
+
+def test_memory_is_that_by_hand(healthy: Record) -> None:
+    seen = by_name(healthy)
+    full, half = 4 * PARAMETERS, 2 * PARAMETERS
+    state = 2 * 2 * 2  # AdamW counts steps in a float32 of its own for each of the four parameters
+    assert {name: asdict(one.memory) for name, one in seen.items() if one.memory} == {
+        name: asdict(memory)
+        for name, memory in {
+            "FP32": StepMemory(full, 0, full, 2 * full + 2 * state, 0, activations(4)),
+            "O1": StepMemory(full, 0, full, 2 * full + 2 * state, HIDDEN * CLASSES * 2, activations(2)),
+            "O2": StepMemory(half, full, half, 2 * full + 2 * state, 0, activations(2)),
+            "O3": StepMemory(half, 0, half, 2 * half + 2 * state, 0, activations(2)),
+            "bfloat16": StepMemory(full, 0, full, 2 * full + 2 * state, HIDDEN * CLASSES * 2, activations(2)),
+        }.items()
+    }
+    assert seen["O1"].memory is not None
+    assert seen["O1"].memory.total == 4 * full + 2 * state + HIDDEN * CLASSES * 2 + activations(2)
+
+
+OVERFLOWS = NET.replace("torch.relu(self.first(x))", "torch.relu(self.first(x) * 65504.0 * 100.0 / 6.5504e6)")
+
+
+def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, healthy: Record) -> None:
+    seen = by_name(ampdbg.cost(written(tmp_path, OVERFLOWS)))
+    assert (seen["O1"].skipped, seen["O1"].code, seen["O1"].trains) == (4, "forward-overflow", False)
+    assert [name for name, one in seen.items() if one.apart is not None] == ["bfloat16"]
+    # The optimizer's state counts, though O1 took no step.
+    assert seen["O1"].memory is not None
+    assert seen["FP32"].memory is not None
+    assert seen["O1"].memory.optimizer == seen["FP32"].memory.optimizer > 0
+    floors = {name: one.noise for name, one in by_name(healthy).items() if one.apart is not None}
+    assert list(floors) == ["O1", "O2", "bfloat16"]
+    assert floors["O1"] == floors["O2"] != floors["bfloat16"]
+
+
+def test_pins_of_the_config_and_of_a_record_have_a_row_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, OVERFLOWS, CONFIG + "precision: {pins: [second]}\n")
+    own = ampdbg.scan("c.yaml", steps=1)
+    write_record(replace(own, pins=(Pin("", own=True),)), "r.json")
+    seen = by_name(ampdbg.cost("r.json"))
+    pinned = seen["O1 with pins"]
+    assert (list(seen), seen["O1"].pins, seen["O1"].trains) == ([*ALL[:2], "O1 with pins", *ALL[2:]], (), False)
+    assert (pinned.pins, pinned.trains, pinned.steps) == (("second", ":own"), True, 1)
+
+
+HALF_BY_HAND = NET.replace("self.second(torch.relu(self.first(x)))", "self.second(torch.relu(self.first(x)).float())")
+BANNED = NET.replace(
+    "(model(batch[0]).float() ** 2).mean()",
+    "nn.functional.binary_cross_entropy(model(batch[0]).sigmoid(), torch.ones(8, 4))",
+)
+
+
+def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
+    seen = by_name(ampdbg.cost(written(tmp_path, HALF_BY_HAND)))
+    assert [name for name, one in seen.items() if one.error] == ["O2", "O3"]
+    assert "at this level the weights are half" in seen["O2"].error
+    assert "\n" not in seen["O2"].error
+    assert seen["O2"].memory is None
+    assert not seen["O2"].trains
+    banned = by_name(ampdbg.cost(written(tmp_path, BANNED)))
+    assert (banned["O1"].code, banned["O1"].memory) == ("misuse-bce", None)
+    assert "unsafe to autocast" in banned["O1"].error
+    assert banned["FP32"].trains
+
+
+def test_where_nothing_can_run_the_first_error_is_the_users(tmp_path: Path) -> None:
+    net = NET.replace("return self.second(", "raise ZeroDivisionError('mine')\n        return self.second(")
+    with pytest.raises(UserCodeError, match="mine"):
+        ampdbg.cost(written(tmp_path, net))
+
+
+@pytest.mark.parametrize(("interrupted_at", "left"), [("O2", ["FP32", "O1"]), ("O1", ["FP32"])])
+def test_an_interrupt_leaves_what_had_ended(interrupted_at: str, left: list[str], tmp_path: Path) -> None:
+    def level(name: str) -> None:
+        if name == interrupted_at:
+            raise KeyboardInterrupt
+
+    record = ampdbg.cost(written(tmp_path), observer=observing(level=level))
+    assert record.interrupted
+    assert list(by_name(record)) == left
+    with pytest.raises(KeyboardInterrupt):
+        ampdbg.cost(written(tmp_path), observer=observing(level=lambda name: level(interrupted_at)))
+
+
+def test_a_batch_that_fits_is_found_at_each_level(healthy: Record) -> None:
+    for name, one in by_name(healthy).items():
+        assert one.memory is not None
+        assert one.fit is not None
+        room = 64_000 - one.memory.total + one.memory.activations
+        assert one.fit.times * one.memory.activations <= room < 2 * one.fit.times * one.memory.activations, name
+
+
+def test_the_record_is_read_again_and_says_what_ran(healthy: Record) -> None:
+    assert repr(from_json(to_json(healthy))) == repr(healthy)
+    assert (healthy.command, healthy.verdict, healthy.environment.emulated) == ("cost", "inconclusive", True)
+    assert (healthy.config["precision"]["level"], healthy.planned_steps) == ("O1", 4)
+    assert (healthy.steps, healthy.findings, healthy.half_updates) == ((), (), None)
+    assert healthy.costs is not None
+    assert (healthy.costs.batch, healthy.costs.budget) == (8, 64_000)
+
+
+NORM = NET.replace("torch.relu(self.first(x))", "self.norm(self.first(x) * 2000.0)").replace(
+    "        self.first,", "        self.norm = nn.BatchNorm1d(32)\n        self.first,"
+)
+"""The variance of what is normed is about a million: a running one of half weights is infinite."""
+
+
+@pytest.mark.parametrize(
+    ("level", "keeps", "code"),
+    [("O2", None, ""), ("O2", False, "buffer-poisoned"), ("O3", None, "buffer-poisoned"), ("O3", True, "")],
+)
+def test_the_statistics_of_a_batch_norm_need_fp32_weights(
+    level: str, keeps: bool | None, code: str, tmp_path: Path
+) -> None:
+    key = "" if keeps is None else f", keep_norms_fp32: {str(keeps).lower()}"
+    optimizer = "optimizer: {target: torch.optim:SGD, args: {lr: 1.0e-3}}\n"
+    path = written(tmp_path, NORM, f"{CONFIG}{optimizer}precision: {{level: {level}{key}}}\n")
+    record = ampdbg.scan(path)
+    assert ([finding.code for finding in record.findings], record.verdict == "healthy") == (
+        [code] if code else [],
+        not code,
+    )
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured(tmp_path: Path) -> None:
+    seen = by_name(ampdbg.cost(written(tmp_path), device="cuda"))
+    for one in seen.values():
+        assert one.memory is not None
+        assert one.seconds is not None
+        assert one.peak is not None
+        assert one.seconds > 0
+        assert one.peak >= one.memory.parameters + one.memory.optimizer

@@ -1,0 +1,104 @@
+"""The page of a comparison of levels: golden, in every look, and for records of every shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
+from ampdbg.record.run import Record
+from tests.conftest import Golden
+from tests.report.pages import rendered
+from tests.report.records import run
+from tests.strategies import compared, records
+
+MB = 10**6
+HALF = {"float16": 98, "float32": 2}
+REASON = (
+    "the step function raised RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::Half at "
+    "this level the weights are half, and nothing casts what the code computes in float32 for them"
+)
+
+LEVELS = (
+    LevelCost(
+        "FP32", "O0", "float32", verdict="healthy", steps=30, loss=1.6881, flops={"float32": 100},
+        memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 0, 300 * MB), fit=BatchFit(32, (1, 2, 4), is_reckoned=True),
+    ),
+    LevelCost(
+        "O1", "O1", "float16", verdict="precision", code="forward-overflow", module="blocks.0.attn", steps=30,
+        skipped=28, loss=float("nan"), flops=HALF, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 20 * MB, 160 * MB),
+        fit=BatchFit(4, (1, 2, 4, 9), why="8 times: out of memory"),
+    ),
+    LevelCost(
+        "O1 with pins", "O1", "float16", pins=("blocks.0.attn",), verdict="healthy", steps=30, skipped=1, loss=1.689,
+        apart=0.0012, noise=0.0008, flops=HALF, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 18 * MB, 170 * MB),
+        fit=BatchFit(0, (1,)),
+    ),
+    LevelCost("O2", "O2", "float16", error=REASON),
+    LevelCost(
+        "bfloat16", "O1", "bfloat16", verdict="healthy", steps=30, loss=1.75, apart=0.04, noise=0.004,
+        flops={"bfloat16": 98, "float32": 2}, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 20 * MB, 160 * MB),
+        fit=BatchFit(2, (1, 2, 4)),
+    ),
+)  # fmt: skip
+
+ON_CPU = replace(
+    run(()), command="cost", planned_steps=30, costs=Costs(LEVELS, batch=32, budget=2 * 10**9, notes=("a note",))
+)
+
+
+def on_gpu() -> Record:
+    seconds = {"FP32": 0.1, "O1": 0.05, "O1 with pins": 0.052, "bfloat16": 0.051}
+    levels = (
+        replace(one, seconds=seconds.get(one.name), peak=one.memory.total + MB if one.memory else None)
+        for one in LEVELS
+    )
+    return replace(ON_CPU, costs=Costs(tuple(levels)))
+
+
+@pytest.mark.parametrize("name", ["cost_cpu", "cost_gpu"])
+def test_the_page_of_a_comparison(name: str, golden: Golden) -> None:
+    text = rendered(ON_CPU if name == "cost_cpu" else on_gpu())
+    assert max(map(len, text.splitlines())) <= 80
+    golden(Path(__file__).parent / "golden" / f"{name}.txt", text)
+
+
+def test_the_headline_names_the_smallest_level_that_trains() -> None:
+    assert rendered(on_gpu()).startswith("✓ bfloat16 trains in 0.74 of FP32's memory, at 1.96 times its speed.\n")
+    failing = tuple(one for one in LEVELS if not one.trains)
+    assert rendered(replace(ON_CPU, costs=Costs(failing))).startswith("✗ No level below FP32 trains this workload")
+    interrupted = replace(ON_CPU, interrupted=True, costs=Costs(LEVELS[:2]))
+    assert rendered(interrupted).startswith("! Interrupted after 2 levels.\n")
+
+
+def test_where_fp32_did_not_run_nothing_is_said_to_be_a_share_of_it() -> None:
+    text = rendered(replace(ON_CPU, costs=Costs((replace(LEVELS[0], memory=None, error="raised"), *LEVELS[1:]))))
+    assert "trains in - of" not in text
+    assert [line.split()[-1] for line in text.splitlines() if "━" in line and "B" in line] == ["-", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("levels", "command"),
+    [
+        (LEVELS[:2], "ampdbg suggest-fp32 config.yaml"),
+        (LEVELS, "ampdbg scan config.yaml --set precision.level=O1"),
+        (LEVELS[2:4], "ampdbg scan config.yaml --set precision.level=O2"),
+        (
+            (replace(LEVELS[4], verdict="other"),),
+            "ampdbg scan config.yaml --set precision.level=O1 --set precision.dtype=bfloat16",
+        ),
+    ],
+)
+def test_the_next_command_is_about_what_does_not_train(levels: tuple[LevelCost, ...], command: str) -> None:
+    assert rendered(replace(ON_CPU, costs=Costs(levels))).splitlines()[-1] == f"  {command}"
+
+
+@given(records(), compared | st.none())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_can_be_drawn(record: Record, costs: Costs | None) -> None:
+    assert rendered(replace(record, command="cost", costs=costs))
+    rendered(replace(record, command="cost", costs=costs), unicode=False, width=40)
