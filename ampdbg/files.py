@@ -14,31 +14,33 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-TEMPORARY = ".ampdbg-proof-"
-"""What the names of temporary folders begin with: no folder of a user's may."""
+TEMPORARY = ".ampdbg-temporary-"
+"""What the names of temporary files and folders begin with: none of a user's may."""
 
 ABANDONED = 60.0
-"""Seconds after which such a folder that nobody holds was left by a process that was killed."""
+"""Seconds after which one that nobody holds was left by a process that was killed."""
 
 
 @contextlib.contextmanager
 def staged_file(path: Path, content: bytes) -> Iterator[Path]:
-    """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards.
+    """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards, as are abandoned ones.
 
     It has the permissions of ``path``; where that is not there yet, those of any new file.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    _remove_abandoned(path.parent)
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        yield temporary
+        with _held(temporary):
+            if path.exists():
+                shutil.copymode(path, temporary)
+            yield temporary
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -47,23 +49,28 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards; first go those that killed processes have left."""
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as name, _held(Path(name)):
-        for other in Path(name).parent.glob(f"{TEMPORARY}*"):
-            with contextlib.suppress(OSError), _held(other) as is_held:
-                if is_held and time.time() - other.stat().st_mtime > ABANDONED:
-                    shutil.rmtree(other, ignore_errors=True)
+        _remove_abandoned(Path(name).parent)
         yield Path(name)
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the temporary files and folders there that killed processes have left."""
+    for other in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError), _held(other) as is_held:
+            if is_held and time.time() - other.stat().st_mtime > ABANDONED:
+                shutil.rmtree(other, ignore_errors=True) if other.is_dir() else other.unlink()
+
+
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Holds the lock of a folder, which the system frees when a process is killed; False where that cannot be."""
+def _held(path: Path) -> Iterator[bool]:
+    """Holds the lock of a file or folder, which the system frees with the process; False where that cannot be."""
     with contextlib.ExitStack() as stack:
         is_held = False
         if sys.platform != "win32":
             import fcntl
 
             with contextlib.suppress(OSError):  # another holds it, or the file system has no locks
-                descriptor = os.open(folder, os.O_RDONLY)
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_held = True

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg import files
-from ampdbg.files import replace_file, temporary_folder
+from ampdbg.files import replace_file, staged_file, temporary_folder
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
@@ -64,9 +64,10 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 HOLDS = """
 import os, signal
-from ampdbg.files import temporary_folder
-with temporary_folder() as folder:
-    print(folder, flush=True)
+from pathlib import Path
+from ampdbg.files import staged_file, temporary_folder
+with temporary_folder() as folder, staged_file(Path("record.json"), b"half") as file:
+    print(folder, file.absolute(), sep="\\n", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -76,14 +77,26 @@ def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(files, "ABANDONED", -1.0)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", HOLDS], env=environment, capture_output=True, text=True, check=False)
-    left = Path(done.stdout.strip())
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", HOLDS], env=environment, cwd=here, capture_output=True, text=True, check=False
+    )
+    left, file = map(Path, done.stdout.splitlines())
     assert left.parent == tmp_path
     assert left.exists()
+    assert file.read_bytes() == b"half"
     (tmp_path / "ampdbg-of-mine").mkdir()
-    with temporary_folder() as first:
+    (here / ".record.json.1234abcd.tmp").touch()
+    with temporary_folder() as first, staged_file(here / "a", b"") as held:
         assert not left.exists()
-        with temporary_folder() as second:  # what is held stays
-            assert first.exists()
-            assert second.exists()
-    assert [item.name for item in tmp_path.iterdir()] == ["ampdbg-of-mine"]
+        assert not file.exists()
+        with temporary_folder() as second, staged_file(here / "b", b"") as other:  # what is held stays
+            assert all(path.exists() for path in (first, second, held, other))
+    assert {item.name for item in tmp_path.iterdir()} == {"ampdbg-of-mine", "here"}
+    assert [item.name for item in here.iterdir()] == [".record.json.1234abcd.tmp"]
+
+
+def test_a_file_of_the_longest_name_is_written(tmp_path: Path) -> None:
+    replace_file(tmp_path / ("n" * 255), b"it")
+    assert [len(item.name) for item in tmp_path.iterdir()] == [255]

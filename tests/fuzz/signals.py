@@ -71,9 +71,7 @@ def faults(folder: Path, run: tuple[str, int, str], moment: float, number: signa
     # Where an interrupt falls into an exec, as in an import of torch, Python ends by SIGINT: shells say 130.
     if result.code not in (0, 1, 130, -signal.SIGINT, -number):
         found.append(f"the exit code {result.code}")
-    found += [
-        fault for fault in files_left(attack) if not (number == signal.SIGKILL and fault.endswith(".tmp was left"))
-    ]
+    found += [fault for fault in files_left(attack) if not (number == signal.SIGKILL and files.TEMPORARY in fault)]
     if result.code != -number:
         found += faults_of_records(result, attack.records)
     if result.code == 130 and verb == "scan" and "Interrupted after" in result.stdout and not attack.records:
