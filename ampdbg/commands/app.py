@@ -6,15 +6,18 @@ Everything heavy (torch, pydantic, rich) is imported inside the commands, where 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from ampdbg import __version__
+from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 
 from . import bisect, cost, doctor, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
+from .output import end_streams, say, write_result
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "scan": scan.command,
@@ -30,7 +33,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"ampdbg {__version__}")
+        write_result(f"ampdbg {__version__}\n", sys.stdout)
         raise typer.Exit
 
 
@@ -63,4 +66,14 @@ def _build() -> typer.Typer:
 
 def main() -> None:
     """Runs the program on ``sys.argv`` and exits with its code."""
-    _build()(prog_name="ampdbg")
+    code: str | int | None = EXIT_COULD_NOT_RUN
+    try:
+        _build()(prog_name="ampdbg")
+    except SystemExit as ending:
+        code = ending.code
+        if isinstance(gone := ending.__context__, BrokenPipeError):  # Typer says 1, which means a finding
+            code = EXIT_HEALTHY if gone.__context__ is None else EXIT_COULD_NOT_RUN  # the help or a usage error
+    except (AmpdbgError, OSError) as error:  # the version, the help or a usage error could not be written
+        say(f"error: {error if isinstance(error, AmpdbgError) else f'stdout: cannot be written: {error.strerror}'}")
+    end_streams()
+    sys.exit(code)

@@ -81,10 +81,19 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         else:
             stream.write(text)
         stream.flush()
-    except BrokenPipeError:
-        pass
     except OSError as error:
-        raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
+        _silence(stream)
+        if not isinstance(error, BrokenPipeError):
+            raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
+
+
+def end_streams() -> None:
+    """Flushes stdout and stderr, or gives up what is in them: Python would fail on it at exit, with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            _silence(stream)
 
 
 @contextlib.contextmanager

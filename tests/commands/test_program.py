@@ -283,6 +283,39 @@ def test_without_a_stream_to_write_to_the_record_is_kept_all_the_same(closed: st
         assert done.stdout.startswith("✓ Healthy")
 
 
+FULL = "error: stdout: cannot be written: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("--help", FULL), ("scan --help", FULL), ("--version", FULL), ("explain", FULL), ("scan --nope 2>/dev/full", "")],
+)
+def test_what_needs_no_run_and_cannot_be_written_is_code_2(arguments: str, message: str, tmp_path: Path) -> None:
+    line = f"{shlex.join(command())} {arguments} >/dev/full"
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+@posix
+@pytest.mark.parametrize(("arguments", "code"), [("--help", 0), ("--version", 0), ("explain", 0), ("scan --nope", 2)])
+def test_a_reader_that_has_gone_is_no_finding(arguments: str, code: int, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as gone:
+        done = subprocess.run(
+            command(*arguments.split()),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE if code else gone,
+            stderr=gone if code else subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (code, b"", b"")
+
+
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
