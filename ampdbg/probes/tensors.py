@@ -5,6 +5,7 @@ Dense or sparse, any float dtype; nothing is changed or kept alive.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.masked import MaskedTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ampdbg.formats import HIGHEST_EXPONENT, LOWEST_EXPONENT, Exponents
 from ampdbg.record.run import TensorCounts
@@ -41,7 +43,7 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     """The largest magnitude of a tensor, a scalar on its device; inf and NaN count, and None where it has no values."""
-    values = float_values(tensor)
+    values = float_values(distinct(tensor))
     if values is None or values.numel() == 0:
         return None
     return torch.stack(torch.aminmax(values)).abs().amax()
@@ -65,14 +67,34 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     tensor = _stored(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+    has_none = tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or is_emptied(tensor)
+    if has_none or not tensor.is_floating_point():
         return None
-    # aminmax and isfinite have no kernels for the 8-bit formats.
-    return tensor.float() if tensor.element_size() == 1 else tensor
+    # aminmax and isfinite have no kernels for the 8-bit formats, and nothing has any for two numbers in a byte.
+    with contextlib.suppress(NotImplementedError):
+        return tensor.float() if tensor.element_size() == 1 else tensor
+    return None
+
+
+def is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether its memory was taken away, as FSDP does to parameters: to read it would end the process."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor without the repetitions that ``expand`` makes: it can be copied, and written."""
+    if tensor.layout is not torch.strided or tensor.is_nested or 0 not in tensor.stride():
+        return tensor
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values that a tensor stores, as a dense tensor; of a dense one itself."""
+    if not tensor.is_nested and is_traceable_wrapper_subclass(tensor):  # a DTensor: this rank's part
+        inner = [_stored(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return next((part for part in inner if part.is_floating_point()), inner[0])
     if isinstance(tensor, MaskedTensor):
         tensor = tensor.to_tensor(0)
     if tensor.is_mkldnn:
@@ -117,9 +139,10 @@ def _counts(
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:
-    if tensor.layout is not torch.strided or tensor.is_nested or isinstance(tensor, MaskedTensor):
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, MaskedTensor)
+    if not is_plain or is_traceable_wrapper_subclass(tensor):
         return ()
-    index = torch.nonzero(~torch.isfinite(tensor.detach()))[0]
+    index = torch.nonzero(~torch.isfinite(distinct(tensor.detach())))[0]
     return tuple(int(number) for number in index)
 
 
@@ -148,19 +171,20 @@ NOTHING = Magnitude()
 
 def magnitude_of(tensor: torch.Tensor) -> Magnitude:
     """The magnitude of a tensor of any dtype and layout: one pass over memory when it is finite."""
-    values = float_values(tensor)
+    part = distinct(tensor)
+    values = float_values(part)
     if values is None or values.numel() == 0:
         return NOTHING
-    values = values.detach()
+    values, repeats = values.detach(), tensor.numel() // part.numel()
     dtype = str(tensor.dtype)[len("torch.") :]
     low, high = (end.item() for end in torch.aminmax(values))
     if low - low == 0.0 and high - high == 0.0:
-        return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel(), dtype)
+        return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel() * repeats, dtype)
     finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     nan = int(torch.count_nonzero(values != values))
     inf = int(torch.count_nonzero(values != finite)) - nan
     low, high = (end.item() for end in torch.aminmax(finite))
-    return Magnitude(max(abs(low), abs(high)), inf, nan, values.numel(), dtype)
+    return Magnitude(max(abs(low), abs(high)), inf * repeats, nan * repeats, values.numel() * repeats, dtype)
 
 
 def magnitude_of_number(number: float) -> Magnitude:

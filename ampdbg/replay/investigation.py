@@ -18,7 +18,7 @@ from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
-from ampdbg.probes.tensors import float_values, leaves_of, nonfinite
+from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
@@ -156,7 +156,7 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
     """
     for batch in snapshot.batches:
         for path, leaf in leaves_of(batch):
-            values = _numbers_of(leaf)
+            values = _numbers_of(distinct(leaf))
             if values is not None and values.numel():
                 finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
                 at = torch.unravel_index(finite.argmax(), finite.shape)

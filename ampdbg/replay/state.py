@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from ampdbg.probes.tensors import distinct, is_emptied
+
 Restore = Callable[[], None]
 
 LARGEST = 2**24
@@ -207,7 +209,7 @@ def _save_tensor(tensor: torch.Tensor) -> Restore:
             tensor.grad = None  # may not fit the memory that comes back
         tensor.data = memory
         # Through the bare memory: no graph is to learn of a write that changes nothing.
-        if not _is_equal(_distinct(memory), contents) and not written(memory, contents):
+        if not _is_equal(distinct(memory), contents) and not written(memory, contents):
             tensor.data = _spread(contents, memory)
         if is_leaf:
             tensor.grad = gradient
@@ -215,16 +217,15 @@ def _save_tensor(tensor: torch.Tensor) -> Restore:
     return restore
 
 
-def _distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor without the repetitions that ``expand`` makes: it can be copied, and written."""
-    if tensor.layout is not torch.strided or tensor.is_nested or 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-
-
 def _contents(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the distinct part of a tensor."""
-    part = _distinct(tensor.detach() if tensor.requires_grad else tensor)
+    """A copy of the distinct part of a tensor.
+
+    Raises:
+        RuntimeError: it cannot be copied.
+    """
+    part = distinct(tensor.detach() if tensor.requires_grad else tensor)
+    if is_emptied(part):
+        raise RuntimeError("its memory was taken away")
     try:
         return part.clone()
     except RuntimeError:  # as of a tensor that is quantized by channel
@@ -244,7 +245,7 @@ def duplicated(tensor: torch.Tensor) -> torch.Tensor:
 def written(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
     """Whether the contents could be written into the memory of a tensor."""
     try:
-        _distinct(tensor).copy_(_distinct(contents))
+        distinct(tensor).copy_(distinct(contents))
     except (RuntimeError, TypeError):
         return False
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
@@ -17,6 +18,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+def emptied():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 def made(kind):
     ones = torch.ones(3, 2)
@@ -35,6 +42,10 @@ def made(kind):
         "meta": lambda: torch.ones(3, device="meta"),
         "complex": lambda: torch.ones(3, dtype=torch.complex64).conj(),
         "float8": lambda: ones.to(torch.float8_e4m3fn),
+        "repeated without end": lambda: torch.ones(1).expand(10**7, 10**7),
+        "float4": lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "of two": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+        "emptied": emptied,
         "inference": lambda: torch.inference_mode()(torch.ones)(3),
     }[kind]()
 
@@ -64,12 +75,13 @@ def step(model, batch):
 
 KINDS = (
     "repeated,overlapping,nested,jagged,sparse,sparse rows,mkldnn,quantized,quantized by channel,masked,fake,meta,"
-    "complex,float8,inference"
-).split(",")
+    "complex,float8,repeated without end,of two,emptied,inference"
+).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
 PLACES = ("buffer", "attribute", "batch")
-# A meta tensor has no data to train on: torch itself refuses to move such a batch to a device.
-CASES = [(kind, place) for kind in KINDS for place in PLACES if (kind, place) != ("meta", "batch")]
+# There is nothing to train on: torch itself refuses to move such a batch to a device.
+NO_DATA = {("meta", "batch"), ("emptied", "batch")}
+CASES = [(kind, place) for kind in KINDS for place in PLACES if (kind, place) not in NO_DATA]
 
 FAILING, HEALTHY = "1.0e+6", "1.0"
 
