@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -22,6 +22,7 @@ Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "cl
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
 
+_changing = threading.RLock()
 _watchers: list[Watcher] = []
 _replaced: set[tuple[int, str]] = set()
 _restoring = ExitStack()
@@ -29,19 +30,21 @@ _restoring = ExitStack()
 
 def attach(watcher: Watcher) -> None:
     """Lets the watcher stand around every call from now on; it stands outside of those that came before it."""
-    _watchers.append(watcher)
-    for owner, name, seam in _seams():
-        if (id(owner), name) not in _replaced:
-            _replaced.add((id(owner), name))
-            _restoring.enter_context(_seam_replaced(owner, name, seam))
+    with _changing:
+        _watchers.append(watcher)
+        for owner, name, seam in _seams():
+            if (id(owner), name) not in _replaced:
+                _replaced.add((id(owner), name))
+                _restoring.enter_context(_seam_replaced(owner, name, seam))
 
 
 def detach(watcher: Watcher) -> None:
     """The opposite of :func:`attach`; with the last watcher torch is as it was."""
-    _watchers.remove(watcher)
-    if not _watchers:
-        _replaced.clear()
-        _restoring.close()
+    with _changing:
+        _watchers.remove(watcher)
+        if not _watchers:
+            _replaced.clear()
+            _restoring.close()
 
 
 def _seams() -> Iterator[tuple[Any, str, Seam]]:
@@ -53,21 +56,19 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
 
 
-def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[Any]:
-    function = vars(owner)[name]
-    cell = _cell(function) if seam == "clip" else None
-    # Where a function is kept in a cell, `from torch.nn.utils import clip_grad_norm_` is seen too.
-    return patch.object(owner, name, _through(function, seam)) if cell is None else _cell_replaced(cell, seam)
-
-
 @contextlib.contextmanager
-def _cell_replaced(cell: Any, seam: Seam) -> Iterator[None]:
-    original = cell.cell_contents
-    cell.cell_contents = _through(original, seam)
+def _seam_replaced(owner: Any, name: str, seam: Seam) -> Iterator[None]:
+    cell = _cell(vars(owner)[name]) if seam == "clip" else None
+    if cell is not None:  # where a function is kept in one, `from torch.nn.utils import clip_grad_norm_` is seen too
+        owner, name = cell, "cell_contents"
+    original = getattr(owner, name)
+    ours = _through(original, seam)
+    setattr(owner, name, ours)
     try:
         yield
     finally:
-        cell.cell_contents = original
+        if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
+            setattr(owner, name, original)
 
 
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:

@@ -9,8 +9,9 @@ without a scaler never withholds a step: there one number a step, the gradient n
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from itertools import takewhile
@@ -29,6 +30,15 @@ from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
 
 
+class _Loop(threading.local):
+    """Where the loop of a thread is; other threads may train other models meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = OpenStep()
+        self.fired: set[int] = set()
+        self.inside: list[tuple[str, int]] = []
+
+
 class Watch:
     """The steps seen so far, and the misuses; made by :func:`watch`."""
 
@@ -43,11 +53,9 @@ class Watch:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.log = StepLog(model, on_step)
         self.calls = Calls(optimizers, self.log.closed)
-        self._now = OpenStep()
-        self._fired: set[int] = set()
+        self._loop = _Loop()
         self._scalers: dict[int, bool] = {}
         self._paused = False
-        self._inside: list[tuple[str, int]] = []
         self._interrupted = False
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -87,13 +95,13 @@ class Watch:
         """Runs a function of torch's that the loop has called, and notes the call."""
         call = seam, id(args[0]) if args else 0
         # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-        if self._paused or call in self._inside:
+        if self._paused or call in self._loop.inside:
             return original(*args, **kwargs)
-        self._inside.append(call)
+        self._loop.inside.append(call)
         try:
             return _AROUND[seam](self, original, *args, **kwargs)
         finally:
-            self._inside.pop()
+            self._loop.inside.pop()
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -156,13 +164,13 @@ class Watch:
         self._scalers[id(scaler)] = scaler.is_enabled()
         result = original(scaler, outputs)
         if scaler.is_enabled():  # else it hands on what goes backward as it is
-            if self._now.bare and self._now.stepped:
+            if self._loop.now.bare and self._loop.now.stepped:
                 self._close()
-            elif self._now.scaler is None:
-                self._now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
-            self._now.forget_early()
-            self._now.add_losses(outputs)
-            self._now.scaler = scaler
+            elif self._loop.now.scaler is None:
+                self._loop.now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
+            self._loop.now.forget_early()
+            self._loop.now.add_losses(outputs)
+            self._loop.now.scaler = scaler
             self.calls.scaled(scaler, result)
         return result
 
@@ -185,16 +193,16 @@ class Watch:
         if id(optimizer) not in self._optimizers:
             with self._refusals("step", scaler, optimizer):
                 return original(scaler, optimizer, *args, **kwargs)
-        step, enabled = self._now, scaler.is_enabled()
+        step, enabled = self._loop.now, scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
             self._measure(optimizer, step.loss_scale() if in_kernel else 1.0)
-        self._fired.discard(id(optimizer))
+        self._loop.fired.discard(id(optimizer))
         with self._refusals("step", scaler, optimizer):
             result = original(scaler, optimizer, *args, **kwargs)
         step.stepped = True
-        withheld = enabled and (id(optimizer) not in self._fired or (in_kernel and _found_inf(scaler, optimizer)))
+        withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and _found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             self._note_groups(optimizer)
         step.skipped |= withheld
@@ -203,13 +211,13 @@ class Watch:
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        self._now.scaler = scaler if scaler.is_enabled() else None
-        self._now.note_scale()
+        self._loop.now.scaler = scaler if scaler.is_enabled() else None
+        self._loop.now.note_scale()
         with self._refusals("update", scaler):
             result = original(scaler, *args, **kwargs)
         if scaler.is_enabled():
             self.calls.by_scaler("update", scaler)
-        step, self._now = self._now, OpenStep()
+        step, self._loop.now = self._loop.now, OpenStep()
         if step.stepped:
             self.log.close(step)
         return result
@@ -230,7 +238,7 @@ class Watch:
             raise
 
     def _is_inside(self, name: str) -> bool:
-        return any(name == entered for entered, _ in self._inside)
+        return any(name == entered for entered, _ in self._loop.inside)
 
     def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
@@ -260,12 +268,12 @@ class Watch:
         return original(scheduler, *args, **kwargs)
 
     def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._fired.add(id(optimizer))
+        self._loop.fired.add(id(optimizer))
         if self._paused or self._is_inside("step"):
             return
-        if id(optimizer) in self._now.bare:
+        if id(optimizer) in self._loop.now.bare:
             self._close()
-        step = self._now
+        step = self._loop.now
         if step.scaler is not None and self.calls.scaler_of(optimizer) is not None:
             self._measure(optimizer, step.loss_scale())
         bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
@@ -276,7 +284,7 @@ class Watch:
     def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._paused or self._is_inside("step"):
             return
-        step = self._now
+        step = self._loop.now
         step.bare.add(id(optimizer))  # where its closure has begun a step
         step.stepped = True
         self._measure(optimizer, 1.0)
@@ -290,26 +298,26 @@ class Watch:
         optimizers = tuple(self._optimizers.values())
         for place in self.calls.owners(parameters):
             optimizer, scaler = optimizers[place], self.calls.scaler_of(optimizers[place])
-            if id(optimizer) not in self._now.norms:
-                self._measure(optimizer, 1.0 if scaler is None else self._now.loss_scale())
+            if id(optimizer) not in self._loop.now.norms:
+                self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
                 if not self.calls.is_unscaled(optimizer):
-                    self._now.early.add(id(optimizer))
+                    self._loop.now.early.add(id(optimizer))
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
         """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
-        self._now.forget_early()
-        if self._now.scaler is not None:
+        self._loop.now.forget_early()
+        if self._loop.now.scaler is not None:
             return
-        if self._now.stepped:
+        if self._loop.now.stepped:
             self._close()
-        elif self._now.bare:
+        elif self._loop.now.bare:
             # A closure, inside optimizer.step: of all the times that it runs, the last one counts.
-            del self._now.scaled[self._now.before_closure :]
-        self._now.add_losses(roots)
+            del self._loop.now.scaled[self._loop.now.before_closure :]
+        self._loop.now.add_losses(roots)
 
     def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
-        step, key = self._now, id(optimizer)
+        step, key = self._loop.now, id(optimizer)
         if key not in self._optimizers or key in step.norms:
             return
         norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
@@ -321,7 +329,7 @@ class Watch:
                 step.bad_groups[key] = self._bad_groups(optimizer)
 
     def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        step, key = self._now, id(optimizer)
+        step, key = self._loop.now, id(optimizer)
         known = step.bad_groups.get(key)
         step.groups += self._bad_groups(optimizer, step.each.get(key)) if known is None else known
 
@@ -333,11 +341,11 @@ class Watch:
 
     def _close(self) -> None:
         """Ends the step that is under way."""
-        step, self._now = self._now, OpenStep()
+        step, self._loop.now = self._loop.now, OpenStep()
         self.log.close(step)
 
     def _finish(self) -> None:
-        if self._now.bare and self._now.stepped:
+        if self._loop.now.bare and self._loop.now.stepped:
             self._close()
         self.log.finish()
 
@@ -357,8 +365,15 @@ def watch(
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.
         optimizers: one or several; steps of others are left alone.
         on_step: called with each Step as it ends. On a GPU this costs one sync a step.
+
+    Raises:
+        TypeError: these are no model and no optimizers.
     """
-    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for given, kind in [(model, torch.nn.Module), *((optimizer, torch.optim.Optimizer) for optimizer in several)]:
+        if not isinstance(given, kind):
+            allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
+            raise TypeError(f"got a {type(given).__name__} in the place of a {kind.__name__}; allowed: {allowed}")
     return Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
 
 

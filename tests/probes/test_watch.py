@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -564,6 +566,63 @@ def test_watches_may_overlap_and_end_in_any_order() -> None:
     watches[1].stop()
     assert [len(one.steps) for one in watches] == [1, 2]
     assert [trace_of_watching(optimizer) for optimizer in optimizers] == before
+
+
+def test_loops_in_threads_are_told_apart() -> None:
+    turns = threading.Barrier(2)
+
+    def in_turns(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        turns.wait(10)  # both are inside of scaler.step, and leave it in the order that they came in
+        time.sleep(0.2 * (optimizer is optimizers[1]))
+
+    models = [small_model(), small_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    watches = [watch(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
+
+    def train(index: int) -> None:
+        scaler = GradScaler("cpu", init_scale=4.0)
+        optimizers[index].register_step_pre_hook(in_turns)
+        with watches[index]:
+            for _ in range(3):
+                one_step(models[index], optimizers[index], scaler)
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [(len(one.steps), one.misuses) for one in watches] == [(3, ()), (3, ())]
+    assert not any(step.skipped for one in watches for step in one.steps)
+
+
+def test_what_others_wrap_meanwhile_stays_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler, calls = small_model(), GradScaler("cpu", init_scale=4.0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(GradScaler, "update", original := GradScaler.update)
+    first, second = watch(model, optimizer), watch(model, optimizer)
+    with first:
+        watched = GradScaler.update
+        assert watched is not original
+
+        def counting(self: GradScaler, *args: Any) -> None:
+            calls.append(1)
+            watched(self, *args)
+
+        GradScaler.update = counting  # type: ignore[assignment, method-assign]
+        one_step(model, optimizer, scaler)
+    assert GradScaler.update is counting  # type: ignore[comparison-overlap]
+    with second:
+        one_step(model, optimizer, scaler)
+    one_step(model, optimizer, scaler)
+    assert (len(calls), len(first.steps), len(second.steps)) == (3, 1, 1)
+
+
+@pytest.mark.parametrize("given", [(None, []), (small_model(), None), (small_model(), ["adam"]), ([], [])])
+def test_what_is_no_model_or_optimizer_is_refused_by_its_kind(given: tuple[Any, Any]) -> None:
+    with pytest.raises(
+        TypeError, match=r"^got a (NoneType|str|list) in the place of a (Module|Optimizer); allowed: wa"
+    ):
+        watch(*given)
 
 
 def test_the_same_loop_may_be_watched_twice() -> None:
