@@ -16,6 +16,7 @@ torch is imported only once the config is known to be right: that takes seconds,
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_one_run = threading.RLock()
 
 
 def scan(
@@ -182,10 +185,18 @@ def _given(config: str | Path | Given | None, changes: Changes, module: str | Pa
 
 @contextlib.contextmanager
 def _diagnosed(command: str, diagnose: Callable[[Record], Record]) -> Iterator[None]:
-    """An error carries the record of the steps before it, diagnosed, as the ``command``'s own."""
-    try:
-        yield
-    except AmpdbgError as error:
-        if isinstance(error.record, Record):
-            error.record = replace(diagnose(error.record), command=command)
-        raise
+    """An error carries the record of the steps before it, diagnosed, as the ``command``'s own.
+
+    One run at a time, for all of them change torch's own functions; it leaves no module of the user's imported.
+    """
+    from ampdbg.workload.targets import forget_user_modules
+
+    with _one_run:
+        try:
+            yield
+        except AmpdbgError as error:
+            if isinstance(error.record, Record):
+                error.record = replace(diagnose(error.record), command=command)
+            raise
+        finally:
+            forget_user_modules()

@@ -33,8 +33,8 @@ def command(
     modules in FP32.
     """
     with results_only() as stdout:
-        given = read_given(config, module, **run.changes)
         with progress.shown(run.quiet, max_trials) as observer:
+            given = read_given(config, module, **run.changes)  # imports the module, which may change the folder
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, asked_for=run.record, as_json=run.json)
     return exit_code(searched)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -349,6 +350,31 @@ def test_code_that_changes_the_working_folder_does_not_move_the_record(folder: P
     assert result.code == 0, result.stderr
     assert (folder / ".ampdbg" / "latest.json").exists()
     assert list((folder / "elsewhere").iterdir()) == []
+
+
+def test_a_module_file_that_changes_the_working_folder_does_not_move_the_record(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    rows = "torch.ones(2, 4), torch.zeros(2, dtype=int)"
+    (folder / "m.py").write_text(
+        "import os, torch\nos.chdir('elsewhere')\nbuild_model = lambda: torch.nn.Linear(4, 2)\n"
+        f"build_data = lambda: [({rows})]\nloss = torch.nn.functional.cross_entropy\n",
+        encoding="utf-8",
+    )
+    result = start(folder, "bisect", "--module", "m.py", "--steps", "1", "--quiet")
+    assert result.code == 0, result.stderr
+    assert (folder / ".ampdbg" / "latest.json").exists()
+    assert list((folder / "elsewhere").iterdir()) == []
+
+
+def test_scans_in_threads_wait_for_each_other_and_leave_no_module(folder: Path) -> None:
+    (folder / "other").mkdir()
+    for name in ("workload.py", "c.yaml"):
+        (folder / "other" / name).write_text((folder / name).read_text(encoding="utf-8"), encoding="utf-8")
+    with ThreadPoolExecutor(2) as pool:
+        failing = pool.submit(ampdbg.scan, folder / "c.yaml", overrides=["model.args.gain=1e5"])
+        healthy = pool.submit(ampdbg.scan, folder / "other" / "c.yaml")
+        assert (failing.result().verdict, healthy.result().verdict) == ("precision", "healthy")
+    assert "workload" not in sys.modules
 
 
 def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
