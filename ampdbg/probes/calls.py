@@ -74,7 +74,7 @@ class Calls:
 
     def scaled(self, scaler: Any, outputs: Any) -> None:
         """``outputs`` is what ``scaler.scale`` returned."""
-        mark_scaled(outputs, self._number(scaler))
+        mark_scaled(outputs, scaler)
 
     def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
         """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
@@ -124,7 +124,7 @@ class Calls:
 
     def backward(self, run: Callable[[], Any], roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> Any:
         """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these."""
-        scaler, halves = scaler_of(roots), self._halves(roots)
+        scaler, halves = self._scaler_of(roots), self._halves(roots)
         if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
             halves = ()
         rewritten = self._rewritten()
@@ -149,7 +149,7 @@ class Calls:
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
         """``torch.autograd.grad`` is about to run."""
-        scaler = scaler_of(roots)
+        scaler = self._scaler_of(roots)
         if scaler:
             self._note("grad", actor=scaler, creates_graph=creates_graph)
 
@@ -200,6 +200,10 @@ class Calls:
         self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found)
         return found
 
+    def _scaler_of(self, roots: Sequence[Any]) -> int:
+        scaler = scaler_of(roots)
+        return 0 if scaler is None else self._number(scaler)
+
     def _number(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; it is kept alive, so that no other one gets its id."""
         for number, known in self._actors.items():
@@ -219,17 +223,17 @@ def _is_one(gradient: torch.Tensor | None) -> bool:
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
 
 
-def mark_scaled(outputs: Any, scaler: int) -> None:
-    """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does."""
+def mark_scaled(outputs: Any, scaler: Any) -> None:
+    """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
     for leaf in _pytree.tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_SCALER] = scaler
 
 
-def scaler_of(roots: Sequence[Any]) -> int:
-    """The number of the scaler that scaled these losses, or 0."""
-    marks = (_metadata(node).get(_SCALER, 0) for node in islice(_nodes(roots), NEAR))
-    return next((int(mark) for mark in marks if mark), 0)
+def scaler_of(roots: Sequence[Any]) -> Any:
+    """The scaler that scaled these losses, or None."""
+    marks = (_metadata(node).get(_SCALER) for node in islice(_nodes(roots), NEAR))
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:

@@ -248,7 +248,7 @@ class Watch:
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
-        if not scaler_of(roots):
+        if scaler_of(roots) is None:
             self._before_unscaled_backward(roots)
         return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
 

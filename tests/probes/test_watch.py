@@ -241,7 +241,7 @@ def test_watching_keeps_no_tensor_of_a_step_alive() -> None:
         kept = [value for value in held.values() if isinstance(value, (list, dict)) and value]
         assert not any(isinstance(item, torch.Tensor) for value in kept for item in value)
         assert isinstance(watcher, Watch)
-        assert watcher._now == OpenStep()
+        assert watcher._loop.now == OpenStep()
         assert watcher.log._unread == []
 
 
@@ -566,6 +566,21 @@ def test_watches_may_overlap_and_end_in_any_order() -> None:
     watches[1].stop()
     assert [len(one.steps) for one in watches] == [1, 2]
     assert [trace_of_watching(optimizer) for optimizer in optimizers] == before
+
+
+def test_each_of_two_watches_knows_which_scaler_scaled_a_loss() -> None:
+    models, scalers = [small_model(), small_model()], [GradScaler("cpu"), GradScaler("cpu")]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    with watch(models[0], optimizers[0]) as first:
+        one_step(models[0], optimizers[0], scalers[0])
+        with watch(models[1], optimizers[1]) as second:  # to which the other scaler is the first
+            losses = [model(torch.ones(2, 3)).square().mean() for model in models]
+            for index in (1, 0):
+                scalers[index].scale(losses[index]).backward()
+            for scaler, optimizer in zip(reversed(scalers), reversed(optimizers), strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+    assert first.misuses == second.misuses == ()
 
 
 def test_loops_in_threads_are_told_apart() -> None:
