@@ -61,7 +61,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep)
+            made = super().construct_object(node, deep)
+            if isinstance(made, int):
+                str(made)  # what stands in base 16 or 60 may be longer than Python writes
+            return made
         except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
             # SafeLoader looks `!!bool x` up in a table, and takes the match of `!!timestamp x` for granted.
             given = str(node.value) if len(str(node.value)) <= 40 else f"{len(str(node.value))} characters"

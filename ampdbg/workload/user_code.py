@@ -104,20 +104,19 @@ def _came_from_users(error: BaseException) -> bool:
     return any(is_users_file(frame.f_code.co_filename) for frame in frames[last + 1 :])
 
 
-def _filter(report: traceback.TracebackException | None, error: BaseException | None) -> None:
-    if report is None or error is None:
-        return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    shown = [(line, frame) for line, frame in zip(report.stack, frames, strict=False) if not _is_plumbing(frame)]
-    kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
-    # An empty list would print a heading above nothing; format() leaves the heading out for None.
-    vars(report)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
-    _filter(report.__cause__, error.__cause__)
-    _filter(report.__context__, error.__context__)
-    for inner, raised in zip(
-        getattr(report, "exceptions", None) or (), getattr(error, "exceptions", None) or (), strict=False
-    ):
-        _filter(inner, raised)
+def _filter(report: traceback.TracebackException, error: BaseException) -> None:
+    waiting: list[tuple[traceback.TracebackException | None, BaseException | None]] = [(report, error)]
+    while waiting:  # a loop that tries again and again chains thousands
+        part, raised = waiting.pop()
+        if part is None or raised is None:
+            continue
+        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
+        shown = [(line, frame) for line, frame in zip(part.stack, frames, strict=False) if not _is_plumbing(frame)]
+        kept = [line for line, frame in shown if frame is shown[-1][1] or not is_part_of(frame, "torch")]
+        # An empty list would print a heading above nothing; format() leaves the heading out for None.
+        vars(part)["stack"] = traceback.StackSummary.from_list(kept) if kept else None
+        inner = zip(getattr(part, "exceptions", None) or (), getattr(raised, "exceptions", None) or (), strict=False)
+        waiting += [(part.__cause__, raised.__cause__), (part.__context__, raised.__context__), *inner]
 
 
 def _is_plumbing(frame: FrameType) -> bool:

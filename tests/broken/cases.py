@@ -112,6 +112,11 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         HEALTHY + "train: {steps: " + "1" * 6000 + "}\n",
         ("config.yaml:4", "int does not allow (6000 characters)"),
     ),
+    Broken(
+        "5,000 digits in base 60",
+        HEALTHY + "train: {steps: " + "59:" * 3000 + "1}\n",
+        ("config.yaml:4", "int does not allow (9001 characters)"),
+    ),
     Broken("a long name", HEALTHY + f"checkpoint: {'x' * 300}.pt\n", ("config.yaml:4: checkpoint", "255 characters")),
     Broken(
         "a long file name",

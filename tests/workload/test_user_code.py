@@ -103,6 +103,24 @@ def test_causes_are_shown_without_plumbing_too(tmp_path: Path) -> None:
     assert frames(text)[-1] == "net.py:broken"
 
 
+def test_a_chain_of_thousands_of_causes_is_shown(tmp_path: Path) -> None:
+    text = shown(
+        tmp_path,
+        "model.target=net.py:broken",
+        net="""
+            def broken():
+                error = ValueError("the first")
+                for _ in range(3000):
+                    later = ValueError("again")
+                    later.__cause__ = error
+                    error = later
+                raise error
+        """,
+    )
+    assert "ValueError: the first" in text
+    assert text.count("ValueError: again") >= 3000
+
+
 def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError) as raised:
         build(tmp_path, net="raise ArithmeticError('x')\n")
