@@ -76,9 +76,14 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def wraps_others(tensor: Any) -> bool:
+    """Whether it is of a class that holds its values in other tensors, such as DTensor."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
 def is_emptied(tensor: torch.Tensor) -> bool:
     """Whether its memory was taken away, as FSDP does to parameters: to read it would end the process."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+    if tensor.layout is not torch.strided or tensor.numel() == 0 or wraps_others(tensor):
         return False
     return tensor.untyped_storage().nbytes() == 0
 
@@ -92,8 +97,9 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 
 def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values that a tensor stores, as a dense tensor; of a dense one itself."""
-    if not tensor.is_nested and is_traceable_wrapper_subclass(tensor):  # a DTensor: this rank's part
-        inner = [_stored(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+    if not tensor.is_nested and wraps_others(tensor):  # a DTensor: this rank's part
+        holder: Any = tensor
+        inner = [_stored(getattr(holder, name)) for name in holder.__tensor_flatten__()[0]]
         return next((part for part in inner if part.is_floating_point()), inner[0])
     if isinstance(tensor, MaskedTensor):
         tensor = tensor.to_tensor(0)
@@ -140,7 +146,7 @@ def _counts(
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and not isinstance(tensor, MaskedTensor)
-    if not is_plain or is_traceable_wrapper_subclass(tensor):
+    if not is_plain or wraps_others(tensor):
         return ()
     index = torch.nonzero(~torch.isfinite(distinct(tensor.detach())))[0]
     return tuple(int(number) for number in index)
