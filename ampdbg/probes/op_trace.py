@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
+from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import innermost_line, is_recomputing
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
 from ampdbg.source.ownership import Line
@@ -99,7 +100,8 @@ Trace = TypeVar("Trace", bound="PlacedOps")
 class OpPlace:
     """Where an op stands: its phase, module, call of the module, and source line (None where none is known).
 
-    A forward pass that a checkpoint computes again is ``forward`` too, and the same call.
+    A forward pass that a checkpoint computes again is ``forward`` too, and the same call. So is the pass of
+    ``autograd.grad``, as for a gradient penalty: the loss is made of what it gives, and the loss scale is not in it.
     """
 
     phase: OpPhase
@@ -157,6 +159,21 @@ class PlacedOps(TorchDispatchMode):
             self.after(traits, place, parameter, before, made)
         return output
 
+    @property
+    def is_inner_backward(self) -> bool:
+        """Whether ``autograd.grad`` runs, outside of the pass of the loss."""
+        return self._places.is_inner_backward
+
+    def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch's; ``autograd.grad`` adds to no parameter, so that what it gives is used again."""
+        is_grad = seam == "engine" and not kwargs.get("accumulate_grad", True)
+        starts = is_grad and torch._C._current_graph_task_id() == -1
+        self._places.is_inner_backward |= starts
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._places.is_inner_backward &= not starts
+
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs one op, which writes into ``written``."""
         return op(*args, **kwargs)
@@ -200,7 +217,7 @@ def placed(model: torch.nn.Module, kind: Callable[[torch.nn.Module, ModulePaths]
 
     Compiled code runs eagerly meanwhile, since only eager ops can be seen.
     """
-    with run_eagerly(), module_paths(model) as paths, kind(model, paths) as trace:
+    with run_eagerly(), module_paths(model) as paths, kind(model, paths) as trace, attached(trace.around):
         yield trace
 
 
@@ -208,6 +225,7 @@ class _Places:
     """Finds the place of each op from the running module, the Python stack and the running autograd node."""
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        self.is_inner_backward = False
         self._paths = paths
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_node: dict[int, OpPlace] = {}
@@ -223,6 +241,7 @@ class _Places:
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
             place = self._of_backward_op(node, parameter, line)
+            place = replace(place, phase="forward") if self.is_inner_backward else place
         self._claim_new_nodes(place, given)
         return place, parameter
 

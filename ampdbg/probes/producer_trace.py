@@ -100,6 +100,8 @@ class ProducerTrace(OpTrace):
         )
 
     def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
+        if self.is_inner_backward:
+            return False  # what a gradient begins with is one value, and no mask
         if name in CASTS:
             return self._casts_a_constant()
         if name in WRITTEN_OUT:

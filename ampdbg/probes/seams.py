@@ -47,6 +47,16 @@ def detach(watcher: Watcher) -> None:
             _restoring.close()
 
 
+@contextlib.contextmanager
+def attached(watcher: Watcher) -> Iterator[None]:
+    """While this is entered, the watcher is attached."""
+    attach(watcher)
+    try:
+        yield
+    finally:
+        detach(watcher)
+
+
 def _seams() -> Iterator[tuple[Any, str, Seam]]:
     scaler_methods: tuple[Seam, ...] = ("scale", "unscale_", "step", "update", "get_scale")
     for method in scaler_methods:

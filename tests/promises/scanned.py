@@ -1,0 +1,29 @@
+"""A scan of a small model and the loop of a script under emulation, for tests of what native AMP promises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.record.run import Record, Step
+from ampdbg.training.loop import train
+
+
+def scanned(folder: Path, code: str, **keys: Any) -> Record:
+    """What a scan says of ``code``, which defines ``Net``, ``data`` and ``step``; ``keys`` are more of the config."""
+    (folder / "work.py").write_text(code)
+    targets = {
+        key: {"target": f"work.py:{name}"} for key, name in (("model", "Net"), ("data", "data"), ("step", "step"))
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**targets, **keys}))
+    return diagnose(train(load_config(path)))
+
+
+def nonfinite(step: Step) -> dict[str, tuple[int, int]]:
+    """How many inf and NaN each parameter's gradient has."""
+    return {counts.name: (counts.inf, counts.nan) for group in step.groups for counts in group.parameters}
