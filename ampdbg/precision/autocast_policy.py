@@ -283,7 +283,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """One half copy of a weight per autocast region: the gradients of its uses add up in half, as on CUDA.
 
-    The conditions are those of ``cached_cast`` in PyTorch's ``autocast_mode.cpp``.
+    The conditions are those of ``cached_cast`` in PyTorch's ``autocast_mode.cpp``. As there, a region inside of one of
+    another dtype is handed the outer one's copies, and the op raises.
     """
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     cacheable = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
@@ -291,7 +292,7 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(dtype)
     # The tensor is kept beside its copy, so that its id cannot be given to another one.
     _, cast = weight_casts.get(id(tensor), (None, None))
-    if cast is None or cast.dtype is not dtype:
+    if cast is None:
         with torch.set_grad_enabled(torch.is_grad_enabled() or casts_keep_gradients()):
             cast = tensor.to(dtype)
         weight_casts[id(tensor)] = (tensor, cast)

@@ -13,15 +13,20 @@ from ampdbg.record.run import Record, Step
 from ampdbg.training.loop import train
 
 
-def scanned(folder: Path, code: str, **keys: Any) -> Record:
-    """What a scan says of ``code``, which defines ``Net``, ``data`` and ``step``; ``keys`` are more of the config."""
+def config_of(folder: Path, code: str, **keys: Any) -> Path:
+    """A config for ``code``, which defines ``Net``, ``data`` and ``step``; ``keys`` are more of it."""
     (folder / "work.py").write_text(code)
     targets = {
         key: {"target": f"work.py:{name}"} for key, name in (("model", "Net"), ("data", "data"), ("step", "step"))
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({**targets, **keys}))
-    return diagnose(train(load_config(path)))
+    return path
+
+
+def scanned(folder: Path, code: str, **keys: Any) -> Record:
+    """What a scan says of it."""
+    return diagnose(train(load_config(config_of(folder, code, **keys))))
 
 
 def nonfinite(step: Step) -> dict[str, tuple[int, int]]:

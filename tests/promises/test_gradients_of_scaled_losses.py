@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+import ampdbg
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import watch
 from ampdbg.record.run import Record
-from tests.promises.scanned import nonfinite, scanned
+from tests.promises.scanned import config_of, nonfinite, scanned
 
 SPARSE = """
 import torch
@@ -149,7 +150,8 @@ def data():
 def step(model, batch):
     x = batch.requires_grad_()
     out = model(x)
-    [scaled] = torch.autograd.grad(out.float().sum() * SCALE, x, create_graph=True)
+    with torch.autocast("cuda", enabled=False):
+        [scaled] = torch.autograd.grad(out.float().sum() * SCALE, x, create_graph=True)
     return out.float().square().mean() + (scaled.float() / SCALE).square().sum()
 """
 
@@ -160,14 +162,16 @@ def test_a_gradient_penalty_that_is_unscaled_by_hand_is_healthy(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("scale", [3e6, -3e6])
-def test_an_overflow_in_the_gradient_of_a_penalty_is_named(scale: float, tmp_path: Path) -> None:
-    record = scanned(tmp_path, PENALTY.replace("SCALE", f"({scale})"), train={"steps": 6})
+def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: float, tmp_path: Path) -> None:
+    config = config_of(tmp_path, PENALTY.replace("SCALE", f"({scale})"), train={"steps": 6})
+    record = ampdbg.bisect(config)
     finding = record.findings[0]
     assert (finding.code, finding.phase, record.verdict) == ("forward-overflow", "forward", "precision")
     # No loss scale is in it: it is the very number that the code has multiplied by.
     assert finding.evidence["value"] == 3e6
     assert finding.source is not None
     assert finding.source.text.startswith("[scaled] = torch.autograd.grad(out.float().sum()")
+    assert {pin.module for pin in record.pins} == {"inner", "outer"}
 
 
 ACCUMULATED = """
