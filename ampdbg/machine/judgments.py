@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ampdbg.machine.facts import Gpu, InstalledTorch, Machine
-from ampdbg.quantities import listed
+from ampdbg.quantities import counted, listed
 
 Tone = Literal["good", "bad", "doubtful", "plain"]
 
@@ -161,7 +161,7 @@ def _arithmetic(machine: Machine) -> Iterator[Judgment]:
     tf32 = listed(name for name, is_on in torch.flags.items() if name.endswith("allow_tf32") and is_on) or "nowhere"
     if any(gpu.capability and gpu.capability >= BFLOAT16 for gpu in torch.gpus):
         says = f"torch's default: on in {tf32}, where FP32 has 10 bits, in FP32 replays too"
-        yield Judgment("TF32", "plain", says, "torch.backends.… = False compares with true FP32")
+        yield Judgment("TF32", "plain", says, "set it to False to compare with true FP32")
     elif torch.flags:
         yield Judgment(
             "TF32", "plain", f"torch's default: on in {tf32}; no effect here, it takes compute capability 8.0"
@@ -215,7 +215,7 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
 
 def _told(lists: Mapping[str, Sequence[str]]) -> str:
     """How many ops are in which lists."""
-    return f"{sum(map(len, lists.values()))} ops of {listed(lists, most=8)}" if lists else ""
+    return f"{counted(sum(map(len, lists.values())), 'op')} of {listed(lists, most=8)}" if lists else ""
 
 
 JUDGES: tuple[Callable[[Machine], Iterator[Judgment]], ...] = (

@@ -36,5 +36,5 @@ def _headline(machine: Machine) -> Headline:
 
 
 def _row(judgment: Judgment) -> tuple[Cell, ...]:
-    advice = (line(judgment.advice, tone="name"),) if judgment.advice else ()
+    advice = (line(f"↳ {judgment.advice}", tone="name"),) if judgment.advice else ()
     return line(SIGNS[judgment.tone]), judgment.topic, (line(judgment.says), *advice)

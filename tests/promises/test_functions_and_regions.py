@@ -160,7 +160,7 @@ def dtypes_in_nested_regions(device: str, *, caches: bool) -> list[torch.dtype]:
 
 
 def test_a_weight_that_an_outer_region_has_cast_is_of_no_use_in_another_dtype() -> None:
-    """On CUDA a region's copies are kept for those inside of it, whatever their dtype; so does the CPU's own autocast."""
+    """CUDA keeps a region's copies for those inside of it, whatever their dtype; so does the CPU's own autocast."""
     for emulated, device in ((contextlib.nullcontext, "cpu"), (cuda_on_cpu, "cuda")):
         with emulated(), pytest.raises(RuntimeError, match=r"same dtype.*BFloat16 != c10::Half"):
             dtypes_in_nested_regions(device, caches=True)

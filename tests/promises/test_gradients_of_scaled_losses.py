@@ -16,6 +16,7 @@ from torch import nn
 
 import ampdbg
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.errors import WorkloadError
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import watch
 from ampdbg.record.run import Record
@@ -75,6 +76,13 @@ def test_an_overflow_behind_a_sparse_embedding_is_named(level: str, tmp_path: Pa
     assert all(step.skipped for step in record.steps)
     # Rows 1, 3 and 5 of ten were looked up: of the others there is no gradient.
     assert sum(nonfinite(record.steps[0])["words.weight"]) <= 3 * 4
+
+
+def test_that_torch_clips_no_sparse_gradients_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        WorkloadError, match=r"^train\.clip_grad_norm: torch clips no sparse gradients; leave the key out"
+    ):
+        scanned(tmp_path, SPARSE, optimizer={"target": "work.py:optimizers"}, train={"steps": 2, "clip_grad_norm": 1.0})
 
 
 def trained_sparsely(bad: int | None) -> tuple[Any, list[torch.Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ampdbg.config.schema import Precision
+from ampdbg.errors import WorkloadError
 from ampdbg.formats import FORMATS, FloatFormat
 from ampdbg.levels import LEVELS
 from ampdbg.precision.pins import pin_fp32
@@ -80,6 +81,11 @@ class PrecisionMode:
             if clip_grad_norm is not None:
                 scaler.unscale_(optimizer)
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+                    raise WorkloadError(
+                        "train.clip_grad_norm: torch clips no sparse gradients; leave the key out, or make the "
+                        "layer's gradients dense (nn.Embedding has sparse=False)"
+                    )
                 torch.nn.utils.clip_grad_norm_(parameters, clip_grad_norm)
             scaler.step(optimizer)
         scaler.update()
