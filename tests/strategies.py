@@ -169,6 +169,7 @@ levels = st.builds(
     **dict.fromkeys(("name", "level", "dtype", "code", "module", "error"), texts),
     pins=tuples(texts),
     verdict=st.sampled_from(["healthy", "precision", "inconclusive"]),
+    severity=st.sampled_from(["error", "warning", "info"]),
     **dict.fromkeys(("steps", "skipped"), counts),
     **dict.fromkeys(("loss", "apart", "noise", "seconds"), st.none() | floats),
     memory=st.none() | memories,

@@ -125,8 +125,9 @@ class _Comparison:
                     cost = self._with_use(cost, run)
             self.records.append(record)
         except AmpdbgError as error:
-            self.failures.append(error)
             cost = replace(cost, error=_in_a_line(str(error)))
+            error.__cause__ = error.__context__ = None  # their frames would keep this level's model alive
+            self.failures.append(error.with_traceback(None))
         self.levels.append(cost)
         self._losses[name] = losses.seen
 
@@ -168,6 +169,7 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
         cost,
         verdict=record.verdict,
         code=root.code if root else "",
+        severity=root.severity if root else "info",
         module=root.module if root else "",
         error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
         steps=record.steps_run,

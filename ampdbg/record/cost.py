@@ -54,11 +54,11 @@ class BatchFit:
 class LevelCost:
     """What one level does and takes.
 
-    ``verdict``, ``code`` and ``module`` are those that ``ampdbg scan`` comes to over the ``steps`` that ran, of which
-    ``skipped`` were; ``error`` is what stopped it. ``loss`` is the last step's. Where it trains, ``apart`` is how far
-    its losses are from FP32's, the median relative difference over the last quarter of the steps, and ``noise`` how far
-    FP32 is from itself when it begins with weights rounded to the dtype. ``flops`` are of one micro-batch, forward and
-    backward, by dtype. ``seconds`` of a step and its ``peak`` are measured on a GPU alone.
+    ``verdict``, ``code``, ``severity`` and ``module`` are what ``ampdbg scan`` comes to over the ``steps`` that ran, of
+    which ``skipped`` were; ``error`` is what stopped it. ``loss`` is the last step's. Where it trains, ``apart`` is how
+    far its losses are from FP32's, the median relative difference over the last quarter of the steps, and ``noise`` how
+    far FP32 is from itself when it begins with weights rounded to the dtype. ``flops`` are of one micro-batch, forward
+    and backward, by dtype. ``seconds`` of a step and its ``peak`` are measured on a GPU alone.
     """
 
     name: str
@@ -67,6 +67,7 @@ class LevelCost:
     pins: tuple[str, ...] = ()
     verdict: Literal["healthy", "precision", "other", "inconclusive"] = "inconclusive"
     code: str = ""
+    severity: Literal["error", "warning", "info"] = "info"
     module: str = ""
     error: str = ""
     steps: Count = 0

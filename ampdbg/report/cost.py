@@ -65,7 +65,9 @@ def _sections(costs: Costs) -> Iterator[view.Section]:
     if any(one.seconds is not None for one in levels):
         yield _table("On this GPU", _on_gpu(_fp32(levels)), levels)
     if costs.budget is not None:
-        yield _table(f"The largest batch in {byte_size(costs.budget)}, by doubling", _fit(costs.batch), levels)
+        is_binary = costs.budget % 2**20 == 0
+        size = f"{costs.budget / 2**30:.4g} GiB" if is_binary else byte_size(costs.budget)
+        yield _table(f"The largest batch in {size}, by doubling", _fit(costs.batch), levels)
 
 
 def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: str) -> view.Table:
@@ -84,7 +86,8 @@ def _trained(one: LevelCost) -> view.Cell:
     if one.trains:
         return line(view.Words("✓ ", "good"), f"yes{skipped}")
     found = f"{one.code}{f' in {one.module}' if one.module else ''}" if one.code else "not known"
-    sign = view.Words("? ", "doubtful") if one.verdict == "inconclusive" else view.Words("✗ ", "bad")
+    is_unsure = one.verdict == "inconclusive" or one.severity == "warning"
+    sign = view.Words("? ", "doubtful") if is_unsure else view.Words("✗ ", "bad")
     return line(sign, f"{found}{skipped}")
 
 
@@ -160,7 +163,7 @@ def _on_gpu(fp32: LevelCost) -> Columns:
 def _fit(batch: int | None) -> Columns:
     def how(one: LevelCost) -> str:
         fit = one.fit or BatchFit(0)
-        reckoned = f"reckoned: in proportion, measured up to {2 ** (len(fit.measured) - 1)} times"
+        reckoned = f"reckoned: in proportion over {counted(len(fit.measured) - 1, 'doubling')}"
         return fit.why or (reckoned if fit.is_reckoned else "measured" if fit.times else "does not fit")
 
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 
 import ampdbg
 from ampdbg.config.file import load_config
+from ampdbg.costs import levels
 from ampdbg.costs.levels import levels_of
 from ampdbg.errors import UserCodeError
 from ampdbg.precision.modes import mode_of
@@ -18,6 +19,7 @@ from ampdbg.record.cost import LevelCost, StepMemory
 from ampdbg.record.file import from_json, to_json, write_record
 from ampdbg.record.pins import Pin
 from ampdbg.record.run import Record
+from ampdbg.replay.run import prepared
 from tests.costs.perceptron import CLASSES, CONFIG, HIDDEN, NET, PARAMETERS, activations, written
 from tests.observing import observing
 
@@ -193,6 +195,41 @@ def test_the_statistics_of_a_batch_norm_need_fp32_weights(
         [code] if code else [],
         not code,
     )
+
+
+ONE_SHOT = NET.replace("def batches()", "def made()") + "\n\nbatches = iter(made()[:2])\n"
+FIXED = NET.replace("x):\n", "x):\n        assert len(x) == 8, 'made for 8'\n")
+
+
+def test_what_cannot_be_measured_or_doubled_says_why(tmp_path: Path) -> None:
+    record = ampdbg.cost(written(tmp_path, ONE_SHOT), steps=2)
+    assert record.costs is not None
+    assert [(one.trains, one.memory) for one in record.costs.levels[:2]] == [(True, None)] * 2
+    assert record.costs.notes[0].startswith("FP32 could not be measured: ")
+    fixed = by_name(ampdbg.cost(written(tmp_path, FIXED), steps=1, memory="64 kB"))["O1"].fit
+    assert fixed is not None
+    assert fixed.times == 1
+    assert "made for 8" in fixed.why
+
+
+def test_the_time_of_a_step_is_the_median_behind_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0.0, 9.0] * 3 + [0.0, 1.0] * 4 + [0.0, 2.0] * 6)
+    seen = list[str]()
+
+    def noting(name: str) -> Callable[..., int]:
+        def call(device: torch.device) -> int:
+            seen.append(name)
+            return 77
+
+        return call
+
+    with prepared(load_config(written(tmp_path), ("precision.level=O0",))) as run, monkeypatch.context() as patched:
+        for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
+            patched.setattr(torch.cuda, name, noting(name))
+        patched.setattr("time.perf_counter", lambda: next(ticks))
+        assert levels._timed(run) == (2.0, 77)
+    assert seen.index("reset_peak_memory_stats") == 2 * levels.WARM_UP
+    assert seen[-1] == "max_memory_allocated"
 
 
 @pytest.mark.gpu

@@ -123,7 +123,10 @@ def step(model, batch):
     return {output}
 """
 
-COMMANDS = (("scan",), ("scan", "--json"), ("ranges",), ("bisect",), ("suggest-fp32", "--no-verify"))
+COMMANDS = (
+    *(("scan",), ("scan", "--json"), ("ranges",), ("bisect",), ("suggest-fp32", "--no-verify")),
+    ("cost", "--batch-size", "1MB"),
+)
 
 
 @st.composite

@@ -29,7 +29,8 @@ LEVELS = (
         memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 0, 300 * MB), fit=BatchFit(32, (1, 2, 4), is_reckoned=True),
     ),
     LevelCost(
-        "O1", "O1", "float16", verdict="precision", code="forward-overflow", module="blocks.0.attn", steps=30,
+        "O1", "O1", "float16", verdict="precision", code="forward-overflow", severity="error",
+        module="blocks.0.attn", steps=30,
         skipped=28, loss=float("nan"), flops=HALF, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 20 * MB, 160 * MB),
         fit=BatchFit(4, (1, 2, 4, 9), why="8 times: out of memory"),
     ),
@@ -73,6 +74,23 @@ def test_the_headline_names_the_smallest_level_that_trains() -> None:
     assert rendered(replace(ON_CPU, costs=Costs(failing))).startswith("✗ No level below FP32 trains this workload")
     interrupted = replace(ON_CPU, interrupted=True, costs=Costs(LEVELS[:2]))
     assert rendered(interrupted).startswith("! Interrupted after 2 levels.\n")
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        (replace(LEVELS[1], severity="warning", skipped=0), "? forward-overflow in"),
+        (replace(LEVELS[1], verdict="inconclusive", code="", skipped=0), "? not known"),
+        (replace(LEVELS[1], skipped=0), "✗ forward-overflow in"),
+    ],
+)
+def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: str) -> None:
+    assert f"O1        {said}" in rendered(replace(ON_CPU, costs=Costs((LEVELS[0], level, LEVELS[4]))))
+
+
+def test_a_binary_budget_is_told_as_it_was_typed() -> None:
+    text = rendered(replace(ON_CPU, costs=Costs(LEVELS, batch=32, budget=16 * 2**30)))
+    assert "The largest batch in 16 GiB, by doubling\n" in text
 
 
 def test_where_fp32_did_not_run_nothing_is_said_to_be_a_share_of_it() -> None:
