@@ -6,14 +6,16 @@ Everything heavy (torch, pydantic, rich) is imported inside the commands, where 
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
 from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
+from ampdbg.escapes import printable
 
 from . import bisect, cost, doctor, explain, ranges, report, scan, suggest_fp32
 from .failure import guarded
@@ -64,16 +66,22 @@ def _build() -> typer.Typer:
     return app
 
 
+# Typer brings its own click, or takes the one that is installed.
+UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
 def main() -> None:
     """Runs the program on ``sys.argv`` and exits with its code."""
-    code: str | int | None = EXIT_COULD_NOT_RUN
+    code: Any = EXIT_COULD_NOT_RUN
     try:
-        _build()(prog_name="ampdbg")
-    except SystemExit as ending:
-        code = ending.code
-        if isinstance(gone := ending.__context__, BrokenPipeError):  # Typer says 1, which means a finding
-            code = EXIT_HEALTHY if gone.__context__ is None else EXIT_COULD_NOT_RUN  # the help or a usage error
-    except (AmpdbgError, OSError) as error:  # the version, the help or a usage error could not be written
+        code = _build()(prog_name="ampdbg", standalone_mode=False)
+    except UsageError as error:
+        said = io.StringIO()
+        cast(Any, error).show(said)
+        say(printable(said.getvalue().rstrip(), but="\n"))
+    except SystemExit:  # the reader of the help has gone, for which Typer exits with 1
+        code = EXIT_HEALTHY
+    except (AmpdbgError, OSError) as error:  # the version or the help could not be written
         say(f"error: {error if isinstance(error, AmpdbgError) else f'stdout: cannot be written: {error.strerror}'}")
     end_streams()
     sys.exit(code)

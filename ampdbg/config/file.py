@@ -129,6 +129,8 @@ def _override(data: dict[Any, Any], override: str, place: Place, places: dict[Ke
     path: KeyPath = tuple(key.strip().split("."))
     if not equals or not all(path):
         return ["write it as dotted.key=value, for example --set train.steps=100"]
+    if not key.isprintable():
+        return [f"got {shown(key)} as a key; allowed: the names of the config's keys, and of arguments"]
     try:
         document = read_yaml(text)
     except YamlError as mistake:

@@ -55,6 +55,10 @@ WRONG = {
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
     "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are json, text"),
+    "an option that turns the text": (
+        ("scan", "a.yaml", "--\u202ename\x1b[2J"),
+        r"No such option: --\u202ename\x1b[2J",
+    ),
     "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'?"),
 }
 
