@@ -310,7 +310,7 @@ def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
             "model={a: 1, a: 2, target: 'math:pi'}",
             "--set model={a: 1, a: 2, target: 'math:pi'}: model.a is given twice",
         ),
-        ("s\udce9ed=3", 'as a key; allowed: the names of'),
+        ("s\udce9ed=3", "as a key; allowed: the names of"),
         (
             "trian.steps=3",
             "precision, train. Did you mean 'train'?",
