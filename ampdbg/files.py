@@ -28,15 +28,18 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
     It has the permissions of ``path``; where that is not there yet, those of any new file.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full.
+        OSError: the folder cannot be written, or the disk is full; it names ``path``.
     """
     _remove_abandoned(path.parent)
     temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with temporary.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         with _held(temporary):
             if path.exists():
                 shutil.copymode(path, temporary)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -95,6 +96,17 @@ def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monke
             assert all(path.exists() for path in (first, second, held, other))
     assert {item.name for item in tmp_path.iterdir()} == {"ampdbg-of-mine", "here"}
     assert [item.name for item in here.iterdir()] == [".record.json.1234abcd.tmp"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, mode: str) -> BinaryIO:
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        replace_file(tmp_path / "train.py", b"new")
+    assert raised.value.filename == str(tmp_path / "train.py")
 
 
 def test_a_file_of_the_longest_name_is_written(tmp_path: Path) -> None:
