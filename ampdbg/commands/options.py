@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ampdbg.errors import AmpdbgError
 from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
@@ -94,9 +97,24 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(command)
     def typed(**options: Any) -> int:
+        _check_folders()
         run = RunOptions(**{name: options.pop(name) for name in shared})
         return command(**options, run=run)
 
     given = [option for name, option in own.parameters.items() if name != "run"]
     vars(typed)["__signature__"] = own.replace(parameters=[*given, *shared.values()])
     return typed
+
+
+def _check_folders() -> None:
+    """Refuses to run where torch itself could not be imported."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise AmpdbgError(
+            "the working folder is gone, or may not be entered; change to another one"
+        ) from None
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise AmpdbgError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None

@@ -84,6 +84,8 @@ def why_no_file(path: Path, written: str, pattern: str) -> str | None:
     """Why ``path`` is no file that can be read, with the files of the same kind beside it; None when it is one."""
     if max(map(len, path.parts)) > LONGEST_NAME:
         return f"got {quoted(written)}, a name of more than {LONGEST_NAME} characters"
+    if os.path.isdir(path.parent) and not os.access(path.parent, os.X_OK):
+        return f"got {quoted(written)}, but the folder {path.parent} may not be entered"
     if path.is_file():
         return None
     if path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,30 @@ def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -
     assert (result.code, result.stdout) == (2, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [("os.getcwd", "the working folder is gone"), ("tempfile.gettempdir", "No folder; set TMPDIR to a folder")],
+)
+def test_a_run_without_a_folder_that_torch_needs_is_refused(asked: str, message: str, here: Here) -> None:
+    def raising() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No folder")
+
+    Path("c.yaml").touch()
+    with here.monkeypatch.context() as patched:
+        patched.setattr(asked, raising)
+        result = here("scan", "c.yaml")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_config_in_a_folder_that_may_not_be_entered_is_refused(here: Here) -> None:
+    here.monkeypatch.setattr("os.access", lambda path, mode: False)
+    result = here("scan", "c.yaml")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == f"error: c.yaml: got 'c.yaml', but the folder {here.folder} may not be entered\n"
 
 
 WRONG_VALUES = {
