@@ -111,9 +111,7 @@ def _check_folders() -> None:
     try:
         os.getcwd()
     except OSError:
-        raise AmpdbgError(
-            "the working folder is gone, or may not be entered; change to another one"
-        ) from None
+        raise AmpdbgError("the working folder is gone, or may not be entered; change to another one") from None
     try:
         tempfile.gettempdir()
     except OSError as error:

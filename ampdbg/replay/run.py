@@ -101,7 +101,8 @@ def run_pass(
         every.append({name: loss.detach() for name, loss in losses.items()})
         has_stopped = has_stopped or stops_at(losses)
         for position, loss in enumerate(() if has_stopped else losses.values(), start=1):
-            with workload.user.running("the backward pass"):
+            # NaN is looked for here too: the user's own detection of anomalies would end the run at the first.
+            with workload.user.running("the backward pass"), torch.autograd.set_detect_anomaly(False):
                 part = scaled(loss * share if share != 1.0 else loss)
                 part.backward(retain_graph=position < len(losses), inputs=_own_parameters(workload, losses, position))
     return tuple(every)

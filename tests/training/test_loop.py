@@ -56,6 +56,11 @@ def two_losses(model, batch):
 def overflowing(model, batch):
     return (model.body(batch[0]) * 60000 * 2).float().mean()
 
+def hunted(model, batch):
+    torch.autograd.set_detect_anomaly(True)
+    h = model.body(batch[0]) * 900
+    return ((h @ h.t() / 1e6).softmax(-1) @ h).float().square().mean()
+
 def masked(model, batch):
     return model.body(batch[0]).masked_fill(batch[0][:, :1] > 0, -1e9).float().mean()
 
@@ -269,6 +274,16 @@ def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_
     with pytest.raises(UserCodeError) as raised:
         run(tmp_path, **step_function("fails"))
     assert "autocast" not in str(raised.value)
+
+
+def test_the_users_own_hunt_for_nan_does_not_end_the_run(tmp_path: Path) -> None:
+    try:
+        record = run(tmp_path, **step_function("hunted"), train={"steps": 2})
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    assert [step.skipped for step in record.steps] == [True, True]
+    assert record.findings[0].code == "forward-overflow"
 
 
 def test_user_code_that_says_cuda_runs_on_a_cpu(tmp_path: Path) -> None:
