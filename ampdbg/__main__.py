@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # the module around it imports for 10 ms, unguarded
 import os
-import signal
 import sys
-from types import FrameType
 
 from ampdbg.errors import EXIT_INTERRUPTED
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
 
 
 def main() -> None:

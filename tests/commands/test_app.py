@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,17 @@ import pytest
 from ampdbg import __version__
 from ampdbg.commands.app import COMMANDS
 from ampdbg.record.file import write_record
-from tests.commands.program import Here, imported_by, start
+from tests.commands.program import Here, environment, imported_by, start
 from tests.report.records import healthy
 
 HEAVY = {"torch", "pydantic", "numpy", "yaml", "rich"}
+
+
+def test_ctrl_c_is_heeded_before_anything_large_is_imported(tmp_path: Path) -> None:
+    code = "import ampdbg.__main__, sys; sys.exit(len({'re', 'typing', 'contextlib', 'inspect'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env=environment(), check=False).returncode == 0
+    )
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
