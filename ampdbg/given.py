@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
     if config is None:
         raise ConfigError(f"got nothing to run; {EITHER}")
     path = Path(config)
-    if path.suffix == ".py" and path.is_file():
+    if path.suffix == ".py" and os.path.isfile(path):
         raise ConfigError(_no_config(path))
     record = read_record(path) if path.suffix == ".json" else None
     return Given(_quoted(path), changes, _config(path, record, overrides), record)

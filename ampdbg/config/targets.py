@@ -75,7 +75,7 @@ def why_absent(target: Target, folder: Path) -> str | None:
     if _module_exists(package, folder):
         return None
     message = f"got {quoted(target.text)}, but no module {package!r} is installed or lies beside the config"
-    if (folder / f"{package}.py").is_file():
+    if os.path.isfile(folder / f"{package}.py"):
         return message
     return f"{message}. Install it, or name a file as FILE.py:{target.name}"
 
@@ -86,13 +86,14 @@ def why_no_file(path: Path, written: str, pattern: str) -> str | None:
         return f"got {quoted(written)}, a name of more than {LONGEST_NAME} characters"
     if os.path.isdir(path.parent) and not os.access(path.parent, os.X_OK):
         return f"got {quoted(written)}, but the folder {path.parent} may not be entered"
-    if path.is_file():
+    # Path's own methods raise where a name is too long for the system.
+    if os.path.isfile(path):
         return None
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"got {quoted(written)}, which is a folder; allowed: a file.{_files_in(path, path.name, pattern)}"
-    if path.exists():
+    if os.path.exists(path):
         return f"got {quoted(written)}, which is neither a file nor a folder; allowed: a file"
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f"got {quoted(written)}, but there is no folder {path.parent}"
     near = _files_in(path.parent, path.name, pattern)
     return f"got {quoted(written)}, but there is no such file in {path.parent}.{near}"

@@ -123,6 +123,12 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         f"model: {{target: '{'x' * 300}.py:f'}}\n" + DATA,
         ("config.yaml:1", "more than 255 characters"),
     ),
+    Broken(
+        "a long module",
+        f"model: {{target: '{'x' * 300}:f'}}\n" + DATA,
+        ("config.yaml:1", "is installed or lies beside the config"),
+    ),
+    Broken("a long path", HEALTHY + f"checkpoint: {'x/' * 3000}x.pt\n", ("config.yaml:4: checkpoint", "no folder")),
     Broken("a far device", HEALTHY + "train: {device: 'cuda:99999999999999999999'}\n", ("train.device", "up to 127")),
     Broken("a long key", HEALTHY + "x" * 1000 + ": 1\n", ("config.yaml:4: xxx", "unknown key")),
     Broken("a long text", HEALTHY + f"train: {{device: {'x' * 9999}}}\n", ('train.device: got "xxx', "up to 127")),
