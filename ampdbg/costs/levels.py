@@ -187,7 +187,7 @@ def _in_a_line(text: str) -> str:
 
 def _pass(run: Run, batch: Any) -> PassUse:
     run.workload.clear_gradients()
-    return use_of_a_pass(run.workload, batch, run.mode.forward, run.mode.scaler().scale)
+    return use_of_a_pass(run.workload, batch, run.mode.forward)
 
 
 def _memory(run: Run, use: PassUse) -> StepMemory:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
 from ampdbg.ops import CASTS, base_name
@@ -42,13 +42,8 @@ class PassUse:
     flops: Mapping[str, int]
 
 
-def use_of_a_pass(
-    workload: Workload,
-    batch: Any,
-    forward: Callable[[], AbstractContextManager[Any]],
-    scaled: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
-) -> PassUse:
-    """Runs forward and backward once; gradients are added to, and buffers change, as in any pass.
+def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], AbstractContextManager[Any]]) -> PassUse:
+    """Runs forward and backward once, at a loss scale of 1; gradients and buffers change as in any pass.
 
     Where CUDA is emulated the tensors are those that a GPU keeps, in their dtypes: the kernels that widen half
     operands stand below autograd. What is a fused kernel on a GPU alone may keep less there.
@@ -57,7 +52,6 @@ def use_of_a_pass(
         workload: what makes losses of the batch.
         batch: on the device; it is copied, for it may be a slice of a data set, and a step may write into it.
         forward: makes the context of the forward pass.
-        scaled: multiplies a loss by the loss scale.
 
     Raises: as :func:`~ampdbg.replay.run.run_pass`.
     """
@@ -76,7 +70,7 @@ def use_of_a_pass(
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
     with run_eagerly(), _Ops(weights) as ops, hooks:
-        run_pass(workload, [duplicate(batch)], forward, scaled=scaled, seen=count)
+        run_pass(workload, [duplicate(batch)], forward, seen=count)
     casts = sum(size for at, size in kept.items() if at in ops.casts)
     return PassUse(sum(kept.values()) - casts, casts, ops.flops)
 
@@ -117,14 +111,17 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 
 def _memory(tensors: Iterable[Any]) -> dict[int, int]:
-    """Bytes by where they lie."""
+    """Bytes by storage. One that is on the meta device, as that of a fake tensor, takes none."""
     parts = (part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in _strided(tensor))
-    return {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    storages = (part.untyped_storage() for part in parts)
+    return {storage._cdata: storage.nbytes() for storage in storages if storage.device.type != "meta"}
 
 
-def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What holds the numbers: the tensor itself, or the parts of a sparse one."""
-    if tensor.layout is torch.sparse_coo:
+def _strided(tensor: Any) -> Iterator[torch.Tensor]:
+    """What holds the numbers: the tensor itself, or the parts of a sparse one, or of one that wraps others."""
+    if is_traceable_wrapper_subclass(tensor):
+        yield from (part for name in tensor.__tensor_flatten__()[0] for part in _strided(getattr(tensor, name)))
+    elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is torch.strided:
         yield tensor

@@ -205,16 +205,11 @@ def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
 
 def _saved_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     """Of several micro-batches the first's. None where the step raises."""
-    is_low = manner.dtype == run.mode.format.name
-    forward = run.mode.forward if is_low else contextlib.nullcontext
-    try:
-        with rewound(run.workload.model, failing.snapshot):
-            use = use_of_a_pass(
-                run.workload, failing.snapshot.batches[0], forward, scaled=lambda loss: loss.float() * manner.scale
-            )
-    except AmpdbgError:
-        return None
-    return use.activations + use.casts
+    forward = run.mode.forward if manner.dtype == run.mode.format.name else contextlib.nullcontext
+    with contextlib.suppress(AmpdbgError), rewound(run.workload.model, failing.snapshot):
+        use = use_of_a_pass(run.workload, failing.snapshot.batches[0], forward)
+        return use.activations + use.casts
+    return None
 
 
 def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:

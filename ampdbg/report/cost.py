@@ -47,7 +47,8 @@ def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
         return view.Headline("stopped", f"Interrupted after {counted(len(levels), 'level')}.")
     lower = [one for one in levels if one.level != "O0" and one.trains and one.memory is not None]
     if not lower:
-        return view.Headline("bad", "No level below FP32 trains this workload as it is.")
+        steps = counted(record.planned_steps, "step")
+        return view.Headline("bad", f"No level below FP32 comes through {steps} without a finding.")
     best, fp32 = min(lower, key=_total), _fp32(levels)
     speed = f", at {_speed(best, fp32)} times its speed" if best.seconds and fp32.seconds else ""
     memory = f" in {_of(_total(best), _total(fp32))} of FP32's memory{speed}" if _total(fp32) else ""

@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from ampdbg import api
+from ampdbg.record.run import Record
 from tests.commands.program import Here
 from tests.costs.perceptron import NET, written
+from tests.report.test_cost import ON_CPU
+
+Faked = Callable[[Record], list[object]]
 
 
-def test_the_page_the_record_and_progress_of_each_level(here: Here) -> None:
-    written(here.folder)
-    result = here("cost", "c.yaml", "--steps", "2", "--batch-size", "1MB", "--record", "r.json")
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Faked:
+    """Makes every comparison return the record; lists how much memory each was asked about."""
+
+    def faked(record: Record) -> list[object]:
+        asked: list[object] = []
+
+        def cost(given: object, *, memory: object, observer: object) -> Record:
+            asked.append(memory)
+            return record
+
+        monkeypatch.setattr(api, "cost", cost)
+        return asked
+
+    return faked
+
+
+def test_the_page_and_progress_of_each_level(here: Here) -> None:
+    written(here.folder, NET.replace("(self.first(x))", "(self.first(x)).float()"))
+    result = here("cost", "c.yaml", "--steps", "2", "--batch-size", "1MB")
     assert result.code == 0
-    assert result.stdout.startswith("✓ O2 trains in 0.9")
+    assert result.stdout.count(" could not run: ") == 2
     assert "The largest batch in 1.0 MB, by doubling" in result.stdout
     for name in ("FP32", "O1", "O2", "O3", "bfloat16"):
         assert f"{name}: 2 steps\n" in result.stderr
-    assert result.stderr.count("\nstep 1/2  loss ") == 5
+    assert result.stderr.count("\nstep 1/2  loss ") == 3
     assert "FP32 from weights rounded to float16\n" in result.stderr
-    again = here("report", "r.json")
-    assert (again.code, again.stdout.partition("Record:")[0]) == (0, result.stdout.partition("Record:")[0])
 
 
-def test_json_is_the_record(here: Here) -> None:
-    written(here.folder)
-    result = here("cost", "c.yaml", "--steps", "1", "--json", "--quiet", "--memory", "2MiB", "--record", "r.json")
-    data = json.loads(result.stdout)
-    assert data == json.loads((here.folder / "r.json").read_text(encoding="utf-8"))
-    assert (data["command"], data["costs"]["budget"], result.stderr) == ("cost", 2 * 1024**2, "")
-
-
-def test_a_failure_of_some_levels_is_no_failure_and_of_all_is_2(here: Here) -> None:
-    written(here.folder, NET.replace("(self.first(x))", "(self.first(x)).float()"))
-    result = here("cost", "c.yaml", "--steps", "1", "--quiet")
-    assert result.code == 0
-    assert result.stdout.count(" could not run: ") == 2
+def test_where_nothing_runs_the_exit_code_is_2(here: Here) -> None:
     written(here.folder, NET.replace("self.first(x)", "self.third(x)"))
     result = here("cost", "c.yaml", "--quiet")
     assert (result.code, result.stdout) == (2, "")
     assert "has no attribute 'third'" in result.stderr
+
+
+def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Faked) -> None:
+    written(here.folder)
+    asked = fake(ON_CPU)
+    result = here("cost", "c.yaml", "--json", "--quiet", "--memory", "2MiB", "--record", "r.json")
+    data = json.loads(result.stdout)
+    assert data == json.loads((here.folder / "r.json").read_text(encoding="utf-8"))
+    assert (result.code, data["command"], asked, result.stderr) == (0, "cost", ["2MiB"], "")
+    page = here("cost", "c.yaml", "--quiet").stdout
+    assert page.startswith("✓ bfloat16 trains in 0.74 of FP32's memory.\n")
+    assert here("report", "r.json").stdout.partition("Record:")[0] == page.partition("Record:")[0]
+
+
+def test_an_interrupt_exits_130_with_what_there_is(here: Here, fake: Faked) -> None:
+    written(here.folder)
+    fake(replace(ON_CPU, interrupted=True))
+    result = here("cost", "c.yaml", "--quiet")
+    assert (result.code, result.stdout.partition("\n")[0]) == (130, "! Interrupted after 5 levels.")
 
 
 @pytest.mark.parametrize("size", ["64", "GiB", "-1GiB", "16 gallons", "1e9"])

@@ -50,6 +50,22 @@ def test_a_terminal_sees_loading_then_step_loss_scale_and_skips(terminal: Termin
     )
 
 
+def test_each_level_of_a_comparison_begins_anew(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
+    with watching(terminal) as watcher:
+        watcher.start(2)
+        for name in ("O1", "O2"):
+            watcher.level(name)
+            watcher.step(skipped_step(0, 65536.0, overflow(0)))
+            watcher.replay(0, "FP32")
+            watcher.step(healthy_step(1))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_on(terminal))
+    drawn = re.findall(r"(O\d: step) .*? (\d/2) .*?(skipped \d)", text)
+    assert list(dict.fromkeys(drawn)) == [
+        (f"{name}: step", f"{done}/2", "skipped 1") for name in ("O1", "O2") for done in (1, 2)
+    ]
+
+
 def test_the_bar_is_drawn_ten_times_a_second_however_fast_the_steps(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from ampdbg.training.loop import batches_of_steps
 
 
 def used(run: Run) -> PassUse:
-    return use_of_a_pass(run.workload, next(batches_of_steps(run))[0], run.mode.forward, run.mode.scaler().scale)
+    return use_of_a_pass(run.workload, next(batches_of_steps(run))[0], run.mode.forward)
 
 
 def counted(run: Run) -> int:

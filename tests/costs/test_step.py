@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampdbg.config.file import load_config
 from ampdbg.costs.step import bytes_of
@@ -110,8 +111,12 @@ def test_all_is_undone_where_the_users_code_raises(tmp_path: Path) -> None:
     assert not is_emulating()
 
 
-def test_memory_counts_once_and_a_sparse_tensor_by_its_parts() -> None:
+def test_memory_counts_once_and_that_of_parts_by_the_parts() -> None:
     dense = torch.zeros(4, 8)
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (3, 5))
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 5), (3, 5), check_invariants=True)
     assert bytes_of([dense, dense[0], dense.t(), 3, None]) == 4 * 8 * 4
     assert bytes_of([sparse]) == 2 * 8 + 2 * 5 * 4
+    jagged = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    assert bytes_of([jagged]) == 5 * 4 * 4 + 3 * 8  # and where each begins
+    with FakeTensorMode():
+        assert bytes_of([torch.ones(3), torch.ones(3, device="meta")]) == 0
