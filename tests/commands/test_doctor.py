@@ -7,6 +7,7 @@ import os
 import stat
 import sys
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from ampdbg.machine.judgments import judged
 from tests.commands.program import ROOT, Here, Result, imported_by, start_anew
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the tools are faked by shell scripts")
+
+INSTALLED = metadata.version("torch")
+"""Without the +cu126 of torch's own, where the package came from PyPI."""
 
 OLD = """#!/bin/sh
 case "$1" in
@@ -101,7 +105,8 @@ def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path
     assert (data["format"], data["version"], result.code) == ("ampdbg.doctor", 1, 0)
     assert not imported_by(result) & {"torch", "ampdbg.environment"}
     seen = data["machine"]["torch"]
-    assert (seen["version"], seen["problem"], seen["problems"]) == (torch.__version__, "", {})
+    assert (seen["imported"], seen["version"]) == (torch.__version__, INSTALLED)
+    assert (seen["problem"], seen["problems"]) == ("", {})
     assert QUESTIONS.keys() < seen.keys()
     assert {"linear", "mm"} <= set(seen["op_lists"]["header"]["LOWER_PRECISION_FP"])
     assert "binary_cross_entropy" in seen["op_lists"]["table"]["BANNED"]
@@ -169,7 +174,7 @@ def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
 )
 def test_a_torch_that_cannot_be_imported_is_a_line(error: str, said: str, tmp_path: Path) -> None:
     text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))))
-    assert f"torch {torch.__version__} cannot be imported: {said}" in text
+    assert f"torch {INSTALLED} cannot be imported: {said}" in text
 
 
 def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
@@ -180,7 +185,7 @@ def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
     monkeypatch.setattr(facts, "TOOL_LIMIT", 0.2)
     monkeypatch.setattr(facts, "IMPORT_LIMIT", 0.3)
     text = told(here("doctor"))
-    assert f"torch {torch.__version__} cannot be imported: no answer within 0.3 s" in text
+    assert f"torch {INSTALLED} cannot be imported: no answer within 0.3 s" in text
     assert "GPU nvidia-smi: no answer within 0.2 s" in text
 
 
