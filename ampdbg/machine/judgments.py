@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ampdbg.machine.facts import Gpu, InstalledTorch, Machine
@@ -23,9 +24,25 @@ class Judgment:
     advice: str = ""
 
 
-# NVIDIA, CUDA C++ Programming Guide, "Compute Capabilities"; by bfloat16's the same GPUs have TF32.
-TENSOR_CORES = (7, 0)
-BFLOAT16 = (8, 0)
+TENSOR_CORES, BFLOAT16 = "tensor cores", "bfloat16"
+UNITS: Mapping[str, tuple[tuple[int, int], str, str, str]] = {
+    TENSOR_CORES: (
+        (7, 0),
+        "yes: FP16 products, added in FP32",
+        "FP16 saves memory here, and hardly any time",
+        "stay in FP32 unless memory is short",
+    ),
+    BFLOAT16: (
+        (8, 0),
+        "native: FP32's range, so that no loss scale is needed",
+        "torch.cuda.is_bf16_supported() is True all the same, since it counts emulation",
+        "use FP16 with a GradScaler, or FP32",
+    ),
+}
+"""From which compute capability on a GPU has it (NVIDIA, CUDA C++ Programming Guide), what it gives, what its lack
+means, and what to do then."""
+
+TF32 = (8, 0)
 
 GTX_16 = "GTX 16"
 """In the names of GPUs of 7.5 without tensor cores, whose FP16 convolutions give NaN (PyTorch issues 58123, 77955)."""
@@ -79,10 +96,12 @@ def _gpu(machine: Machine) -> Iterator[Judgment]:
 def _why_unseen(machine: Machine) -> tuple[str, str]:
     """What keeps torch from a GPU that nvidia-smi lists, as far as it is known, and what to do."""
     torch = machine.torch
+    if not torch.imported:
+        return "torch cannot be asked whether it sees it", ""
+    if not torch.cuda:
+        return "this torch is not built for CUDA", "install torch's CUDA build: https://pytorch.org/get-started"
     if machine.visible is not None:
         return f"CUDA_VISIBLE_DEVICES={machine.visible!r} decides what torch sees", "unset CUDA_VISIBLE_DEVICES"
-    if torch.imported and not torch.cuda:
-        return "this torch is not built for CUDA", "install torch's CUDA build: https://pytorch.org/get-started"
     return torch.problems.get("gpus", "torch does not see it"), ""
 
 
@@ -98,32 +117,21 @@ def _units(machine: Machine) -> Iterator[Judgment]:
     """What each kind of GPU computes with."""
     gpus = dict.fromkeys(machine.torch.gpus or machine.driver.gpus)
     for gpu in gpus:
-        of = f"{gpu.name}: " if len(gpus) > 1 else ""
-        for judgment in (tensor_cores(gpu), _bfloat16(gpu)) if gpu.capability else ():
-            yield Judgment(judgment.topic, judgment.tone, of + judgment.says, judgment.advice)
+        for unit in UNITS if gpu.capability else ():
+            judgment = judged_unit(unit, gpu)
+            yield replace(judgment, says=f"{gpu.name}: {judgment.says}") if len(gpus) > 1 else judgment
 
 
-def tensor_cores(gpu: Gpu) -> Judgment:
-    """Whether FP16 pays on it."""
-    capability = gpu.capability or TENSOR_CORES
-    if GTX_16 in gpu.name:
+def judged_unit(unit: str, gpu: Gpu) -> Judgment:
+    """Whether the GPU has it; good where its capability is not known."""
+    begins, has, lacks, advice = UNITS[unit]
+    if unit is TENSOR_CORES and GTX_16 in gpu.name:
         says = "none in the GTX 16 series, and some of its FP16 kernels give NaN where nothing overflows"
-        return Judgment("tensor cores", "bad", says, "stay in FP32; --device cpu tells its NaN from the model's")
-    if capability < TENSOR_CORES:
-        says = f"none: they begin at 7.0, this is {_dotted(capability)}; FP16 saves memory here, and hardly any time"
-        return Judgment("tensor cores", "doubtful", says, "stay in FP32 unless memory is short")
-    return Judgment("tensor cores", "good", "yes: FP16 products, added in FP32")
-
-
-def _bfloat16(gpu: Gpu) -> Judgment:
-    capability = gpu.capability or BFLOAT16
-    if capability >= BFLOAT16:
-        return Judgment("bfloat16", "good", "native: FP32's range, so that no loss scale is needed")
-    says = (
-        f"not native: that begins at 8.0, this is {_dotted(capability)}; torch.cuda.is_bf16_supported() is True all "
-        "the same, since it counts emulation"
-    )
-    return Judgment("bfloat16", "doubtful", says, "use FP16 with a GradScaler, or FP32")
+        return Judgment(unit, "bad", says, "stay in FP32; --device cpu tells its NaN from the model's")
+    if gpu.capability is None or gpu.capability >= begins:
+        return Judgment(unit, "good", has)
+    says = f"none: that begins at {_dotted(begins)}, this is {_dotted(gpu.capability)}; {lacks}"
+    return Judgment(unit, "doubtful", says, advice)
 
 
 def _cuda(machine: Machine) -> Iterator[Judgment]:
@@ -150,16 +158,16 @@ def _major(version: str) -> int:
 
 def _serves(kernel: str, capability: tuple[int, int]) -> bool:
     """Whether ``sm_80``, ``sm_90a`` or ``compute_90`` runs there: binaries in one major version, PTX on all later."""
-    kind, _, digits = kernel.rstrip("af").partition("_")
-    built = int(digits[:-1]), int(digits[-1])
-    return built <= capability and (kind == "compute" or built[0] == capability[0])
+    name = re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", kernel)
+    built = (int(name[2]), int(name[3])) if name else capability
+    return built <= capability and (kernel.startswith("compute") or built[0] == capability[0])
 
 
 def _arithmetic(machine: Machine) -> Iterator[Judgment]:
     """How torch multiplies as it starts; a script may set it otherwise."""
     torch = machine.torch
     tf32 = listed(name for name, is_on in torch.flags.items() if name.endswith("allow_tf32") and is_on) or "nowhere"
-    if any(gpu.capability and gpu.capability >= BFLOAT16 for gpu in torch.gpus):
+    if any(gpu.capability and gpu.capability >= TF32 for gpu in torch.gpus):
         says = f"torch's default: on in {tf32}, where FP32 has 10 bits, in FP32 replays too"
         yield Judgment("TF32", "plain", says, "set it to False to compare with true FP32")
     elif torch.flags:

@@ -72,10 +72,12 @@ class ShadowTrace(PlacedOps):
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> tuple[bool, float]:
         """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
+        # What a gradient is multiplied by comes of the loss that it is of, and is no mask.
+        written = () if self.is_inner_backward else numbers
         lost = (
             not given  # a constant that the user's code writes out, as are these tensors and numbers
             or traits.name.startswith("aten.lift")
-            or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, numbers)))
+            or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, written)))
             or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
         )
         return lost, max((magnitude.largest for magnitude in low), default=0.0)

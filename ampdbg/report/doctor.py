@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampdbg.escapes import harmless
 from ampdbg.machine.facts import Machine
-from ampdbg.machine.judgments import Judgment, judged, tensor_cores
+from ampdbg.machine.judgments import TENSOR_CORES, Judgment, judged, judged_unit
 
 from .view import Cell, Column, Headline, Page, Table, Words, line
 
@@ -26,7 +26,7 @@ def _headline(machine: Machine) -> Headline:
     torch, driver = machine.torch, machine.driver
     if not torch.imported:
         return Headline("bad", "ampdbg cannot run on this machine.")
-    if any(tensor_cores(gpu).tone != "good" for gpu in torch.gpus):
+    if any(judged_unit(TENSOR_CORES, gpu).tone != "good" for gpu in torch.gpus):
         return Headline("doubtful", "FP16 runs on this machine, and is not worth it on every GPU.")
     if torch.gpus:
         return Headline("good", "FP16 runs on this machine's GPU.")

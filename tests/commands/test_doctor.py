@@ -134,8 +134,8 @@ def test_an_old_gpu_is_judged_by_what_its_driver_says(
     monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", OLD))
     text = told(here("doctor"))
     assert "2 x NVIDIA GeForce GTX 1080 (compute capability 6.1)" in text
-    assert "none: they begin at 7.0, this is 6.1; FP16 saves memory here, and hardly any time" in text
-    assert "not native: that begins at 8.0, this is 6.1" in text
+    assert "none: that begins at 7.0, this is 6.1; FP16 saves memory here, and hardly any time" in text
+    assert "none: that begins at 8.0, this is 6.1" in text
 
 
 def test_a_tool_that_fails_is_a_line(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,14 @@ def headline(machine: Machine) -> str:
 @pytest.mark.parametrize(
     ("gpu", "cores", "bfloat16"),
     [
-        (GTX_1080, "doubtful: none: they begin at 7.0, this is 6.1", "doubtful: not native"),
-        (GTX_1660, "bad: none in the GTX 16 series, and some of its FP16 kernels give NaN", "doubtful: not native"),
-        (T4, "good: yes", "doubtful: not native: that begins at 8.0, this is 7.5"),
-        (V100, "good: yes", "doubtful: not native: that begins at 8.0, this is 7.0"),
+        (GTX_1080, "doubtful: none: that begins at 7.0, this is 6.1", "doubtful: none: that begins at 8.0"),
+        (
+            GTX_1660,
+            "bad: none in the GTX 16 series, and some of its FP16 kernels give NaN",
+            "doubtful: none: that begins at 8.0",
+        ),
+        (T4, "good: yes", "doubtful: none: that begins at 8.0, this is 7.5"),
+        (V100, "good: yes", "doubtful: none: that begins at 8.0, this is 7.0"),
         (H100, "good: yes", "good: native"),
     ],
     ids=lambda value: value.name if isinstance(value, Gpu) else "",
@@ -80,7 +84,7 @@ def test_several_gpus_are_counted_and_each_kind_is_judged() -> None:
     machine = with_gpus(H100, H100, T4)
     assert "2 x NVIDIA H100 80GB HBM3 (compute capability 9.0) and Tesla T4 (" in lines(machine)["GPU"]
     said = [judgment.says for judgment in judged(machine) if judgment.topic == "bfloat16"]
-    assert [text.split(":")[:2] for text in said] == [[H100.name, " native"], ["Tesla T4", " not native"]]
+    assert [text.split(":")[:2] for text in said] == [[H100.name, " native"], ["Tesla T4", " none"]]
 
 
 def test_an_amd_gpu_is_not_measured_by_nvidias_scale() -> None:
@@ -102,6 +106,8 @@ def test_apples_gpu_is_named_and_not_used() -> None:
         (Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,))), "this torch is not built for CUDA"),
         (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,)), visible=""), "CUDA_VISIBLE_DEVICES='' decides"),
         (Machine(CUDA_TORCH, replace(DRIVER, gpus=(H100,))), "torch does not see it"),
+        (Machine(CPU_TORCH, replace(DRIVER, gpus=(H100,)), visible="0"), "this torch is not built for CUDA"),
+        (Machine(InstalledTorch(), replace(DRIVER, gpus=(H100,))), "torch cannot be asked"),
         (
             Machine(replace(CUDA_TORCH, problems={"gpus": "driver too old"}), replace(DRIVER, gpus=(H100,))),
             "driver too old",
@@ -134,6 +140,8 @@ def test_extensions_compile_with_an_nvcc_of_the_same_major_version(nvcc: str, to
         (("sm_60", "sm_80"), False),
         (("sm_80", "compute_50"), False),
         (("sm_62",), True),
+        (("sm_90a", "compute_90a"), True),
+        (("of a form that is not known",), False),
     ],
 )
 def test_a_gpu_that_torch_has_no_kernels_for_is_named(kernels: tuple[str, ...], fails: bool) -> None:

@@ -1,4 +1,10 @@
-"""A scan of a small model and the loop of a script under emulation, for tests of what native AMP promises."""
+"""A scan of a small model, for tests of what native AMP promises in PyTorch's notes and examples.
+
+What has its test elsewhere is not repeated: clipping, unscaling, the order of all calls, and every loop of the examples
+as a healthy one in tests/zoo_misuse; custom_fwd and custom_bwd, checkpointing, code that says ``cuda`` in
+tests/precision/test_code_for_cuda.py; the cache of weights in tests/precision/test_weight_cache.py; PyTorch's own
+tests of its scaler while watched in tests/probes/test_scaling_parity.py.
+"""
 
 from __future__ import annotations
 

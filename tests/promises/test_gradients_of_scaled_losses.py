@@ -182,6 +182,21 @@ def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: floa
     assert {pin.module for pin in record.pins} == {"inner", "outer"}
 
 
+@pytest.mark.parametrize(("scale", "starts"), [("3e6", 1), ("300.0", 0)])
+def test_the_ranges_of_a_penaltys_gradient_are_those_of_the_forward_pass(
+    scale: str, starts: int, tmp_path: Path
+) -> None:
+    record = ampdbg.ranges(config_of(tmp_path, PENALTY.replace("SCALE", scale)))
+    inner = [site for site in record.sites if site.source and "torch.autograd.grad(" in site.source.text]
+    assert [(site.phase, site.op, site.overflow) for site in inner] == [
+        ("forward", "aten._to_copy.default", "starts" if starts else "")
+    ]
+    assert inner[0].abs_max == pytest.approx(float(scale), rel=2**-8)
+    assert [finding.code for finding in record.findings if finding.source == inner[0].source] == (
+        ["forward-overflow"] * starts
+    )
+
+
 ACCUMULATED = """
 import torch
 from torch import nn
