@@ -106,8 +106,8 @@ _TRAINING: Columns = (
     (view.Column("does it train?"), _trained),
     (view.Column("loss", "number"), lambda one: number(one.loss)),
     (view.Column("from FP32", "number"), _apart),
-    (view.Column("noise", "number"), lambda one: "-" if one.noise is None else percent(one.noise)),
-    (view.Column("half FLOPs", "number"), _half_flops),
+    (view.Column("noise", "number", is_spare=True), lambda one: "-" if one.noise is None else percent(one.noise)),
+    (view.Column("half FLOPs", "number", is_spare=True), _half_flops),
 )
 
 
@@ -132,7 +132,7 @@ def _bars(levels: Sequence[LevelCost], fp32: int) -> Columns:
         return line(view.Words(HELD * ends[0] + KEPT * (ends[1] - ends[0]), "chart"))
 
     return (
-        (view.Column("", "sign"), bar),
+        (view.Column("", "sign", is_spare=True), bar),
         (view.Column("bytes", "number"), lambda one: byte_size(_total(one))),
         (view.Column("of FP32", "number"), lambda one: _of(_total(one), fp32)),
     )
@@ -143,7 +143,7 @@ def _part(name: str) -> Callable[[LevelCost], str]:
 
 
 _PARTS: Columns = [
-    (view.Column(name, "number"), _part(name))
+    (view.Column(name, "number", is_spare=name in ("masters", "gradients")), _part(name))
     for name in ("parameters", "masters", "gradients", "optimizer", "casts", "activations")
 ]
 

@@ -88,6 +88,12 @@ def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: st
     assert f"O1        {said}" in rendered(replace(ON_CPU, costs=Costs((LEVELS[0], level, LEVELS[4]))))
 
 
+def test_in_60_columns_no_word_or_number_is_cut() -> None:
+    text = rendered(ON_CPU, width=60)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 60
+
+
 def test_a_binary_budget_is_told_as_it_was_typed() -> None:
     text = rendered(replace(ON_CPU, costs=Costs(LEVELS, batch=32, budget=16 * 2**30)))
     assert "The largest batch in 16 GiB, by doubling\n" in text
