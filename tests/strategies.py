@@ -166,10 +166,10 @@ proofs = st.builds(
 memories = st.builds(StepMemory, *[counts] * 6)
 levels = st.builds(
     LevelCost,
-    **dict.fromkeys(("name", "level", "dtype", "code", "module", "error"), texts),
+    **dict.fromkeys(("name", "level", "dtype", "error"), texts),
     pins=tuples(texts),
     verdict=st.sampled_from(["healthy", "precision", "inconclusive"]),
-    severity=st.sampled_from(["error", "warning", "info"]),
+    finding=st.none() | findings,
     **dict.fromkeys(("steps", "skipped"), counts),
     **dict.fromkeys(("loss", "apart", "noise", "seconds"), st.none() | floats),
     memory=st.none() | memories,

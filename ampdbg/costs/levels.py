@@ -164,13 +164,10 @@ class _Comparison:
 
 
 def _with_training(cost: LevelCost, record: Record) -> LevelCost:
-    root = next((finding for finding in record.findings if finding.severity != "info"), None)
     return replace(
         cost,
         verdict=record.verdict,
-        code=root.code if root else "",
-        severity=root.severity if root else "info",
-        module=root.module if root else "",
+        finding=next((finding for finding in record.findings if finding.severity != "info"), None),
         error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
         steps=record.steps_run,
         skipped=sum(step.skipped for step in record.steps),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ampdbg.record.findings import Count
+from ampdbg.record.findings import Count, Finding
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BatchFit:
 class LevelCost:
     """What one level does and takes.
 
-    ``verdict``, ``code``, ``severity`` and ``module`` are what ``ampdbg scan`` comes to over the ``steps`` that ran, of
+    ``verdict`` and its root ``finding`` are what ``ampdbg scan`` comes to over the ``steps`` that ran, of
     which ``skipped`` were; ``error`` is what stopped it. ``loss`` is the last step's. Where it trains, ``apart`` is how
     far its losses are from FP32's, the median relative difference over the last quarter of the steps, and ``noise`` how
     far FP32 is from itself when it begins with weights rounded to the dtype. ``flops`` are of one micro-batch, forward
@@ -66,9 +66,7 @@ class LevelCost:
     dtype: str
     pins: tuple[str, ...] = ()
     verdict: Literal["healthy", "precision", "other", "inconclusive"] = "inconclusive"
-    code: str = ""
-    severity: Literal["error", "warning", "info"] = "info"
-    module: str = ""
+    finding: Finding | None = None
     error: str = ""
     steps: Count = 0
     skipped: Count = 0

@@ -86,10 +86,10 @@ def _trained(one: LevelCost) -> view.Cell:
         return line(view.Words("✗ ", "bad"), "could not run")
     if one.trains:
         return line(view.Words("✓ ", "good"), f"yes{skipped}")
-    found = f"{one.code}{f' in {one.module}' if one.module else ''}" if one.code else "not known"
-    is_unsure = one.verdict == "inconclusive" or one.severity == "warning"
-    sign = view.Words("? ", "doubtful") if is_unsure else view.Words("✗ ", "bad")
-    return line(sign, f"{found}{skipped}")
+    finding = one.finding
+    is_sure = finding is not None and finding.severity == "error" and one.verdict != "inconclusive"
+    found = "not known" if finding is None else " in ".join(filter(None, (finding.code, finding.module)))
+    return line(view.Words("✗ ", "bad") if is_sure else view.Words("? ", "doubtful"), f"{found}{skipped}")
 
 
 def _apart(one: LevelCost) -> str:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
+from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from tests.conftest import Golden
 from tests.report.pages import rendered
@@ -23,15 +24,16 @@ REASON = (
     "this level the weights are half, and nothing casts what the code computes in float32 for them"
 )
 
+FINDING = Finding("forward-overflow", "error", 0, "forward", "bmm overflows", module="blocks.0.attn")
+
 LEVELS = (
     LevelCost(
         "FP32", "O0", "float32", verdict="healthy", steps=30, loss=1.6881, flops={"float32": 100},
         memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 0, 300 * MB), fit=BatchFit(32, (1, 2, 4), is_reckoned=True),
     ),
     LevelCost(
-        "O1", "O1", "float16", verdict="precision", code="forward-overflow", severity="error",
-        module="blocks.0.attn", steps=30,
-        skipped=28, loss=float("nan"), flops=HALF, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 20 * MB, 160 * MB),
+        "O1", "O1", "float16", verdict="precision", finding=FINDING, steps=30, skipped=28,
+        loss=float("nan"), flops=HALF, memory=StepMemory(40 * MB, 0, 40 * MB, 80 * MB, 20 * MB, 160 * MB),
         fit=BatchFit(4, (1, 2, 4, 9), why="8 times: out of memory"),
     ),
     LevelCost(
@@ -79,8 +81,8 @@ def test_the_headline_names_the_smallest_level_that_trains() -> None:
 @pytest.mark.parametrize(
     ("level", "said"),
     [
-        (replace(LEVELS[1], severity="warning", skipped=0), "? forward-overflow in"),
-        (replace(LEVELS[1], verdict="inconclusive", code="", skipped=0), "? not known"),
+        (replace(LEVELS[1], finding=replace(FINDING, severity="warning"), skipped=0), "? forward-overflow in"),
+        (replace(LEVELS[1], verdict="inconclusive", finding=None, skipped=0), "? not known"),
         (replace(LEVELS[1], skipped=0), "✗ forward-overflow in"),
     ],
 )
