@@ -12,7 +12,9 @@ def text_of(error: BaseException) -> str:
     """What an exception says, in text that UTF-8 can hold; "" where its ``__str__`` fails."""
     try:
         return str(error).encode("utf-8", "replace").decode("utf-8")
-    except Exception:  # noqa: BLE001 - the user's __str__ may raise anything, or return no string
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - the user's __str__ may raise anything, or return no string
         return ""
 
 

@@ -99,8 +99,9 @@ def _stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values that a tensor stores, as a dense tensor; of a dense one itself."""
     if not tensor.is_nested and wraps_others(tensor):  # a DTensor: this rank's part
         holder: Any = tensor
-        inner = [_stored(getattr(holder, name)) for name in holder.__tensor_flatten__()[0]]
-        return next((part for part in inner if part.is_floating_point()), inner[0])
+        held = (getattr(holder, name) for name in holder.__tensor_flatten__()[0])
+        inner = [_stored(value) for value in held if isinstance(value, torch.Tensor)]  # a mesh may be held too
+        return next((part for part in inner if part.is_floating_point()), torch.empty(0))
     if isinstance(tensor, MaskedTensor):
         tensor = tensor.to_tensor(0)
     if tensor.is_mkldnn:

@@ -20,6 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+class Meshed(TwoTensor):
+    mesh = object()  # as DTensor's
+    def __tensor_flatten__(self):
+        return ["mesh", "a"], None
+
 def emptied():
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
@@ -44,6 +49,7 @@ def made(kind):
         "float8": lambda: ones.to(torch.float8_e4m3fn),
         "repeated without end": lambda: torch.ones(1).expand(10**7, 10**7),
         "float4": lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "of a mesh": lambda: Meshed(torch.ones(3), torch.ones(3)),
         "of two": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
         "emptied": emptied,
         "inference": lambda: torch.inference_mode()(torch.ones)(3),
@@ -75,7 +81,7 @@ def step(model, batch):
 
 KINDS = (
     "repeated,overlapping,nested,jagged,sparse,sparse rows,mkldnn,quantized,quantized by channel,masked,fake,meta,"
-    "complex,float8,repeated without end,of two,emptied,inference"
+    "complex,float8,repeated without end,of two,of a mesh,emptied,inference"
 ).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
 PLACES = ("buffer", "attribute", "batch")

@@ -24,6 +24,11 @@ class Stop(BaseException):
     pass
 
 
+class ExitText(Exception):
+    def __str__(self):
+        sys.exit(0)
+
+
 class NoText(Exception):
     def __str__(self):
         raise RuntimeError("no text")
@@ -141,6 +146,7 @@ RAISED = {
     "CancelledError": ("raise asyncio.CancelledError", "raised CancelledError"),
     "SystemExit": ("sys.exit(3)", "raised SystemExit: 3; keep what a script does"),
     "no text": ("raise NoText", "raised NoText"),
+    "a text that exits": ("raise ExitText", "raised ExitText"),
     "another text": ("raise OtherText", "raised OtherText"),
     "half a surrogate pair": (r'raise ValueError("bad \udc80 name")', "raised ValueError: bad ? name"),
     "a very long text": ('raise ValueError("x" * 10**6)', "raised ValueError: xxx"),
