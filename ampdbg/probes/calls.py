@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class Calls:
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
         self._actors: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self._count = count(1)
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
@@ -206,11 +208,9 @@ class Calls:
 
     def _number(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; it is kept alive, so that no other one gets its id."""
-        for number, known in self._actors.items():
-            if known is actor:
-                return number
-        self._actors[len(self._actors) + 1] = actor
-        return len(self._actors)
+        number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
+        self._actors[number] = actor
+        return number
 
 
 def _in_autocast(roots: Sequence[Any]) -> bool:

@@ -54,6 +54,7 @@ class Watch:
         self.log = StepLog(model, on_step)
         self.calls = Calls(optimizers, self.log.closed)
         self._loop = _Loop()
+        self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._paused = False
         self._interrupted = False
@@ -93,6 +94,7 @@ class Watch:
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's that the loop has called, and notes the call."""
+        self._threads.add(threading.get_ident())
         call = seam, id(args[0]) if args else 0
         # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
         if self._paused or call in self._loop.inside:
@@ -116,13 +118,14 @@ class Watch:
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
-        """The calls that stood in the wrong place so far."""
-        return self.calls.misuses
+        """The calls that stood in the wrong place so far; none where loops in several threads mix theirs."""
+        return self.calls.misuses if len(self._threads) < 2 else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
-        return (*self._idle(), *self.log.notes)
+        several = ("loops in several threads were seen: the order of their calls is not judged",)
+        return (*self._idle(), *self.log.notes, *several[: len(self._threads) > 1])
 
     def _idle(self) -> Iterator[str]:
         """A loop with a scaler is meant to run in half precision; autocast and scaler may do nothing on its device."""
@@ -250,6 +253,8 @@ class Watch:
             return original(roots, *args, **kwargs)
         if scaler_of(roots) is None:
             self._before_unscaled_backward(roots)
+        if len(self._threads) > 1:  # others may write the gradients that would be compared
+            return original(roots, *args, **kwargs)
         return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
 
     def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -608,6 +608,7 @@ def test_loops_in_threads_are_told_apart() -> None:
         thread.join()
     assert [(len(one.steps), one.misuses) for one in watches] == [(3, ()), (3, ())]
     assert not any(step.skipped for one in watches for step in one.steps)
+    assert all("several threads" in one.notes[-1] for one in watches)  # whose order of calls is not judged
 
 
 def test_what_others_wrap_meanwhile_stays_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
