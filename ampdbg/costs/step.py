@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,10 +97,11 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
-        packet = op.overloadpacket
-        if packet in FORMULAS:
-            operand = next(value for value in args if isinstance(value, torch.Tensor))
-            self.flops[str(operand.dtype)[6:]] += FORMULAS[packet](*args, **(kwargs or {}), out_val=out)
+        formula = FORMULAS.get(getattr(op, "overloadpacket", op))
+        if formula is not None:
+            operand = next((value for value in args if isinstance(value, torch.Tensor)), out)
+            with contextlib.suppress(Exception):  # of operands that a formula does not know, such as nested ones
+                self.flops[str(operand.dtype)[6:]] += int(formula(*args, **(kwargs or {}), out_val=out))
         elif base_name(str(op)) in CASTS and _memory(args[:1]).keys() & self._weights:
             self.casts.update(dict.fromkeys(_memory([out]), out))
         return out

@@ -73,6 +73,12 @@ def test_fused_attention_is_counted_as_torch_counts_that_of_a_gpu(tmp_path: Path
     assert flops - without == 2 * product + 5 * product  # backward it computes the scores again
 
 
+def test_an_op_that_a_formula_does_not_know_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampdbg.costs.step.FORMULAS", {torch.ops.aten.addmm: lambda *args, **kwargs: args[99]})
+    with prepared(load_config(written(tmp_path))) as run:
+        assert used(run).flops == {}
+
+
 DISCARDED = NET.replace(
     "return self.second(", "self.second(x.new_zeros(99, 32).requires_grad_()).exp()\n        return self.second("
 )
