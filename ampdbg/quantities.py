@@ -45,8 +45,8 @@ def share(part: float, whole: float = 1.0) -> str:
 
 
 def percent(part: float) -> str:
-    """A percentage with two digits, however small it is."""
-    return f"{100 * part:.2g}%"
+    """A percentage with two digits, however small it is; ``-`` of what is not finite."""
+    return f"{100 * part:.2g}%" if math.isfinite(part) else "-"
 
 
 def counted(count: int, noun: str) -> str:

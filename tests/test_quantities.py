@@ -97,6 +97,8 @@ def test_a_size_is_read_with_its_unit(text: str, count: int) -> None:
     assert quantities.byte_count(text) == count
 
 
-@pytest.mark.parametrize(("part", "text"), [(0.0000141, "0.0014%"), (0.04, "4%"), (1.234, "1.2e+02%"), (0.0, "0%")])
+@pytest.mark.parametrize(
+    ("part", "text"), [(0.0000141, "0.0014%"), (0.04, "4%"), (1.234, "1.2e+02%"), (0.0, "0%"), (math.nan, "-")]
+)
 def test_a_small_share_keeps_two_digits(part: float, text: str) -> None:
     assert quantities.percent(part) == text

@@ -95,7 +95,8 @@ def _trained(one: LevelCost) -> view.Cell:
 def _apart(one: LevelCost) -> str:
     if one.apart is None:
         return "-"
-    return percent(one.apart) + ("*" if one.noise is None or one.apart > NOISE_FLOORS * one.noise else "")
+    is_noise = one.noise is not None and one.apart <= NOISE_FLOORS * one.noise
+    return percent(one.apart) + ("" if is_noise else "*")
 
 
 def _half_flops(one: LevelCost) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,6 +89,15 @@ def test_the_headline_names_the_smallest_level_that_trains() -> None:
 )
 def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: str) -> None:
     assert f"O1        {said}" in rendered(replace(ON_CPU, costs=Costs((LEVELS[0], level, LEVELS[4]))))
+
+
+@pytest.mark.parametrize(
+    ("apart", "noise", "said"),
+    [(0.04, 0.01, "4%"), (0.0401, 0.01, "4%*"), (0.0, 0.0, "0%"), (0.01, math.nan, "1%*"), (0.01, None, "1%*")],
+)
+def test_only_what_is_within_the_noise_has_no_star(apart: float, noise: float | None, said: str) -> None:
+    one = replace(LEVELS[4], apart=apart, noise=noise)
+    assert rendered(replace(ON_CPU, costs=Costs((LEVELS[0], one)))).splitlines()[5].split()[4] == said
 
 
 def test_in_60_columns_no_word_or_number_is_cut() -> None:
