@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .api import bisect as bisect
     from .api import cost as cost
     from .api import ranges as ranges
+    from .api import run as run
     from .api import scan as scan
     from .api import suggest_fp32 as suggest_fp32
     from .diagnosis.diagnose import diagnose as diagnose
@@ -25,6 +26,7 @@ _HOMES = {
     "ranges": ".api",
     "bisect": ".api",
     "cost": ".api",
+    "run": ".api",
     "suggest_fp32": ".api",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,40 @@ def scan(
 
     with _diagnosed("scan", diagnose):
         return diagnose(train(checked, observer=observer, replays=replays))
+
+
+def run(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    emulate: bool = False,
+    ended: Callable[[Record], None] = lambda record: None,
+) -> Record:
+    """Runs an unchanged training script and watches every optimizer and loss scaler that it makes.
+
+    The script ends as it would without: the record's ``script`` has its exit code, and what it raises is shown as
+    Python shows it.
+
+    Args:
+        script: a Python file, or with ``is_module`` the dotted name of a module.
+        arguments: the script's own.
+        is_module: as ``python -m``.
+        emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
+        ended: called with the record where SIGTERM ends the script, a moment before the process does.
+
+    Raises:
+        ScriptError: there is nothing of this name to run.
+        SystemExit: in a child that the script has forked, which ends as it would.
+    """
+    from ampdbg.script.launch import Script
+
+    given = Script(str(script), tuple(arguments), is_module)
+    given.check()
+    from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.script.watched import watch_script
+
+    return diagnose(watch_script(given, emulate=emulate, ended=lambda record: ended(diagnose(record))))
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:

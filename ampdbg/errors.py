@@ -53,6 +53,10 @@ class UserCodeError(AmpdbgError):
         self.user_traceback = user_traceback
 
 
+class ScriptError(AmpdbgError):
+    """A script cannot be started: there is none of this name, or it is a launcher."""
+
+
 class RecordError(AmpdbgError):
     """A record could not be read or written."""
 

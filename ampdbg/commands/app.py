@@ -17,7 +17,7 @@ from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import bisect, cost, doctor, explain, ranges, report, scan, suggest_fp32
+from . import bisect, cost, doctor, explain, ranges, report, run, scan, suggest_fp32
 from .failure import guarded
 from .output import end_streams, say, write_result
 
@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bisect": bisect.command,
     "suggest-fp32": suggest_fp32.command,
     "cost": cost.command,
+    "run": run.command,
     "report": report.command,
     "explain": explain.command,
     "doctor": doctor.command,
@@ -62,7 +63,8 @@ def _build() -> typer.Typer:
     )
     app.callback()(_program)
     for name, function in COMMANDS.items():
-        app.command(name)(guarded(function))
+        settings = {"allow_interspersed_args": False} if function is run.command else {}
+        app.command(name, context_settings=settings)(guarded(function))
     return app
 
 

@@ -34,7 +34,8 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
     def run(**options: Any) -> None:
         debug = bool(options.get("debug", False))
         try:
-            with interruptible():
+            # A script that is run has the signals for itself.
+            with interruptible() if "script" not in options else contextlib.nullcontext():
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)

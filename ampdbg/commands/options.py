@@ -42,6 +42,16 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_OR_REC
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
+RecordFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--record",
+        metavar="FILE",
+        dir_okay=False,
+        callback=_checked_record,
+        help="Write the record here, not into .ampdbg/.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -60,16 +70,7 @@ class RunOptions:
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Set any config key: dotted.key=YAML. Repeatable."),
     ] = None
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            "--record",
-            metavar="FILE",
-            dir_okay=False,
-            callback=_checked_record,
-            help="Write the record here, not into .ampdbg/.",
-        ),
-    ] = None
+    record: RecordFile = None
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")] = False
     debug: Debug = False

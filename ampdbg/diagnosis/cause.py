@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
-from ampdbg.diagnosis.divergence import divergence, first_divergence
+from ampdbg.diagnosis.divergence import divergence, first_divergence, has_risen
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     UNKNOWN,
@@ -26,7 +26,7 @@ from ampdbg.diagnosis.producers import (
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.quantities import number
-from ampdbg.record.codes import finding_of
+from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Producer, Record, Replay
 
@@ -82,6 +82,8 @@ def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:
 
 def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite."""
+    if len(made.replays) == 1 and made.reproduced:
+        return seen_where_it_trained(made, record)
     if made.reproduced == 0:
         message = f"none of {made.tries} replays reproduced the failure"
         return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
@@ -99,6 +101,34 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         low = format_of(made.replays[0].dtype).short
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     return precision_cause(suspect)
+
+
+def seen_where_it_trained(made: Investigation, record: Record) -> Finding:
+    """The finding of a step that was traced as it trained, and not replayed: FP32 is known of single ops alone.
+
+    It counts from the first of the withheld steps in a row: all have the same weights.
+    """
+    found = _of_single_ops(made, record)
+    withheld = {step.step for step in record.steps if step.skipped}
+    first = made.step
+    while first - 1 in withheld:
+        first -= 1
+    return replace(found, step=first, evidence={**found.evidence, "traced_step": made.step})
+
+
+def _of_single_ops(made: Investigation, record: Record) -> Finding:
+    suspect = culprit(made)
+    if suspect is None or suspect.producer.finite_in_fp32 is None:
+        at = suspect.producer if suspect else next(iter(made.replays[0].producers), None)
+        makes = (
+            f"{named(at)} makes inf or NaN of finite numbers, in FP32 too" if at else "no op was found that begins it"
+        )
+        return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {makes}", at)
+    found = precision_cause(suspect)
+    if has_risen(made, record):
+        why = "the losses had risen before, so that a learning rate which diverges may be what is behind it"
+        return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
+    return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
 
 
 def wrong_in_fp32_too(made: Investigation) -> Finding:

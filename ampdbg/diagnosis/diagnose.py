@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
-from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
+from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses, not_half
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import (
     buffer_poisoned,
@@ -39,6 +39,7 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     lost_updates,
     frozen_weights,
     doubtful_misuses,
+    not_half,
 )
 
 
@@ -79,7 +80,7 @@ def _is_of_precision(finding: Finding) -> bool:
 
 def _verdict(record: Record, faults: list[Finding]) -> Verdict:
     if not faults:
-        return "inconclusive" if record.error or record.environment.policy == "no" else "healthy"
+        return "inconclusive" if record.error else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if verdict == "inconclusive" and finite_in_fp32:
         return "precision"

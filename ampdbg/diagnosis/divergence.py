@@ -88,5 +88,10 @@ def _diverges(made: Investigation, record: Record) -> bool:
     return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
 
 
+def has_risen(made: Investigation, record: Record) -> bool:
+    """Whether the losses before a step had risen, so that what overflows there may come of the learning rate."""
+    return rose([step.loss for step in record.steps if step.step < made.step])
+
+
 def _was_replayed(made: Investigation) -> bool:
     return made.reproduced > 0 and len(made.replays) > 1 and not made.replays[1].error

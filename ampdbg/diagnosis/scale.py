@@ -134,7 +134,12 @@ def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
 
 
 def _is_calibration(made: Investigation, record: Record) -> bool:
-    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find."""
+    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find.
+
+    Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
+    """
+    if len(made.replays) == 1:
+        return True
     if _is_static(record) or _usable_scale(made) is None:
         return False
     return is_finite(made.replays[1]) and CODES[cause_of(made, record).code].keeps_scale
@@ -149,7 +154,11 @@ def _usable_scale(made: Investigation) -> float | None:
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
     """Whether no scale has worked yet, and the replays show that one will."""
     has_worked = any(not step.skipped for step in record.steps)
-    return not has_worked and bool(investigated) and all(_is_calibration(made, record) for made in investigated)
+    return not has_worked and bool(investigated) and all(_will_work(made, record) for made in investigated)
+
+
+def _will_work(made: Investigation, record: Record) -> bool:
+    return len(made.replays) > 1 and _is_calibration(made, record)
 
 
 def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], record: Record) -> bool:

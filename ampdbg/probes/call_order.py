@@ -89,12 +89,17 @@ class StepCount:
 class CallOrder:
     """The state machine; feed it each call in order."""
 
-    def __init__(self, optimizers: int) -> None:
-        self.gradients = [GradientState() for _ in range(optimizers)]
-        self.progress = [StepCount() for _ in range(optimizers)]
+    def __init__(self) -> None:
+        self.gradients: list[GradientState] = []
+        self.progress: list[StepCount] = []
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
+
+    def add_optimizer(self) -> None:
+        """Another one, whose place is behind the others."""
+        self.gradients.append(GradientState())
+        self.progress.append(StepCount())
 
     def hits(self, call: Call) -> tuple[Hit, ...]:
         """What is wrong with this call, or with an earlier one as this call shows."""

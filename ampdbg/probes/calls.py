@@ -5,6 +5,7 @@ Autograd tells without a sync which scaler scaled a loss, which dtypes it went t
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -46,28 +47,30 @@ _SCALER = "ampdbg.scaler"
 class Calls:
     """The calls seen so far, and what is wrong with their order."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], step: Callable[[], int]) -> None:
-        self._places = {id(optimizer): place for place, optimizer in enumerate(optimizers)}
-        self._owners = {
-            id(parameter): place
-            for place, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        self._marks = [GradientMarks(optimizer) for optimizer in optimizers]
-        self._order = CallOrder(len(optimizers))
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._places: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
+        self._marks: list[GradientMarks] = []
+        self._order = CallOrder()
         self._step = step
         self.lowered: set[str] = set()
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
-        self._actors: dict[int, Any] = {}
+        self._actors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._numbers: dict[int, int] = {}
         self._count = count(1)
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
         self._explained = 0
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another one, whose place is behind the others; held weakly, as all that is noted here."""
+        place = self._places[id(optimizer)] = len(self._marks)
+        self._owners.update((id(one), place) for group in optimizer.param_groups for one in group["params"])
+        self._marks.append(GradientMarks(optimizer))
+        self._order.add_optimizer()
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
@@ -118,7 +121,7 @@ class Calls:
 
     def scaler_of(self, optimizer: torch.optim.Optimizer) -> Any:
         """The scaler whose loss scale the gradients of this optimizer still carry; None where none is known."""
-        return self._actors.get(self._order.carries_scale(self._places[id(optimizer)]))
+        return self._actor(self._order.carries_scale(self._places[id(optimizer)]))
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``unscale_`` was called for this optimizer, and no step since."""
@@ -159,13 +162,18 @@ class Calls:
         """Clips gradients and notes whose; a limit beyond the loss scale itself is meant for scaled ones."""
         places = self.owners(parameters)
         held = [self._order.carries_scale(place) for place in places]
-        meant = any(scaler and float(limit) >= float(self._actors[scaler]._get_scale_async()) for scaler in held)
+        scalers = [scaler for scaler in map(self._actor, held) if scaler is not None]
+        meant = any(float(limit) >= float(scaler._get_scale_async()) for scaler in scalers)
         if not meant:
             self._note("clip", places, rewritten=self._rewritten())
         result = run()
         for place in places:
             self._marks[place].note()
         return result
+
+    def place_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """In which order it was added, from 0."""
+        return self._places[id(optimizer)]
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The places of the optimizers that hold any of these parameters."""
@@ -207,10 +215,14 @@ class Calls:
         return 0 if scaler is None else self._number(scaler)
 
     def _number(self, actor: Any) -> int:
-        """A number for a scaler or scheduler, from 1; it is kept alive, so that no other one gets its id."""
+        """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
         number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
         self._actors[number] = actor
         return number
+
+    def _actor(self, number: int) -> Any:
+        """Whose number that is; None of 0, and of one that has gone."""
+        return self._actors.get(number)
 
 
 def _in_autocast(roots: Sequence[Any]) -> bool:
@@ -298,12 +310,13 @@ class GradientMarks:
     """The state of a sample of one optimizer's gradients when it was last noted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._parameters = _sample(optimizer)
+        self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
         self._noted = self.now()
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
-        gradients = (parameter.grad for parameter in self._parameters)
+        parameters = (held() for held in self._parameters)
+        gradients = (None if parameter is None else parameter.grad for parameter in parameters)
         return tuple(None if gradient is None else (id(gradient), gradient._version) for gradient in gradients)
 
     def note(self) -> None:

@@ -1,7 +1,7 @@
 """torch's functions that a training loop calls, replaced once while any watcher is attached.
 
-The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers. Watchers may come
-and go in any order: the last one that leaves restores torch.
+The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers.
+Watchers may come and go in any order: the last one that leaves restores torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule"]
+Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer"]
 
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
@@ -64,6 +64,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield torch.autograd, "_engine_run_backward", "engine"
     yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
+    yield torch.optim.Optimizer, "__init__", "optimizer"
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.probes.gradients import NormOfEach
-from ampdbg.probes.tensors import nonfinite_in_model, to_host
+from ampdbg.probes.tensors import HoldsTensors, nonfinite_in_model, to_host
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 
@@ -117,10 +117,10 @@ class StepLog:
         on_step: called with each Step as it ends.
     """
 
-    def __init__(self, model: torch.nn.Module, on_step: Callable[[Step], None] | None) -> None:
-        self.batch: list[TensorCounts] = list(nonfinite_in_model(model))
+    def __init__(self, model: HoldsTensors, on_step: Callable[[Step], None] | None) -> None:
+        self.batch: list[TensorCounts] = []
         self._model = model
-        self._known_bad = {counts.name for counts in self.batch}
+        self._known_bad: set[str] = set()
         self._listed_steps = 0
         self._listed_parameters = 0
         self._on_step = on_step
@@ -130,6 +130,13 @@ class StepLog:
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._room, self._stride = MOST_STEPS, 1
+        self.look_at_model()
+
+    def look_at_model(self) -> None:
+        """Notes what of the model is not finite before the step under way, where that was not known."""
+        found = nonfinite_in_model(self._model, but=self._known_bad)
+        self.batch += found
+        self._known_bad |= {counts.name for counts in found}
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -125,8 +125,20 @@ def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield _pytree.keystr(path), leaf
 
 
+class HoldsTensors(Protocol):
+    """What has parameters and buffers by name."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters, each once, by qualified name."""
+        ...
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers, each once, by qualified name."""
+        ...
+
+
 def nonfinite_in_model(
-    model: torch.nn.Module, when: When = "before", but: Container[str] = ()
+    model: HoldsTensors, when: When = "before", but: Container[str] = ()
 ) -> tuple[TensorCounts, ...]:
     """The parameters and buffers of a model that hold inf or NaN, ``but`` for these names; ``when`` is passed on."""
     parameters = (pair for pair in model.named_parameters() if pair[0] not in but)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -90,12 +90,13 @@ TORCH_ERRORS = (
 )
 
 
-def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> AutocastError | None:
+def autocast_error(
+    cause: BaseException | None, step: int, modules: Iterable[tuple[str, torch.nn.Module]]
+) -> AutocastError | None:
     """The finding that an exception of the user's code is, or None when autocast did not cause it.
 
-    Its module is the innermost of the ``model`` whose code was running.
+    Its module is the innermost of the ``modules``, given with their names, whose code was running.
     """
-    cause = raised.__cause__
     if cause is None:
         return None
     text = text_of(cause)
@@ -103,7 +104,7 @@ def autocast_error(raised: AmpdbgError, step: int, model: torch.nn.Module) -> Au
     if known is None:
         return None
     line = line_of_error(cause)
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in modules}
     owners = [value for frame, _ in traceback.walk_tb(cause.__traceback__) for value in _first_argument(frame)]
     running = [names[value] for value in owners if isinstance(value, torch.nn.Module) and value in names]
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdbg.environment import environment_of
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
+from ampdbg.probes.models import Models
 from ampdbg.probes.seams import Seam, attach, detach
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
@@ -44,20 +47,28 @@ class Watch:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None,
         optimizers: Sequence[torch.optim.Optimizer],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.log = StepLog(model, on_step)
-        self.calls = Calls(optimizers, self.log.closed)
+        self.models = Models(model)
+        self._given = tuple(optimizers)
+        self._learns = model is None
+        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+        self._groups: tuple[str, ...] = ()
+        self._device = next((value.device for _, value in self.models.named_parameters()), torch.device("cpu"))
+        self.log = StepLog(self.models, on_step)
+        self.calls = Calls(self.log.closed)
+        for optimizer in optimizers:
+            self._add(optimizer)
         self._loop = _Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._paused = False
         self._interrupted = False
+        self.ended: Callable[[bool], None] = lambda is_bad: None
+        """Called when a step has ended, with whether the scaler withheld it."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -66,12 +77,11 @@ class Watch:
         """Watches from now on; nothing where it does so already."""
         if self._restoring is None:
             self._restoring = ExitStack()
-            for optimizer in self._optimizers.values():
-                for handle in (
-                    optimizer.register_step_pre_hook(self._before_bare_step),
-                    optimizer.register_step_post_hook(self._after_bare_step),
-                ):
-                    self._restoring.callback(handle.remove)
+            for handle in (
+                register_optimizer_step_pre_hook(self._before_bare_step),
+                register_optimizer_step_post_hook(self._after_bare_step),
+            ):
+                self._restoring.callback(handle.remove)
             attach(self.around)
             self._restoring.callback(detach, self.around)
         return self
@@ -114,7 +124,31 @@ class Watch:
     def groups(self) -> tuple[str, ...]:
         """The name of every parameter group, over all optimizers."""
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        return tuple(group_name(group, index) for index, group in enumerate(groups))
+        if groups:  # else they have gone with the function that trained
+            self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
+        return self._groups
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self.calls.add_optimizer(optimizer)
+        self._groups = self.groups
+
+    def _learn(self) -> None:
+        """Watches the optimizers that were made since, with the models that they train."""
+        while self._new:
+            optimizer = self._new.pop()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if parameters and id(optimizer) not in self._optimizers:
+                self.models.learn(optimizer)
+                self._device = self._device if self._optimizers else parameters[0].device
+                self._add(optimizer)
+                self.log.look_at_model()
+
+    def _made(self, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(optimizer, *args, **kwargs)
+        if self._learns:
+            self._new.add(optimizer)
+        return result
 
     @property
     def misuses(self) -> tuple[Misuse, ...]:
@@ -125,21 +159,17 @@ class Watch:
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out, and whether they say anything of half precision."""
         several = ("loops in several threads were seen: the order of their calls is not judged",)
-        return (*self._idle(), *self.log.notes, *several[: len(self._threads) > 1])
+        return (*self.log.notes, *several[: len(self._threads) > 1])
 
-    def _idle(self) -> Iterator[str]:
+    def _is_idle(self) -> bool:
         """A loop with a scaler is meant to run in half precision; autocast and scaler may do nothing on its device."""
         is_disabled = bool(self._scalers) and not any(self._scalers.values())
-        if is_disabled and self.calls.graphs and not self.calls.lowered:
-            yield (
-                f"no op ran in FP16 or bfloat16: autocast had no effect on {self._device.type} and GradScaler is "
-                "disabled; these steps say nothing about FP16"
-            )
+        return is_disabled and self.calls.graphs > 0 and not self.calls.lowered
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
         device, emulated = self._device, is_emulating() and self._device.type == "cpu"
-        policy = "no" if any(self._idle()) else "cuda" if device.type == "cuda" or emulated else "native"
+        policy = "no" if self._is_idle() else "cuda" if device.type == "cuda" or emulated else "native"
         return Record(
             command="watch",
             created=self._created,
@@ -164,6 +194,7 @@ class Watch:
             self._paused = before
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+        self._learn()
         self._scalers[id(scaler)] = scaler.is_enabled()
         result = original(scaler, outputs)
         if scaler.is_enabled():  # else it hands on what goes backward as it is
@@ -222,7 +253,7 @@ class Watch:
             self.calls.by_scaler("update", scaler)
         step, self._loop.now = self._loop.now, OpenStep()
         if step.stepped:
-            self.log.close(step)
+            self._log(step)
         return result
 
     def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
@@ -248,6 +279,7 @@ class Watch:
         inside_the_engine = torch._C._current_graph_task_id() != -1
         if inside_the_engine:
             return original(roots, *args, **kwargs)
+        self._learn()
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
@@ -274,7 +306,7 @@ class Watch:
 
     def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._loop.fired.add(id(optimizer))
-        if self._paused or self._is_inside("step"):
+        if self._is_ignored(optimizer):
             return
         if id(optimizer) in self._loop.now.bare:
             self._close()
@@ -287,7 +319,7 @@ class Watch:
         step.before_closure = len(step.scaled)
 
     def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._paused or self._is_inside("step"):
+        if self._is_ignored(optimizer):
             return
         step = self._loop.now
         step.bare.add(id(optimizer))  # where its closure has begun a step
@@ -295,14 +327,17 @@ class Watch:
         self._measure(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             self._note_groups(optimizer)
-        if step.scaler is None and step.bare == self._optimizers.keys():
+        if step.scaler is None and step.bare == set(self._optimizers.keys()):
             self._close()
+
+    def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._paused or self._is_inside("step") or id(optimizer) not in self._optimizers
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
-        optimizers = tuple(self._optimizers.values())
-        for place in self.calls.owners(parameters):
-            optimizer, scaler = optimizers[place], self.calls.scaler_of(optimizers[place])
+        places = self.calls.owners(parameters)
+        for optimizer in [one for one in self._optimizers.values() if self.calls.place_of(one) in places]:
+            scaler = self.calls.scaler_of(optimizer)
             if id(optimizer) not in self._loop.now.norms:
                 self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
                 if not self.calls.is_unscaled(optimizer):
@@ -342,12 +377,17 @@ class Watch:
         self, optimizer: torch.optim.Optimizer, before: NormOfEach | None = None
     ) -> tuple[GroupOverflow, ...]:
         others = takewhile(lambda other: other is not optimizer, self._optimizers.values())
-        return nonfinite_groups(optimizer, self._names, sum(len(other.param_groups) for other in others), before)
+        names = {id(parameter): name for name, parameter in self.models.named_parameters()}
+        return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
 
     def _close(self) -> None:
         """Ends the step that is under way."""
         step, self._loop.now = self._loop.now, OpenStep()
+        self._log(step)
+
+    def _log(self, step: OpenStep) -> None:
         self.log.close(step)
+        self.ended(step.skipped)
 
     def _finish(self) -> None:
         if self._loop.now.bare and self._loop.now.stepped:
@@ -391,6 +431,7 @@ _AROUND: Mapping[Seam, Callable[..., Any]] = {
     "engine": Watch._backward,
     "clip": Watch._clip,
     "schedule": Watch._schedule,
+    "optimizer": Watch._made,
 }
 
 

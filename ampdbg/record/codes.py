@@ -410,6 +410,18 @@ _ALL = (
         "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
         "warning",
     ),
+    replace(
+        _misuse(
+            "not-half",
+            SETUP,
+            "forward",
+            "no op ran in FP16 or bfloat16: autocast had no effect on the device, and GradScaler is disabled",
+            "run it on a GPU, or with ampdbg run --emulate on this machine: these steps say nothing about FP16",
+            "warning",
+        ),
+        verdict="inconclusive",
+        headline="The code asks for half precision, and every step ran in FP32.",
+    ),
     _misuse(
         "misuse-bce",
         SETUP,

@@ -304,6 +304,16 @@ class Unseen:
 
 
 @dataclass(frozen=True)
+class ScriptRun:
+    """A script that was watched: what was started, with which arguments, and the exit code that it ended with."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
 class Record:
     """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
 
@@ -333,6 +343,7 @@ class Record:
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
     half_updates: HalfUpdates | None = None
+    script: ScriptRun | None = None
     groups: tuple[str, ...] = ()
     planned_steps: Count = 0
     interrupted: bool = False

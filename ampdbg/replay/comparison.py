@@ -17,6 +17,9 @@ from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
+from ampdbg.probes.step_trace import StepTrace
+from ampdbg.probes.tensors import Magnitude
+from ampdbg.record.findings import Source
 from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
@@ -35,6 +38,8 @@ near values, such as neighbours, one way may change nothing and another all."""
 
 NOWHERE = (0.0, False)
 """What is known of an op that FP32 does not come by."""
+
+_Place = tuple[str, str, int, str, Source | None]
 
 _Key = tuple[OpPlace, str]
 """What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
@@ -60,6 +65,27 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
             seen, circumstances = departure, Circumstances()
         found[_producer(seen, met.get(_key(seen)), circumstances)] = None
     return replace(replayed.replay, producers=tuple(found))
+
+
+def producers_in_place(replay: Replay, trace: StepTrace) -> Replay:
+    """The replay, which is a step that was traced where it trained, with its producers; each is held against its own op
+    alone in FP32, a gradient's at a loss scale of 1."""
+    producers = producers_of(Replayed(replay, trace), Replayed(replay)).producers
+    alone = {_place_of(trace.ops[index]): found for index, found in trace.alone.items()}
+    return replace(replay, producers=tuple(_against_itself(one, alone, replay.scale) for one in producers))
+
+
+def _against_itself(producer: Producer, alone: Mapping[_Place, Magnitude], scale: float) -> Producer:
+    found = alone.get((producer.phase, producer.module, producer.call, producer.op, producer.source))
+    if found is None:
+        return producer
+    divisor = scale if producer.phase == "backward" else 1.0
+    return replace(producer, fp32_largest=found.largest / divisor, finite_in_fp32=found.is_finite)
+
+
+def _place_of(seen: OpSeen) -> _Place:
+    place = seen.place
+    return place.phase, place.module, place.call, seen.op, source_of(place.line) if place.line else None
 
 
 def _is_meant(seen: OpSeen, met: Mapping[_Key, tuple[float, bool]]) -> bool:

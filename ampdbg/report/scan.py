@@ -90,7 +90,7 @@ def _sentence(record: Record) -> str:
         template = template or f"{explanation(code.name).title}, at step {{step}}."
         return template.format(**_headline_facts(finding, record))
     if not record.steps:
-        return "The run ended before its first step."
+        return "No optimizer has stepped." if record.script else "The run ended before its first step."
     return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record)}."
 
 
@@ -328,6 +328,8 @@ def _change(first: str, last: str) -> str:
 
 def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
+    if record.script is not None:
+        return _after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     if record.error:
         return view.NextCommand("run it again once that is repaired", again)
@@ -346,3 +348,12 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         )
     fp32 = with_option(again, "--set", "precision.level=O0")
     return view.NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)
+
+
+def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
+    """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
+    if record.environment.policy == "no":
+        return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
+    if record.findings and record.verdict != "healthy":
+        return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+    return None

@@ -87,7 +87,9 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
 
 
 def hits(calls: tuple[Call, ...]) -> list[Hit]:
-    order = CallOrder(2)
+    order = CallOrder()
+    order.add_optimizer()
+    order.add_optimizer()
     return [hit for call in calls for hit in (misuse_of_refusal(order, call) if call.raised else order.hits(call))]
 
 

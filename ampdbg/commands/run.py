@@ -1,0 +1,58 @@
+"""``ampdbg run``: an unchanged training script, watched from outside; its output and exit code stay its own."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from ampdbg import api
+from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.record.run import Record
+from ampdbg.report.formats import written
+
+from . import options
+from .output import look_of, save, say, typed_as, write_result
+from .scan import FailOn, exit_code
+
+
+def command(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All that follows is the script's own.")
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as of python -m.")] = False,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="On a machine without a GPU: the script finds one, with CUDA's FP16.")
+    ] = False,
+    fail_on: Annotated[
+        FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
+    ] = "warning",
+    record: options.RecordFile = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No report on stderr; only the record.")] = False,
+    debug: options.Debug = False,
+) -> int:
+    """Run a training script as it is, and watch it.
+
+    Options stand before SCRIPT. Its output and its exit code are its own; the report goes to stderr, and only where
+    it ends with 0 and something was found is the code 1.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    typed = shlex.join([script, *(arguments or ())])
+
+    def tell(seen: Record) -> None:
+        saved = save(seen, record)
+        if not quiet:
+            page = written(seen, typed_as(typed, saved.path), look_of(sys.stderr), "text")
+            write_result(page, sys.stderr)
+        if saved.failure is not None:
+            say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
+
+    seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell)
+    tell(seen)
+    ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
+    return ended_with or exit_code(seen, fail_on)

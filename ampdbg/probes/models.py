@@ -1,0 +1,109 @@
+"""The models of a loop: which modules own the parameters that its optimizers train, and under which names."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+WRAPPERS = ("module", "_orig_mod")
+"""Where DataParallel, DistributedDataParallel and torch.compile keep the model that they wrap."""
+
+
+class Models:
+    """The models of one loop, those first that were given or found first.
+
+    The only one gives its parameters their names as they are. Of several, each puts a name of its own before them: the
+    name that the script has for it, or else its class.
+
+    Args:
+        model: one that is known from the beginning. Those that are found later are held weakly.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._held: list[Callable[[], nn.Module | None]] = [] if model is None else [lambda: model]
+
+    def learn(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finds the outermost modules that own parameters of the optimizer and adds those that are new.
+
+        It looks through all objects of the process, which takes a tenth of a second: once for each optimizer.
+        """
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = {id(parameter) for _, parameter in self.named_parameters()}
+        if not trained <= known:
+            own = {id(root) for root in self._alive()}
+            self._held += [weakref.ref(root) for root in outermost_owners(trained) if id(root) not in own]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all models, by qualified name."""
+        for prefix, root in self._named():
+            yield from root.named_parameters(prefix=prefix)
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers of all models, by qualified name."""
+        for prefix, root in self._named():
+            yield from root.named_buffers(prefix=prefix)
+
+    def together(self) -> nn.Module:
+        """The only model; of several one that has them for its parts, under their names."""
+        whole = nn.Module()
+        for name, root in self._named():
+            if not name:
+                return root
+            whole.add_module(name.replace(".", "_"), root)
+        return whole
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all models, by qualified name."""
+        for prefix, root in self._named():
+            yield from root.named_modules(prefix=prefix)
+
+    def _alive(self) -> list[nn.Module]:
+        return [root for held in self._held if (root := held()) is not None]
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        roots = self._alive()
+        if len(roots) == 1:
+            yield "", unwrapped(roots[0])
+            return
+        taken: set[str] = set()
+        for root in roots:
+            inner = unwrapped(root)
+            name = _name_in_script(root, inner) or type(inner).__name__
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            yield name, inner
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside the wrappers of DistributedDataParallel, torch.compile and their like."""
+    while len(module._modules) == 1 and (inner := module._modules.get(next(iter(module._modules)))) is not None:
+        if next(iter(module._modules)) not in WRAPPERS:
+            break
+        module = inner
+    return module
+
+
+def outermost_owners(parameters: set[int]) -> list[nn.Module]:
+    """The modules that own any of the parameters, given by ``id``, and stand in no other module."""
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    inner = {id(child) for module in modules for child in _children(module)}
+    roots = [module for module in modules if id(module) not in inner]
+    return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    held = vars(module).get("_modules") or {}  # none where __init__ has not come to it yet
+    return [child for child in held.values() if child is not None]
+
+
+def _name_in_script(*modules: nn.Module) -> str:
+    """The global name that the running script has for one of the modules; "" where it has none."""
+    script = vars(sys.modules["__main__"])
+    names = (name for name, value in script.items() if any(value is module for module in modules))
+    return next((name for name in names if not name.startswith("_")), "")

@@ -1,0 +1,1 @@
+"""An unchanged training script, run as Python would run it, and watched."""

@@ -1,0 +1,87 @@
+"""A GPU in name: what a script that asks for one is told under ``ampdbg run --emulate``.
+
+It is one of compute capability 7.0, as the V100: it has tensor cores for FP16 and no bfloat16, so that scripts which
+choose for themselves choose FP16. What it computes is :mod:`ampdbg.precision.emulation`'s, on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ampdbg.precision.emulation import cuda_on_cpu
+
+NAME = "a GPU that ampdbg emulates"
+CAPABILITY = (7, 0)
+MEMORY = 16 * 2**30
+"""Bytes."""
+
+PROPERTIES = SimpleNamespace(
+    name=NAME,
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    total_memory=MEMORY,
+    multi_processor_count=80,
+    gcnArchName="",
+    uuid="",
+)
+
+ANSWERS: Mapping[str, Any] = {
+    "is_available": True,
+    "is_initialized": True,
+    "is_bf16_supported": False,
+    "device_count": 1,
+    "get_device_name": NAME,
+    "get_device_capability": CAPABILITY,
+    "get_device_properties": PROPERTIES,
+    "get_arch_list": ["sm_70"],
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_stats": {},
+    "mem_get_info": (MEMORY, MEMORY),
+    "empty_cache": None,
+    "ipc_collect": None,
+    "reset_peak_memory_stats": None,
+    "manual_seed": None,
+    "manual_seed_all": None,
+    "seed": None,
+    "seed_all": None,
+    "utilization": 0,
+}
+"""What each function of ``torch.cuda`` returns; the seed of the CPU is that of its generator."""
+
+
+@contextlib.contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """While this is entered code that asks for a GPU finds one, and FP16 on it is CUDA's, emulated on the CPU.
+
+    On a machine that has a GPU nothing changes.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(cuda_on_cpu())
+        for name, answer in ANSWERS.items():
+            if hasattr(torch.cuda, name):
+                stack.enter_context(patch.object(torch.cuda, name, _answering(answer)))
+        for name in ("get_rng_state_all", "set_rng_state_all"):
+            stack.enter_context(patch.object(torch.cuda, name, _RANDOM[name]))
+            stack.enter_context(patch.object(torch.cuda.random, name, _RANDOM[name]))
+        yield
+
+
+def _answering(answer: Any) -> Any:
+    return lambda *args, **kwargs: answer
+
+
+_RANDOM: Mapping[str, Any] = {
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+}

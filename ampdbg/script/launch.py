@@ -1,0 +1,184 @@
+"""A training script started in this process as Python would start it: its own argv, ``__main__``, path and ending.
+
+A script that forks goes on as itself in the child; one that spawns starts children that know nothing of ampdbg.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+
+from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, first_line
+from ampdbg.source.ownership import is_ampdbgs, is_part_of
+
+LAUNCHERS = {
+    "torchrun": "torchrun --no-python ampdbg run train.py",
+    "accelerate": "accelerate launch -m ampdbg run train.py",
+    "deepspeed": "deepspeed --no_python ampdbg run train.py",
+    "python": "ampdbg run train.py",
+    "python3": "ampdbg run train.py",
+}
+"""What starts scripts itself, and the form in which ampdbg stands inside of it."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raises ScriptError where there is nothing of this name to run."""
+        if self.name in LAUNCHERS:
+            raise ScriptError(f"{self.name} starts scripts itself; start ampdbg inside it: {LAUNCHERS[self.name]}")
+        if self.is_module:
+            with _module_path():
+                if not _has_module(self.name):
+                    raise ScriptError(f"-m {self.name}: there is no such module; needed: one that Python can import")
+        elif not Path(self.name).is_file():
+            what = "is a folder" if Path(self.name).is_dir() else "there is no such file"
+            raise ScriptError(f"{self.name}: {what}; needed: a Python file, or -m and the name of a module")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a script ended: the exit code that Python would give it, and the error that it raised, if it did."""
+
+    code: int
+    error: BaseException | None = None
+
+
+def run_script(script: Script) -> Ending:
+    """Runs the script to its end; what it raises is shown as Python shows it, without a frame of ampdbg's.
+
+    ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile.
+    """
+    run = _run_module if script.is_module else _run_file
+    argv, main = sys.argv, sys.modules["__main__"]
+    try:
+        run(script)
+    except SystemExit as ended:
+        return Ending(_exit_code(ended.code))
+    except KeyboardInterrupt as interrupt:
+        _show(interrupt)
+        return Ending(EXIT_INTERRUPTED, interrupt)
+    except BaseException as error:  # noqa: BLE001 - whatever the script raises ends it as Python would
+        _show(error)
+        return Ending(1, error)
+    finally:
+        sys.argv, sys.modules["__main__"] = argv, main
+    return Ending(0)
+
+
+def _run_file(script: Script) -> None:
+    path = os.path.abspath(script.name)
+    sys.argv = [script.name, *script.arguments]
+    module = ModuleType("__main__")
+    vars(module).update(
+        __file__=path,
+        __builtins__=__builtins__,
+        __loader__=SourceFileLoader("__main__", path),
+        __spec__=None,
+        __package__=None,
+        __cached__=None,
+    )
+    sys.modules["__main__"] = module
+    with _first_on_path(os.path.dirname(os.path.realpath(path))):
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, vars(module))
+
+
+def _run_module(script: Script) -> None:
+    sys.argv = [script.name, *script.arguments]
+    with _module_path():
+        runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+
+
+def _module_path() -> contextlib.AbstractContextManager[None]:
+    """As ``python -m`` has it: modules are looked for in the working folder first."""
+    return _first_on_path(str(Path.cwd()))
+
+
+@contextlib.contextmanager
+def _first_on_path(folder: str) -> Iterator[None]:
+    """What Python would have put first on the path, in the place of what it put there for ampdbg."""
+    if getattr(sys.flags, "safe_path", False):  # there Python puts nothing
+        yield
+        return
+    before, sys.path[0] = sys.path[0], folder
+    try:
+        yield
+    finally:
+        if sys.path and sys.path[0] == folder:
+            sys.path[0] = before
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _exit_code(code: object) -> int:
+    """What Python makes of the argument of ``sys.exit``; a text goes to stderr."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """The error as the script's own hook shows it, from the script's first frame on."""
+    shown = error.with_traceback(_of_script(error.__traceback__))
+    try:
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+    except Exception:  # noqa: BLE001 - a hook of the user's own, or a message that cannot be made
+        traceback.print_tb(shown.__traceback__)
+        sys.stderr.write(f"{type(error).__name__}: {first_line(error)}\n")
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Without the frames that lead into the script; all of them where none is its own, as of a syntax error."""
+    while trace is not None and (is_ampdbgs(trace.tb_frame) or is_part_of(trace.tb_frame, "runpy")):
+        trace = trace.tb_next
+    return trace
+
+
+@contextlib.contextmanager
+def told_before_sigterm(tell: Callable[[], None]) -> Iterator[None]:
+    """While this is entered SIGTERM ends the process as it always would, but ``tell`` is called first.
+
+    A script that handles the signal itself replaces this, and a forked child is not told.
+    """
+    owner, before = os.getpid(), signal.getsignal(signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == owner:
+            tell()
+        os.kill(os.getpid(), number)
+
+    if before is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, before)
