@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probes",),
     ("replay",),
     ("training",),
+    ("script",),
     ("costs",),
     ("search",),
     ("pinning",),
@@ -46,7 +47,19 @@ FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}
 
 # Where a live model is touched. Everything else answers without torch, so that `ampdbg --help` is fast.
 TORCH_LAYERS = frozenset(
-    {"workload", "precision", "environment", "probes", "replay", "training", "costs", "pinning", "patch", "proof"}
+    {
+        "workload",
+        "precision",
+        "environment",
+        "probes",
+        "replay",
+        "training",
+        "script",
+        "costs",
+        "pinning",
+        "patch",
+        "proof",
+    }
 )
 
 

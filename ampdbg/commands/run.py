@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -52,7 +52,10 @@ def command(
         if saved.failure is not None:
             say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
 
-    seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell)
+    try:
+        seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell)
+    except SystemExit as ended:  # in a child that the script has forked
+        return cast(int, ended.code)
     tell(seen)
     ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
     return ended_with or exit_code(seen, fail_on)

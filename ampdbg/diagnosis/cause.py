@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
-from ampdbg.diagnosis.divergence import divergence, first_divergence, has_risen
+from ampdbg.diagnosis.divergence import divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     UNKNOWN,
@@ -125,8 +125,8 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
         )
         return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {makes}", at)
     found = precision_cause(suspect)
-    if has_risen(made, record):
-        why = "the losses had risen before, so that a learning rate which diverges may be what is behind it"
+    if may_diverge(made, record):
+        why = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
         return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
     return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
 

@@ -88,9 +88,14 @@ def _diverges(made: Investigation, record: Record) -> bool:
     return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
 
 
-def has_risen(made: Investigation, record: Record) -> bool:
-    """Whether the losses before a step had risen, so that what overflows there may come of the learning rate."""
-    return rose([step.loss for step in record.steps if step.step < made.step])
+def may_diverge(made: Investigation, record: Record) -> bool:
+    """Whether what overflows in a step that no replay judges may come of the learning rate: the losses before it had
+    risen, or are too few to tell though weights were written since the first."""
+    withheld = [step.skipped for step in record.steps if step.step < made.step]
+    before = [step.loss for step in record.steps if step.step < made.step and math.isfinite(step.loss)]
+    if all(withheld) or not before:
+        return False
+    return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before)
 
 
 def _was_replayed(made: Investigation) -> bool:

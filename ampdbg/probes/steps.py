@@ -162,6 +162,10 @@ class StepLog:
         self._read()
         return self._steps[-1]
 
+    def loss_read(self) -> float:
+        """The loss of the last step that was read; on a GPU an earlier one than the last that has ended."""
+        return self._steps[-1].loss if self._steps else 0.0
+
     def _ended(self) -> int:
         return self._steps[-1].step + 1 if self._steps else 0
 

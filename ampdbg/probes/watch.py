@@ -9,6 +9,7 @@ without a scaler never withholds a step: there one number a step, the gradient n
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -68,7 +69,7 @@ class Watch:
         self._paused = False
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
-        """Called when a step has ended, with whether the scaler withheld it."""
+        """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -387,7 +388,7 @@ class Watch:
 
     def _log(self, step: OpenStep) -> None:
         self.log.close(step)
-        self.ended(step.skipped)
+        self.ended(step.skipped or not math.isfinite(self.log.loss_read()))
 
     def _finish(self) -> None:
         if self._loop.now.bare and self._loop.now.stepped:

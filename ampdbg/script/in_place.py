@@ -31,13 +31,15 @@ class TracedSteps:
         self._entered: ExitStack | None = None
         self._trace: StepTrace | None = None
 
-    def step_ended(self, is_withheld: bool) -> None:
-        """To be called when a step has ended. One that was withheld leaves the weights as they are for the next."""
+    def step_ended(self, is_bad: bool) -> None:
+        """To be called when a step has ended."""
         trace, self._trace = self._trace, None
         self.end()
-        if trace is not None and is_withheld:
-            self.found.append(_investigation(self._watcher.log.latest(), trace))
-        if is_withheld and self._left and len(self.found) < MOST_FOUND:
+        if trace is not None:
+            step = self._watcher.log.latest()
+            if step.found_inf or not math.isfinite(step.loss):
+                self.found.append(_investigation(step, trace))
+        if is_bad and self._left and len(self.found) < MOST_FOUND:
             self._begin()
 
     def end(self) -> None:

@@ -53,14 +53,14 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Ending:
+class ScriptEnd:
     """How a script ended: the exit code that Python would give it, and the error that it raised, if it did."""
 
     code: int
     error: BaseException | None = None
 
 
-def run_script(script: Script) -> Ending:
+def run_script(script: Script) -> ScriptEnd:
     """Runs the script to its end; what it raises is shown as Python shows it, without a frame of ampdbg's.
 
     ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile.
@@ -70,16 +70,16 @@ def run_script(script: Script) -> Ending:
     try:
         run(script)
     except SystemExit as ended:
-        return Ending(_exit_code(ended.code))
+        return ScriptEnd(_exit_code(ended.code))
     except KeyboardInterrupt as interrupt:
         _show(interrupt)
-        return Ending(EXIT_INTERRUPTED, interrupt)
+        return ScriptEnd(EXIT_INTERRUPTED, interrupt)
     except BaseException as error:  # noqa: BLE001 - whatever the script raises ends it as Python would
         _show(error)
-        return Ending(1, error)
+        return ScriptEnd(1, error)
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
-    return Ending(0)
+    return ScriptEnd(0)
 
 
 def _run_file(script: Script) -> None:

@@ -13,7 +13,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.in_place import TracedSteps
-from ampdbg.script.launch import Ending, Script, run_script, told_before_sigterm
+from ampdbg.script.launch import Script, ScriptEnd, run_script, told_before_sigterm
 
 
 def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], None]) -> Record:
@@ -36,7 +36,7 @@ def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], Non
     with ExitStack() as stack:
         if emulate:
             stack.enter_context(emulated_gpu())
-        stack.enter_context(told_before_sigterm(lambda: ended(_record(script, watcher, traced, Ending(143)))))
+        stack.enter_context(told_before_sigterm(lambda: ended(_record(script, watcher, traced, ScriptEnd(143)))))
         stack.enter_context(watcher)
         stack.callback(traced.end)
         ending = run_script(script)
@@ -49,7 +49,7 @@ def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], Non
         return _record(script, watcher, traced, ending)
 
 
-def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: Ending) -> Record:
+def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptEnd) -> Record:
     error, interrupted = ending.error, isinstance(ending.error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules())
     raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)

@@ -1,0 +1,60 @@
+"""Which models an optimizer trains, and what their parameters are called."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from ampdbg.probes.models import Models, unwrapped
+
+
+def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    wrapped = nn.DataParallel(model)
+    models = Models()
+    models.learn(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    assert [name for name, _ in models.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert models.together() is model
+    assert unwrapped(wrapped) is model
+
+
+def test_of_several_models_each_puts_its_own_name_before() -> None:
+    class Encoder(nn.Linear):
+        pass
+
+    one, two = Encoder(2, 2), Encoder(2, 2)
+    models = Models()
+    models.learn(torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1))
+    assert {name for name, _ in models.named_parameters()} == {
+        "Encoder.weight",
+        "Encoder.bias",
+        "Encoder_.weight",
+        "Encoder_.bias",
+    }
+    assert {name for name, _ in models.named_modules()} == {"Encoder", "Encoder_"}
+
+
+def test_a_part_that_is_trained_is_named_by_the_whole() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    models = Models()
+    models.learn(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert "1.weight" in dict(models.named_parameters())
+
+
+def test_what_was_found_is_not_kept_alive() -> None:
+    model = nn.Linear(2, 2)
+    models, gone = Models(), weakref.ref(model)
+    models.learn(torch.optim.SGD(model.parameters(), lr=0.1))
+    del model
+    gc.collect()
+    assert gone() is None
+    assert list(models.named_parameters()) == []
+
+
+def test_parameters_of_no_module_have_no_name() -> None:
+    models = Models()
+    models.learn(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    assert list(models.named_parameters()) == []

@@ -1,0 +1,138 @@
+"""Training scripts as their users write them: no word of ampdbg in them."""
+
+from __future__ import annotations
+
+PLAIN = """
+import sys, torch
+from torch import nn
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+class Attention(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.q, self.gain = nn.Linear(16, 16), gain
+
+    def forward(self, x):
+        h = self.q(x) * self.gain
+        scores = h @ h.transpose(-1, -2)
+        return scores.mean(-1, keepdim=True) * 1e-4 + x
+
+class Net(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.attention, self.out = Attention(gain), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.attention(x)).mean(1)
+
+def main(gain, steps):
+    net = Net(gain).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(steps):
+        x = torch.randn(8, 5, 16, device=device)
+        target = torch.randint(4, (8,), device=device)
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(net(x), target)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    print("weights", sum(float(p.detach().double().sum()) for p in net.parameters()))
+    torch.save(net.state_dict(), "weights.pt")
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))
+"""
+"""Its attention overflows with a gain of 400, and not with 1."""
+
+LOSS_LINE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(7):
+    x = torch.randn(64, 16, device="cuda")
+    with torch.autocast("cuda"):
+        y = net(x)
+        similar = (y * GAIN) @ (y * GAIN).T
+        loss = similar.float().mean() * 1e-9 + y.float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""The overflow stands outside of any module."""
+
+GAN = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+netG, netD = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).cuda(), nn.Sequential(nn.Linear(8, 1)).cuda()
+optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (netG, netD)]
+scaler = torch.cuda.amp.GradScaler()
+criterion = nn.BCEWithLogitsLoss()
+one, zero = torch.ones(16, 1).cuda(), torch.zeros(16, 1).cuda()
+for step in range(8):
+    fake_input, real = torch.randn(16, 8).cuda(), torch.randn(16, 8).cuda()
+    optimizers[1].zero_grad()
+    with torch.cuda.amp.autocast():
+        fake = netG(fake_input)
+        lossD = criterion(netD(real), one) + criterion(netD(fake.detach()), zero)
+    scaler.scale(lossD).backward()
+    scaler.step(optimizers[1])
+    optimizers[0].zero_grad()
+    with torch.cuda.amp.autocast():
+        lossG = criterion(netD(fake), one) * GAIN
+    scaler.scale(lossG).backward()
+    scaler.step(optimizers[0])
+    scaler.update()
+"""
+"""With a gain of 1e9 no gradient of the generator is finite; the discriminator's are, in its own step."""
+
+CALIBRATION = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(30):
+    x = torch.randn(64, 16, device="cuda")
+    with torch.autocast("cuda"):
+        loss = (net(x) * 12 - 3).pow(2).mean() * 3
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""It settles at a scale of 256, as healthy scripts do."""
+
+DIVERGING = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=3.0)
+scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
+for _ in range(30):
+    x = torch.randn(64, 16, device="cuda")
+    with torch.autocast("cuda"):
+        loss = (net(x).float() - 3).pow(2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""A learning rate that is far too large: FP32 diverges too."""

@@ -1,0 +1,177 @@
+"""``ampdbg run`` on unchanged scripts: what is found in them, and that they end as they would without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from tests.commands.program import Result, command, environment, start
+from tests.script import scripts
+
+FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
+
+
+def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Result, Record]:
+    """The program on a script of this text, and its record."""
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    result = start(folder, "run", *options, "--record=r.json", "train.py", *arguments)
+    return result, read_record(folder / "r.json")
+
+
+def alone(folder: Path, *arguments: str) -> str:
+    """What Python itself prints, given the same."""
+    program = [sys.executable, *arguments]
+    return subprocess.run(program, check=True, cwd=folder, env=environment(), capture_output=True, text=True).stdout
+
+
+def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.PLAIN, "1", "6")
+    assert (result.code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 6, ())
+    assert record.environment.emulated
+    assert result.stdout.startswith("weights ")
+    assert "Healthy" in result.stderr
+
+
+def test_an_overflow_is_named_by_module_op_and_line(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.PLAIN, "400", "8")
+    found = record.findings[0]
+    assert (result.code, found.code, found.step, found.module) == (1, "forward-overflow", 0, "attention")
+    assert found.op == "aten.bmm.default"
+    assert found.source is not None
+    assert found.source.text == "scores = h @ h.transpose(-1, -2)"
+    value = found.evidence["value"]
+    assert isinstance(value, float)
+    assert value > 65504
+    assert record.script is not None
+    assert record.script.exit_code == 0
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e3])
+def test_a_line_of_the_script_itself_is_named(tmp_path: Path, gain: float) -> None:
+    result, record = run(tmp_path, scripts.LOSS_LINE.replace("GAIN", str(gain)))
+    if gain == 1.0:
+        assert (result.code, record.findings) == (0, ())
+    else:
+        source = record.findings[0].source
+        assert (result.code, record.findings[0].code, record.findings[0].module) == (1, "forward-overflow", "")
+        assert source is not None
+        assert source.text.startswith("similar = ")
+
+
+@pytest.mark.parametrize("gain", [1.0, 1e9])
+def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path, gain: float) -> None:
+    _, record = run(tmp_path, scripts.GAN.replace("GAIN", str(gain)))
+    named = {one.name.partition(".")[0] for step in record.steps for group in step.groups for one in group.parameters}
+    assert named == (set() if gain == 1.0 else {"netG"})
+    assert (record.verdict == "healthy") is (gain == 1.0)
+
+
+def test_a_scale_that_settles_is_no_fault(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.CALIBRATION)
+    assert (result.code, record.verdict) == (0, "healthy")
+    assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
+
+
+def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.DIVERGING)
+    assert result.code == 1
+    assert record.verdict != "precision"
+    assert all(found.code != "forward-overflow" for found in record.findings)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.PLAIN, "400", "3", options=())
+    assert (result.code, [found.code for found in record.findings]) == (1, ["not-half"])
+    assert "ampdbg run --emulate train.py 400 3" in result.stderr
+
+
+def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
+    watched = (tmp_path / "weights.pt").read_bytes()
+    assert (result.code, result.stdout) == (0, alone(tmp_path, "train.py", "1", "5"))
+    assert (tmp_path / "weights.pt").read_bytes() == watched
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("import sys\nsys.exit(7)", 7, ""),
+        ("import sys\nsys.exit('no data')", 1, "no data\n"),
+        ("raise SystemExit", 0, ""),
+        ("def f():\n    raise ValueError('bad')\nf()", 1, "ValueError: bad\n"),
+        ("x = (", 1, "SyntaxError"),
+        ("import os\nos._exit(5)", 5, ""),
+        (FORKS, 0, ""),
+    ],
+    ids=["code", "text", "none", "raises", "syntax", "at once", "fork"],
+)
+def test_it_ends_as_it_would(tmp_path: Path, text: str, code: int, says: str) -> None:
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    result = start(tmp_path, "run", "--quiet", "train.py")
+    assert (result.code, result.stdout) == (code, "")
+    assert says in result.stderr
+    assert "ampdbg" not in result.stderr.replace(str(tmp_path), "")
+
+
+def test_it_sees_what_python_would_show_it(tmp_path: Path) -> None:
+    text = "import sys\nprint(__name__, __file__, __spec__, __package__, sys.argv, sys.path[0])\n"
+    (tmp_path / "train.py").write_text(text + "class Held: pass\nimport pickle\npickle.loads(pickle.dumps(Held()))\n")
+    watched = start(tmp_path, "run", "--quiet", "train.py", "--lr", "1", "--", "-m", "--record=x")
+    assert (watched.code, watched.stdout) == (0, alone(tmp_path, "train.py", "--lr", "1", "--", "-m", "--record=x"))
+
+
+def test_a_module_is_run_as_of_python_m(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys\nprint(__package__, __name__, sys.argv)\n")
+    watched = start(tmp_path, "run", "--quiet", "-m", "package.train", "--lr", "1")
+    assert (watched.code, watched.stdout) == (0, alone(tmp_path, "-m", "package.train", "--lr", "1"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nothing.py",), "nothing.py: there is no such file; needed: a Python file, or -m and the name of a module"),
+        ((".",), ".: is a folder"),
+        (("-m", "no.such"), "-m no.such: there is no such module"),
+        (("torchrun", "train.py"), "start ampdbg inside it: torchrun --no-python ampdbg run train.py"),
+        (("python", "train.py"), "start ampdbg inside it: ampdbg run train.py"),
+    ],
+)
+def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    result = start(tmp_path, "run", *arguments)
+    assert (result.code, says in result.stderr) == (2, True)
+    assert not (tmp_path / ".ampdbg").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, number: signal.Signals) -> None:
+    endless = scripts.CALIBRATION.replace("range(30)", "iter(int, 1)").replace(
+        "scaler.update()", "scaler.update(); print('step', flush=True)"
+    )
+    (tmp_path / "train.py").write_text(endless, encoding="utf-8")
+    program = subprocess.Popen(
+        command("run", "--emulate", "--record=r.json", "train.py"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert program.stdout is not None
+    for _ in range(3):
+        assert program.stdout.readline() == "step\n"
+    time.sleep(0.1)
+    os.kill(program.pid, number)
+    program.stdout.read()
+    assert program.wait() == (-signal.SIGTERM if number is signal.SIGTERM else 130)
+    assert read_record(tmp_path / "r.json").steps_run >= 3
