@@ -205,6 +205,7 @@ ONE_SHOT = NET.replace("def batches()", "def made()") + "\n\nbatches = iter(made
 FIXED = NET.replace("x):\n", "x):\n        assert len(x) == 8, 'made for 8'\n")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_or_doubled_says_why(tmp_path: Path) -> None:
     record = ampdbg.cost(written(tmp_path, ONE_SHOT), steps=2)
     assert record.costs is not None
