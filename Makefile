@@ -13,7 +13,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: demo test slow fuzz matrix bench lint format setup clean help
+.PHONY: demo test suite slow fuzz matrix bench lint format setup clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,7 +23,10 @@ demo: setup ## a real FP16 training run that fails, watched step by step
 	@$(BIN)/ampdbg scan configs/linear_attention.yaml; code=$$?; \
 	test $$code -le 1 || exit $$code # 1: something was found, which is the point of the demo
 
-test: lint ## lint, format and types, then the test suite with its layers
+test: setup ## lint, format and types beside the test suite with its layers
+	@$(MAKE) --no-print-directory --jobs=2 lint suite
+
+suite: setup
 	@$(PYTEST) $(WORKERS)
 
 slow: setup ## the tests that take long, or stand beside a quicker one of their kind

@@ -171,6 +171,7 @@ def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
 
 
 @posix
+@pytest.mark.slow
 def test_closed_stderr_stops_no_run(folder: Path) -> None:
     quiet = WORKLOAD.replace('print("printed at import")', "")
     (folder / "workload.py").write_text(quiet, encoding="utf-8")
@@ -265,7 +266,7 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
     [
         pytest.param(">&-", 2, marks=pytest.mark.slow),
         pytest.param("2>&-", 0, marks=pytest.mark.slow),
-        (">&- 2>&-", 2),
+        pytest.param(">&- 2>&-", 2, marks=pytest.mark.slow),
         ("2>/dev/full", 0),
     ],
     ids=["out", "err", "both", "full"],

@@ -51,7 +51,7 @@ def test_every_example_has_a_healthy_twin_and_a_header() -> None:
         assert "# Expect: exit code" in header
 
 
-@pytest.mark.parametrize("name", slow_but_for(["linear_attention"], FORWARD))
+@pytest.mark.parametrize("name", slow_but_for(["camera"], FORWARD))
 def test_an_overflow_in_the_forward_pass_hits_every_group_in_every_step(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name)
     assert result.code == 1

@@ -33,6 +33,7 @@ def timm_vit(folder: Path) -> Path:
     return folder / "c.yaml"
 
 
+@pytest.mark.slow
 def test_o1_keeps_at_most_six_tenths_of_what_fp32_keeps_of_a_timm_vit(tmp_path: Path) -> None:
     fp32, o1 = (exact(timm_vit(tmp_path), level) for level in ("O0", "O1"))
     assert 0.5 < o1.activations / fp32.activations <= 0.6

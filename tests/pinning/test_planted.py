@@ -21,6 +21,7 @@ from ampdbg.record.run import Record
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
+from tests.siblings import slow_but_for
 
 PROOF = ("the whole set once more", "further batch")
 
@@ -69,8 +70,8 @@ def assert_found(record: Record, *names: str) -> None:
 @pytest.mark.parametrize(
     ("modules", "count"),
     [
-        (50, 1),
         (50, 8),
+        pytest.param(50, 1, marks=pytest.mark.slow),
         pytest.param(50, 3, marks=pytest.mark.slow),
         pytest.param(500, 1, marks=pytest.mark.slow),
         pytest.param(500, 4, marks=pytest.mark.slow),
@@ -104,13 +105,13 @@ def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: 
     assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
 
 
-@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
 def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
     assert_found(bisected(tmp_path, "Planted", args, strategy=strategy), name_of(7), name_of(20))
 
 
-@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
 def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [9], "kind": "backward"}
     record = bisected(tmp_path, "Planted", args, steps=12, strategy=strategy)
@@ -118,7 +119,7 @@ def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
     assert record.pins[0].without.startswith("gradient of ")
 
 
-@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
+@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
 def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [11], "kind": "erased"}
     record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)

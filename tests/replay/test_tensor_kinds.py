@@ -89,6 +89,9 @@ PLACES = ("buffer", "attribute", "batch")
 NO_DATA = {("meta", "batch"), ("emptied", "batch")}
 CASES = [(kind, place) for kind in KINDS for place in PLACES if (kind, place) not in NO_DATA]
 
+QUICK = [(kind, place) for kind, place in CASES if place == "buffer" or kind in ("jagged", "fake", "masked")]
+"""A kind takes the same way wherever it stands, but for those few."""
+
 FAILING, HEALTHY = "1.0e+6", "1.0"
 
 
@@ -104,7 +107,9 @@ def config(folder: Path, kind: str, factor: str, place: str) -> Config:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(("kind", "place"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "place"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_no_kind_of_tensor_stops_a_command(kind: str, place: str, tmp_path: Path) -> None:
     healthy = config(tmp_path, kind, HEALTHY, place)
     record = diagnose(train(healthy))

@@ -59,10 +59,11 @@ def suggested(folder: Path, net: str) -> Suggestion:
 @pytest.mark.parametrize(
     ("net", "title", "edit"),
     [
-        (
+        pytest.param(
             NET,
             "probability() on line 29 of net.py",
             "        probability_out = probability(model_out.float())\n",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             NET.replace("sigmoid_", "sigmoid"),
