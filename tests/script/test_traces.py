@@ -1,0 +1,54 @@
+"""What ``ampdbg.run`` leaves behind: nothing, however the script ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import ampdbg
+from tests.script import scripts
+
+ENDINGS = {
+    "to its end": "",
+    "with an error while a step is traced": "raise ValueError('bad')",
+    "with a code while a step is traced": "raise SystemExit(3)",
+    "by an interrupt while a step is traced": "raise KeyboardInterrupt",
+}
+
+
+def state() -> list[object]:
+    """What a run replaces meanwhile."""
+    scaler, cuda = torch.amp.GradScaler, torch.cuda
+    functions = [scaler.scale, scaler.step, scaler.update, vars(torch.autograd)["_engine_run_backward"]]
+    functions += [
+        torch.Tensor.cuda,
+        torch.optim.Optimizer.__init__,
+        cuda.is_available,
+        cuda.device_count,
+        cuda.get_rng_state_all,
+    ]
+    hooks = [len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks), torch._C._len_torch_dispatch_stack()]
+    process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.getsignal(signal.SIGTERM)]
+    return [*functions, *hooks, *process]
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_torch_and_the_process_are_as_they_were(ending: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = scripts.LOSS_LINE.replace("GAIN", "1000.0").replace("import torch\n", "import sys, torch\n", 1)
+    text = text.replace("for _ in range(7):", "sys.modules['held'] = net\nfor step in range(7):")
+    (tmp_path / "train.py").write_text(f"{text}    if step == 1:\n        {ending or 'pass'}\n", encoding="utf-8")
+    before = state()
+    record = ampdbg.run(tmp_path / "train.py", emulate=True)
+    assert state() == before
+    model = sys.modules.pop("held")
+    assert isinstance(model, torch.nn.Module)
+    modules = list(model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    assert record.steps_run == (2 if ending else 7)
+    assert record.interrupted is ("KeyboardInterrupt" in ending)
+    assert ("ValueError: bad" in capfd.readouterr().err) is ("ValueError" in ending)
