@@ -84,15 +84,25 @@ def read_file(path: Path, most: int) -> bytes:
     """The content of a file of at most so many bytes; of a pipe, what is written to it.
 
     Raises:
-        OSError: it cannot be read, is larger, or is a device, which may have no end.
+        OSError: it cannot be read, is larger, is a device, which may have no end, or a pipe that nobody writes to.
     """
-    with path.open("rb") as stream:
-        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+    with open(path, "rb", opener=_opened_at_once) as stream:
+        kind = os.fstat(stream.fileno()).st_mode
+        if stat.S_ISCHR(kind):
             raise OSError(errno.EINVAL, "a device; needed: a file")
+        if stat.S_ISFIFO(kind):
+            os.set_blocking(stream.fileno(), True)
         content = stream.read(most + 1)
+    if not content and stat.S_ISFIFO(kind):
+        raise OSError(errno.EINVAL, "a pipe that nobody writes to; needed: a file")
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
     return content
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """Else a pipe would wait for its writer, for ever where there is none."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -104,8 +114,8 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: it cannot be written; a file is as it was.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        target.write_bytes(content)
+    if path.exists() and not path.is_file():  # the path of a pipe that is stdout leads nowhere once it is resolved
+        path.write_bytes(content)
         return
     with staged_file(target, content) as temporary:
         put(temporary, target)

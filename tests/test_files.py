@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from ampdbg import files
-from ampdbg.files import replace_file, staged_file, temporary_folder
+from ampdbg.files import read_file, replace_file, staged_file, temporary_folder
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
@@ -61,6 +61,34 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     replace_file(pipe, b"through it")
     reader.join(10)
     assert (read, pipe.is_fifo()) == ([b"through it"], True)
+
+
+@posix
+def test_a_pipe_is_read_to_its_end_where_somebody_writes_to_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="a pipe that nobody writes to"):
+        read_file(pipe, 100)
+    other = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = pipe.open("wb")
+
+    def write() -> None:
+        with writer:
+            writer.write(b"through it")
+
+    late = threading.Timer(0.1, write)
+    late.start()
+    assert read_file(pipe, 100) == b"through it"
+    late.join()
+    os.close(other)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe that is stdout has such a path on Linux")
+def test_stdout_is_written_to_where_it_is_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout is; not that itself, which root can replace
+    write = "from pathlib import Path; from ampdbg.files import replace_file; replace_file(Path('stdout'), b'x')"
+    done = subprocess.run([sys.executable, "-c", write], check=False, capture_output=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == (b"x", b"")
 
 
 HOLDS = """
