@@ -6,35 +6,75 @@ import functools
 import inspect
 import json
 import os
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, ConfigError
 from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
+Content = Literal["record", "page", "diff", "module", "yaml", "json"]
+
+_BEGINS: Mapping[Content, bytes] = {
+    "page": "(✓|✗|\\?|!) ".encode(),
+    "diff": rb"# Keeps .*\n(#.*\n)*diff --git ",
+    "module": rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ',
+    "yaml": rb"# Keeps .*\n(#.*\n)*precision:\n",
+}
+"""How a file begins that an option has written, where it is not JSON."""
+
+_FORMATS: Mapping[Content, str] = {"record": RECORD_FORMAT, "json": "ampdbg.patch"}
+
+
+def check_place(option: str, path: Path, content: Content, **others: Path | None) -> None:
+    """Refuses, before anything is run, a place where writing would wait for ever or lose what the user has there.
+
+    Args:
+        option: as it is typed, for the message.
+        path: what was given to it.
+        content: what it writes.
+        others: files that it must leave alone whatever they hold, by what they are.
+
+    Raises:
+        ConfigError: it is such a place.
+    """
+    real = Path(os.path.realpath(path))  # a pipe that is stdout has no path of its own
+    if os.path.exists(real) and real.is_fifo():
+        raise ConfigError(f"{option} {path} is a pipe; allowed: a file, or /dev/stdout")
+    for what, other in others.items():
+        if other is not None and real == Path(os.path.realpath(other)) and not path.is_char_device():
+            is_what = f"is the file of the {what.replace('_', ' ')}"
+            raise ConfigError(f"{option} {path} {is_what}, and would be overwritten; name another file")
+    if not _is_free(path, content):
+        written = {"record": "record", "page": "report"}.get(content, "patch of that form")
+        raise ConfigError(f"{option} {path} holds no {written}, and would be overwritten; name another file")
+
+
+def _is_free(path: Path, content: Content) -> bool:
+    """Whether nothing is there but what an option that writes such ``content`` has written."""
+    if not os.path.isfile(path):
+        return True
+    try:
+        there = path.read_bytes()
+        if not there or content in _BEGINS:
+            return not there or re.match(_BEGINS[content], there) is not None
+        data = json.loads(there)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("format") == _FORMATS[content]
+
 
 def _checked_record(value: Path | None) -> Path | None:
-    if value is not None and _holds_something_else(value):
-        raise typer.BadParameter(f"{value} holds no record, and would be overwritten; name another file")
+    if value is not None:
+        check_place("--record", value, "record")
     return value
-
-
-def _holds_something_else(path: Path) -> bool:
-    """Whether a record written there would take the place of what is no record: a config, say."""
-    try:
-        if not path.is_file() or not path.stat().st_size:
-            return False
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return path.is_file()
-    return not isinstance(data, dict) or data.get("format") != RECORD_FORMAT
 
 
 CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.file import latest_record, read_record, write_atomically
+from ampdbg.record.file import LATEST, latest_record, read_record, write_atomically
 from ampdbg.report.formats import FORMATS, written
 
 from . import options
@@ -36,6 +36,9 @@ def command(
 ) -> int:
     """Render a record again."""
     path = record or latest_record()
+    if output is not None:
+        content: options.Content = "record" if format == "json" else "page"
+        options.check_place("--output", output, content, record=path, latest_record=LATEST)
     shown = read_record(path)
     look = look_of(sys.stdout) if output is None else PLAIN
     text = written(shown, typed_as("CONFIG", path), look, format)

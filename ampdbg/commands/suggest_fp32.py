@@ -45,7 +45,10 @@ def command(
     Finds what must run in FP32, edits the code so that it does, and proves the patch on the failing step. Without an
     argument the latest record is taken. Try: ampdbg suggest-fp32 CONFIG | git apply
     """
-    _check(format_, output, module, apply=apply)
+    _check(format_, module, apply=apply)
+    if output is not None:
+        options.check_place("--output", output, format_, config=config, record=run.record)
+        _check_writable(output)
     with results_only() as stdout:
         given = read_given(latest_record() if config is None else config, **run.changes)
         if apply and not force and not run.quiet:
@@ -85,7 +88,7 @@ def command(
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 
-def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bool) -> None:
+def _check(format_: Form, module: Path | None, *, apply: bool) -> None:
     """Refuses what cannot be done before anything is run."""
     if apply and format_ != "diff":
         raise ConfigError(f"got --apply with --format {format_}; --apply writes the files that a diff is of")
@@ -94,10 +97,12 @@ def _check(format_: Form, output: Path | None, module: Path | None, *, apply: bo
             f"got --module {module}; bisect takes --module; suggest-fp32 takes the record that it writes: "
             f"ampdbg bisect --module {shlex.quote(str(module))}"
         )
-    if output is not None:
-        from ampdbg.patch import file_edits
 
-        file_edits.check_writable(output)
+
+def _check_writable(output: Path) -> None:
+    from ampdbg.patch import file_edits  # `ampdbg --help` need not wait for it
+
+    file_edits.check_writable(output)
 
 
 def _warn_of_uncommitted(given: Given) -> None:

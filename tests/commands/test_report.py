@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,38 @@ def test_output_writes_a_file_and_nothing_else(form: str, here: Here) -> None:
     result = here("report", "r.json", "--format", form, "--output", "out/report")
     assert result.stdout == result.stderr == ""
     assert Path("out/report").read_text(encoding="utf-8") == printed
+
+
+def test_output_takes_the_place_of_what_it_has_written_and_of_nothing_else(here: Here) -> None:
+    for name in ("r.json", "other.json", ".ampdbg/latest.json"):
+        write_record(collapse(), Path(name))
+    Path("notes.txt").write_text("mine", encoding="utf-8")
+    Path("link").symlink_to("r.json")
+    for form, refused in {
+        "text": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
+        "json": ("r.json", "link", "notes.txt", ".ampdbg/latest.json"),
+    }.items():
+        for name in refused:
+            before = Path(name).read_bytes()
+            result = here("report", "r.json", "--format", form, "--output", name)
+            assert (result.code, result.stdout, Path(name).read_bytes()) == (2, "", before)
+            assert f"--output {name} " in result.stderr
+            assert "would be overwritten; name another file" in result.stderr
+        for _ in range(2):
+            assert here("report", "r.json", "--format", form, "--output", f"page.{form}").code == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
+def test_a_pipe_is_not_waited_for(here: Here) -> None:
+    write_record(healthy(), Path("r.json"))
+    os.mkfifo("pipe")
+    for arguments, message in {
+        ("report", "pipe"): "pipe: cannot be read: a pipe that nobody writes to; needed: a file",
+        ("report", "r.json", "--output", "pipe"): "--output pipe is a pipe; allowed: a file, or /dev/stdout",
+        ("scan", "r.json", "--record", "pipe"): "--record pipe is a pipe; allowed: a file, or /dev/stdout",
+    }.items():
+        result = here(*arguments)
+        assert (result.code, result.stdout, result.stderr) == (2, "", f"error: {message}\n")
 
 
 def test_a_damaged_record_is_named(here: Here) -> None:

@@ -162,6 +162,43 @@ def test_the_text_goes_to_a_file(here: Here, fake: Fake) -> None:
     assert result.stderr.rstrip().endswith("< fix.patch")
 
 
+@pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
+def test_the_text_takes_the_place_of_an_older_one_and_of_nothing_else(form: str, here: Here, fake: Fake) -> None:
+    faked = fake(made=suggestion(here.folder))
+    write_record(proven(), Path("r.json"))
+    Path("other.py").write_text("# Keeps\nimport torch\n", encoding="utf-8")
+    given = ("suggest-fp32", "config.yaml", "--format", form, "--quiet")
+    for name in ("config.yaml", "model.py", "other.py", "r.json"):
+        before = Path(name).read_bytes()
+        result = here(*given, "--output", name)
+        assert (result.code, result.stdout, Path(name).read_bytes(), faked.configs) == (2, "", before, [])
+        assert f"--output {name} " in result.stderr
+        assert "would be overwritten; name another file" in result.stderr
+    Path("empty").touch()
+    for name in ("empty", "empty"):
+        assert here(*given, "--output", name).code == 0
+    assert Path("empty").stat().st_size
+
+
+def test_lines_that_became_the_config_are_not_overwritten(here: Here, fake: Fake) -> None:
+    faked = fake()
+    assert here("suggest-fp32", "config.yaml", "--format", "yaml", "--quiet", "--output", "new.yaml").code == 0
+    Path("new.yaml").write_text(Path("new.yaml").read_text("utf-8") + Path("config.yaml").read_text("utf-8"), "utf-8")
+    del faked.configs[:]
+    result = here("suggest-fp32", "new.yaml", "--format", "yaml", "--output", "new.yaml")
+    assert (result.code, faked.configs) == (2, [])
+    assert "--output new.yaml is the file of the config, and would be overwritten" in result.stderr
+
+
+def test_the_record_and_the_text_have_two_files(here: Here, fake: Fake) -> None:
+    faked = fake()
+    result = here("suggest-fp32", "config.yaml", "--record", "x", "--output", "./x")
+    assert (result.code, faked.configs, Path("x").exists()) == (2, [], False)
+    assert result.stderr == (
+        "error: --output x is the file of the record, and would be overwritten; name another file\n"
+    )
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_the_search(here: Here, fake: Fake) -> None:
     faked = fake()
     result = here("suggest-fp32", "config.yaml", "--output", "nowhere/x.patch")
