@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -45,6 +46,16 @@ def detach(watcher: Watcher) -> None:
         if not _watchers:
             _replaced.clear()
             _restoring.close()
+
+
+def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *args: None) -> Callable[..., Any]:
+    """What calls a method of an object that it does not keep alive, and ``otherwise`` once that has gone."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (alive() or otherwise)(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

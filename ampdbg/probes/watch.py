@@ -29,7 +29,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 from ampdbg.probes.models import Models
-from ampdbg.probes.seams import Seam, attach, detach
+from ampdbg.probes.seams import Seam, attach, detach, weakly
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
 
@@ -75,16 +75,18 @@ class Watch:
         self._started = time.monotonic()
 
     def start(self) -> Watch:
-        """Watches from now on; nothing where it does so already."""
+        """Watches from now on, until it is stopped or nobody holds it any more; nothing where it does so already."""
         if self._restoring is None:
             self._restoring = ExitStack()
             for handle in (
-                register_optimizer_step_pre_hook(self._before_bare_step),
-                register_optimizer_step_post_hook(self._after_bare_step),
+                register_optimizer_step_pre_hook(weakly(self._before_bare_step)),
+                register_optimizer_step_post_hook(weakly(self._after_bare_step)),
             ):
                 self._restoring.callback(handle.remove)
-            attach(self.around)
-            self._restoring.callback(detach, self.around)
+            around = weakly(self.around, lambda seam, original, *args, **kwargs: original(*args, **kwargs))
+            attach(around)
+            self._restoring.callback(detach, around)
+            weakref.finalize(self, self._restoring.close).atexit = False
         return self
 
     def stop(self) -> None:
@@ -403,9 +405,9 @@ def watch(
 ) -> Watch:
     """Watches any training loop over these optimizers: its steps, and the order of its calls.
 
-    To be entered as a context manager, or between ``start()`` and ``stop()``. Several may watch at once, and end in any
-    order. A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every
-    watched optimizer has stepped, or when the next backward pass begins.
+    To be entered as a context manager, or between ``start()`` and ``stop()``, which may go unsaid where nobody holds it
+    any more. Several may watch at once, and end in any order. A step ends with ``scaler.update()``. Where no enabled
+    scaler has scaled the loss, it ends when every watched optimizer has stepped, or when the next backward pass begins.
 
     Args:
         model: names the parameters; its parameters and buffers are checked on unhealthy steps.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -666,6 +668,34 @@ def test_start_and_stop_do_what_entering_and_leaving_do() -> None:
     watcher.stop()
     assert trace_of_watching(optimizer) == before
     assert len(watcher.steps) == 1
+
+
+def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Step] = []
+    before, hooks = trace_of_watching(optimizer), dict(optimizer_hooks())
+    with watch(model, optimizer, seen.append):
+        gc.collect()
+        one_step(model, optimizer, GradScaler("cpu"))
+        other = watch(model, optimizer, seen.append).start()
+        one_step(model, optimizer, GradScaler("cpu"))
+        del other
+        gc.collect()
+        one_step(model, optimizer, GradScaler("cpu"))
+    assert len(seen) == 4
+    assert trace_of_watching(optimizer) == before
+    dropped = watch(model, optimizer).start()
+    one_step(model, optimizer, GradScaler("cpu"))
+    assert trace_of_watching(optimizer) != before
+    del dropped
+    gc.collect()
+    assert (trace_of_watching(optimizer), optimizer_hooks()) == (before, hooks)
+
+
+def optimizer_hooks() -> dict[int, Any]:
+    module = sys.modules["torch.optim.optimizer"]
+    return {**module._global_optimizer_pre_hooks, **module._global_optimizer_post_hooks}
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
