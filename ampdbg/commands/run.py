@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -42,10 +46,11 @@ def command(
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    typed = shlex.join([script, *(arguments or ())])
+    typed, started = shlex.join([script, *(arguments or ())]), Path.cwd()
 
     def tell(seen: Record) -> None:
-        saved = save(seen, record)
+        with _working_in(started):
+            saved = save(seen, record)
         if not quiet:
             page = written(seen, typed_as(typed, saved.path), look_of(sys.stderr), "text")
             write_result(page, sys.stderr)
@@ -59,3 +64,18 @@ def command(
     tell(seen)
     ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
     return ended_with or exit_code(seen, fail_on)
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    """While this is entered, paths start from the folder: a script may have gone to another one."""
+    left = None
+    with contextlib.suppress(OSError):  # the script's own may be gone
+        left = Path.cwd()
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    try:
+        yield
+    finally:
+        if left is not None:
+            os.chdir(left)

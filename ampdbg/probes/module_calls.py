@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ampdbg.record.run import Unseen
 
@@ -102,16 +104,38 @@ class _Running:
 
 @contextlib.contextmanager
 def module_paths(model: torch.nn.Module) -> Iterator[ModulePaths]:
-    """Follows the calls of the model's modules; its hooks are gone afterwards. Scripted modules refuse them."""
+    """Follows the calls of the model's modules, but for scripted ones.
+
+    The hooks are torch's global ones: a module that is copied or pickled meanwhile carries none of them.
+    """
     paths = ModulePaths(model)
+    names = {id(module): name for name, module in model.named_modules() if not _is_scripted(module)}
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        if id(module) in names:
+            paths.enter(names[id(module)])
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if id(module) in names:
+            paths.leave(names[id(module)])
+
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if not _is_scripted(module):
-                before = module.register_forward_pre_hook(lambda *_, name=name: paths.enter(name))
-                after = module.register_forward_hook(lambda *_, name=name: paths.leave(name), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(_unwarned())
         yield paths
+
+
+@contextlib.contextmanager
+def _unwarned() -> Iterator[None]:
+    """While this is entered, compiled modules do not warn of global hooks: ours leave their wrappers out."""
+    warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+    ours = warnings.filters[0]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the script has made a list of its own since
+            warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _is_scripted(module: torch.nn.Module) -> bool:
