@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses, not_half
+from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import (
     buffer_poisoned,
@@ -55,7 +56,18 @@ def diagnose(record: Record) -> Record:
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 faults.append(replace(finding, root=_root(finding, faults)))
     # Information is left out where there are faults.
-    return replace(record, findings=tuple(faults or information), verdict=_verdict(record, faults))
+    found = tuple(_in_script(finding, record) for finding in faults or information)
+    return replace(record, findings=found, verdict=_verdict(record, faults))
+
+
+def _in_script(finding: Finding, record: Record) -> Finding:
+    """The finding; a remedy that is an option of ``scan`` in the words of who owns a script."""
+    if record.script is None or finding.remedy != CODES[UNKNOWN].remedy:
+        return finding
+    if _was_in_fp32(record):
+        return replace(finding, remedy="look at the formula, the data and the learning rate: this was FP32 already")
+    switches = "autocast(enabled=False) and GradScaler(enabled=False)"
+    return replace(finding, remedy=f"compare with a run in FP32: {switches}")
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:
@@ -84,6 +96,10 @@ def _verdict(record: Record, faults: list[Finding]) -> Verdict:
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if verdict == "inconclusive" and finite_in_fp32:
         return "precision"
-    if verdict == "inconclusive" and (finite_in_fp32 is False or format_of_config(record.config) is FLOAT32):
+    if verdict == "inconclusive" and (finite_in_fp32 is False or _was_in_fp32(record)):
         return "other"
     return verdict
+
+
+def _was_in_fp32(record: Record) -> bool:
+    return format_of_config(record.config) is FLOAT32 or record.environment.policy == "none"

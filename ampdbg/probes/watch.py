@@ -29,7 +29,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
 from ampdbg.probes.models import Models
-from ampdbg.probes.seams import Seam, attach, detach, weakly
+from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
 
@@ -164,19 +164,19 @@ class Watch:
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         return (*self.log.notes, *several[: len(self._threads) > 1])
 
-    def _is_idle(self) -> bool:
-        """A loop with a scaler is meant to run in half precision; autocast and scaler may do nothing on its device."""
-        is_disabled = bool(self._scalers) and not any(self._scalers.values())
-        return is_disabled and self.calls.graphs > 0 and not self.calls.lowered
+    def _policy(self, emulated: bool) -> str:
+        """Whose autocast lowers what. One that is enabled may do nothing on the loop's device, and a scaler too."""
+        if self.calls.graphs > 0 and not self.calls.lowered and not any(self._scalers.values()):
+            return "no" if self._scalers else "none"
+        return "cuda" if self._device.type == "cuda" or emulated else "native"
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
         device, emulated = self._device, is_emulating() and self._device.type == "cpu"
-        policy = "no" if self._is_idle() else "cuda" if device.type == "cuda" or emulated else "native"
         return Record(
             command="watch",
             created=self._created,
-            environment=environment_of(device, policy, emulated=emulated),
+            environment=environment_of(device, self._policy(emulated), emulated=emulated),
             config={},
             verdict="inconclusive",
             steps=self.steps,
@@ -334,7 +334,8 @@ class Watch:
             self._close()
 
     def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._paused or self._is_inside("step") or id(optimizer) not in self._optimizers
+        is_known = id(optimizer) in self._optimizers and not computes_no_numbers()
+        return self._paused or self._is_inside("step") or not is_known
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""

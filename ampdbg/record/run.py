@@ -90,8 +90,8 @@ class Step:
 class Environment:
     """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU.
 
-    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``, and ``no`` where it lowered nothing in a
-    watched loop whose loss scaler is disabled.
+    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``. Where nothing that was looked at of a watched
+    loop ran in half precision it is ``none``, and ``no`` if the loop has a loss scaler, which is disabled.
     """
 
     ampdbg: str

@@ -91,7 +91,8 @@ def _sentence(record: Record) -> str:
         return template.format(**_headline_facts(finding, record))
     if not record.steps:
         return "No optimizer has stepped." if record.script else "The run ended before its first step."
-    return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record)}."
+    in_fp32 = ", and none that was looked at ran in half precision" if record.environment.policy == "none" else ""
+    return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record)}{in_fp32}."
 
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:

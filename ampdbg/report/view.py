@@ -170,7 +170,8 @@ def ran_on(record: Record) -> Iterator[str]:
     """What the run ran on, and what its record has to say about that."""
     environment = record.environment
     device = f"{environment.device} ({environment.device_name})" if environment.device_name else environment.device
-    policy = f"{environment.policy} autocast policy{', emulated' if environment.emulated else ''}"
+    policy = "in FP32" if environment.policy == "none" else f"{environment.policy} autocast policy"
+    policy += ", emulated" if environment.emulated else ""
     yield f"torch {environment.torch} · {device} · {policy}"
     yield from (f"Note: {note}" for note in (*environment.notes, *record.unseen.notes))
 

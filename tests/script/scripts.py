@@ -136,3 +136,59 @@ for _ in range(30):
     scaler.update()
 """
 """A learning rate that is far too large: FP32 diverges too."""
+
+SAVES_THE_MODEL = """
+import copy, io, torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+for _ in range(12):
+    with torch.autocast("cuda"):
+        loss = net(torch.randn(8, 16, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.save(net, io.BytesIO())
+    average = copy.deepcopy(net)
+print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in average.modules()))
+"""
+"""The whole model object, pickled and copied also after steps that were skipped."""
+
+COMPILED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).cuda()
+compiled = torch.compile(net, backend="aot_eager")
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**21)
+for _ in range(6):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = compiled(torch.randn(8, 16, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its first steps are skipped, so that eager ones are traced among the compiled."""
+
+FP32 = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(16, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for _ in range(4):
+    y = net(torch.randn(8, 16))
+    loss = LOSS.mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+"""It never asked for anything else; with a logarithm of negative numbers its loss is NaN."""

@@ -94,11 +94,46 @@ def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path) -
     assert "ampdbg run --emulate train.py 400 3" in result.stderr
 
 
+@pytest.mark.parametrize(("loss", "verdict"), [("y.square()", "healthy"), ("y.log()", "other")])
+def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict: str) -> None:
+    result, record = run(tmp_path, scripts.FP32.replace("LOSS", loss), options=())
+    assert (record.verdict, record.environment.policy) == (verdict, "none")
+    said = " ".join(result.stderr.split())
+    assert "in FP32" in said
+    if verdict == "healthy":
+        assert "none that was looked at ran in half precision" in said
+    else:
+        assert "this was FP32 already" in said
+        assert "precision.level" not in said
+
+
 def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
     result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
     watched = (tmp_path / "weights.pt").read_bytes()
     assert (result.code, result.stdout) == (0, alone(tmp_path, "train.py", "1", "5"))
     assert (tmp_path / "weights.pt").read_bytes() == watched
+
+
+def test_what_is_saved_right_after_a_skipped_step_is_what_the_script_alone_saves(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.SAVES_THE_MODEL)
+    assert (result.code, record.steps[0].skipped, result.stdout) == (0, True, "0\n")
+
+
+def test_the_record_lands_where_the_run_started(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os\nos.mkdir('out')\nos.chdir('out')\nprint(os.getcwd())", encoding="utf-8"
+    )
+    result = start(tmp_path, "run", "train.py")
+    assert (result.code, result.stdout) == (0, f"{tmp_path / 'out'}\n")
+    assert [folder.name for folder in tmp_path.rglob(".ampdbg")] == [".ampdbg"]
+    assert (tmp_path / ".ampdbg").exists()
+
+
+@pytest.mark.slow  # the compiler takes seconds to come
+def test_a_compiled_model_is_watched_and_its_compilation_is_no_step(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.COMPILED)
+    assert (result.code, record.error, record.steps_run, record.steps[0].skipped) == (0, "", 6, True)
+    assert "global hooks" not in result.stderr
 
 
 @pytest.mark.parametrize(
