@@ -125,8 +125,12 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
         )
         return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {makes}", at)
     found = precision_cause(suspect)
+    why = ""
     if may_diverge(made, record):
         why = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
+    elif made.why == "gradients" and all(step.skipped for step in record.steps):
+        why = "no loss scale has worked yet, and a longer run shows whether a lower one does"
+    if why:
         return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
     return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
 

@@ -210,3 +210,9 @@ def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, num
     program.stdout.read()
     assert program.wait() == (-signal.SIGTERM if number is signal.SIGTERM else 130)
     assert read_record(tmp_path / "r.json").steps_run >= 3
+
+
+def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_half(tmp_path: Path) -> None:
+    _, record = run(tmp_path, scripts.CALIBRATION.replace("range(30)", "range(7)"))
+    assert record.verdict == "inconclusive"
+    assert "no loss scale has worked yet" in record.findings[0].message
