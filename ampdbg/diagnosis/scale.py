@@ -13,7 +13,7 @@ from itertools import pairwise, takewhile
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of
-from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, op_name, survivor
+from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -33,6 +33,9 @@ SETTLING_STEPS = 20
 
 SKIPS_IN_A_ROW = 5
 """So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
+
+GROWTH = 2.0
+"""A scaler multiplies its scale by so much at a time, and divides it by so much (``GradScaler``'s own factors)."""
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
@@ -55,7 +58,7 @@ def skips(record: Record) -> Iterator[Finding]:
     elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record):
-            made = next(iter(faults or investigated), None)
+            made = next((one for one in faults or investigated if _lasts(one, record)), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
         if record.steps[-1].scale < skipped[0].scale and not _works_below_one(record.steps):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
@@ -66,10 +69,32 @@ def skips(record: Record) -> Iterator[Finding]:
 
 
 def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
-    """The skipped steps that neither the start of the run, of ``ran`` steps, nor a scale just grown explains."""
-    settled_at = max(SETTLING_STEPS, ran // 10)
+    """The skipped steps that neither a start, in a run of ``ran`` steps, nor a scale just grown explains."""
+    settling = max(SETTLING_STEPS, ran // 10)
     grown = {now.step for before, now in pairwise(steps) if now.scale > before.scale}
-    return [step for step in steps if step.skipped and step.step >= settled_at and step.step not in grown]
+    starts = _starts(steps)
+    return [
+        step
+        for step in steps
+        if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
+    ]
+
+
+def _starts(steps: Sequence[Step]) -> list[int]:
+    """Where a scaler begins: the run's first step, and those of a new model, as in each fold of a cross-validation.
+
+    There the scale leaps, and stays; it takes turns where a loop has two scalers.
+    """
+    leaps = (
+        now.step
+        for before, now, after in zip(steps, steps[1:], steps[2:], strict=False)
+        if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
+    )
+    return [0, *leaps]
+
+
+def _latest(starts: Sequence[int], step: Step) -> int:
+    return max(start for start in starts if start <= step.step)
 
 
 def runaway(record: Record) -> Iterator[Finding]:
@@ -161,6 +186,21 @@ def _will_work(made: Investigation, record: Record) -> bool:
     return len(made.replays) > 1 and _is_calibration(made, record)
 
 
+def _lasts(made: Investigation, record: Record) -> bool:
+    """Whether what overflowed would at the run's last scale too, or replays have told.
+
+    Of a step that was seen as it trained only the op that began it is known: where it would not, another op is behind
+    the later skips.
+    """
+    suspect = culprit(made)
+    if len(made.replays) > 1 or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
+        return True
+    if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
+        return True
+    at_last = suspect.value / suspect.low.scale * record.steps[-1].scale
+    return at_last >= NEAR * suspect.format.overflow_threshold
+
+
 def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], record: Record) -> bool:
     """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
     steps = record.steps
@@ -201,9 +241,12 @@ def _skips_at_the_end(steps: Sequence[Step]) -> int:
 
 
 def _relapses(steps: Sequence[Step]) -> int:
-    """The skips after the first step that worked: until then the scale is being found, however short the run."""
-    first = next((index for index, step in enumerate(steps) if not step.skipped), len(steps))
-    return sum(step.skipped for step in steps[first:])
+    """The skips after the first step that worked: until then a scale is being found, however short the run."""
+    starts, finding, relapses = {*_starts(steps)}, True, 0
+    for step in steps:
+        finding = step.skipped and (finding or step.step in starts)
+        relapses += step.skipped and not finding
+    return relapses
 
 
 def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:

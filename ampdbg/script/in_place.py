@@ -15,10 +15,16 @@ from ampdbg.record.run import Investigation, Replay, Step
 from ampdbg.replay.comparison import producers_in_place
 
 MOST_TRACED = 6
-"""So many steps of a run are traced at most; each takes several times as long as it would."""
+"""So many steps are traced at most, each of which takes several times as long as it would."""
+
+REST = 10
+"""So many healthy steps allow one more: the scale that collapses in the night has settled before."""
 
 MOST_FOUND = 2
-"""So many traced steps that went wrong are enough."""
+"""So many traced steps that went wrong are enough of each row of bad ones."""
+
+MOST_KEPT = 16
+"""So many are kept: the first row, and of the others the last."""
 
 
 class TracedSteps:
@@ -28,6 +34,7 @@ class TracedSteps:
         self.found: list[Investigation] = []
         self._watcher = watcher
         self._left = MOST_TRACED
+        self._in_a_row, self._healthy = 0, 0
         self._entered: ExitStack | None = None
         self._trace: StepTrace | None = None
 
@@ -38,8 +45,13 @@ class TracedSteps:
         if trace is not None:
             step = self._watcher.log.latest()
             if step.found_inf or not math.isfinite(step.loss):
+                self._in_a_row += 1
                 self.found.append(_investigation(step, trace))
-        if is_bad and self._left and len(self.found) < MOST_FOUND:
+                del self.found[MOST_FOUND : 1 - MOST_KEPT + MOST_FOUND]
+        if not is_bad:
+            self._in_a_row, self._healthy = 0, self._healthy + 1
+            self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
+        elif self._left and self._in_a_row < MOST_FOUND:
             self._begin()
 
     def end(self) -> None:

@@ -192,3 +192,25 @@ for _ in range(4):
     optimizer.step()
 """
 """It never asked for anything else; with a logarithm of negative numbers its loss is NaN."""
+
+FOLDS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+for fold in range(4):
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(30):
+        x = torch.randn(64, 16, device="cuda")
+        with torch.autocast("cuda"):
+            loss = (net(x) * 12 - 3).pow(2).mean() * 3
+            if fold == 3 and step > 12:
+                BREAKS
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+"""Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""

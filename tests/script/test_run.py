@@ -80,6 +80,19 @@ def test_a_scale_that_settles_is_no_fault(tmp_path: Path) -> None:
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
 
 
+def test_scales_that_settle_in_each_fold_are_no_fault(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", "pass"))
+    assert (result.code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
+
+
+def test_a_scale_that_settled_and_collapses_is_blamed_on_the_op_behind_it(tmp_path: Path) -> None:
+    steep = "h = net[0](x); loss = loss + (h - h.detach()).float().sum() * 1e8"
+    _, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", steep))
+    found = record.findings[0]
+    assert found.source is not None
+    assert (found.code, found.step, found.source.text) == ("gradient-overflow", 103, steep)
+
+
 def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.DIVERGING)
     assert result.code == 1
