@@ -92,7 +92,7 @@ def _is_of_precision(finding: Finding) -> bool:
 
 def _verdict(record: Record, faults: list[Finding]) -> Verdict:
     if not faults:
-        return "inconclusive" if record.error else "healthy"
+        return "inconclusive" if record.error or (record.script and not record.steps) else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if verdict == "inconclusive" and finite_in_fp32:
         return "precision"

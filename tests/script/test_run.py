@@ -29,7 +29,8 @@ def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("-
 def alone(folder: Path, *arguments: str) -> str:
     """What Python itself prints, given the same."""
     program = [sys.executable, *arguments]
-    return subprocess.run(program, check=True, cwd=folder, env=environment(), capture_output=True, text=True).stdout
+    found = environment(PYTHONPATH=os.pathsep.join(sys.path))
+    return subprocess.run(program, check=True, cwd=folder, env=found, capture_output=True, text=True).stdout
 
 
 def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
@@ -175,6 +176,11 @@ def test_it_sees_what_python_would_show_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text + "class Held: pass\nimport pickle\npickle.loads(pickle.dumps(Held()))\n")
     watched = start(tmp_path, "run", "--quiet", "train.py", "--lr", "1", "--", "-m", "--record=x")
     assert (watched.code, watched.stdout) == (0, alone(tmp_path, "train.py", "--lr", "1", "--", "-m", "--record=x"))
+
+
+def test_a_script_without_an_optimizer_is_not_called_healthy(tmp_path: Path) -> None:
+    result, record = run(tmp_path, "print(1)")
+    assert (result.code, result.stdout, record.verdict) == (0, "1\n", "inconclusive")
 
 
 def test_a_module_is_run_as_of_python_m(tmp_path: Path) -> None:
