@@ -82,7 +82,7 @@ def run(
     given = Script(str(script), tuple(arguments), is_module)
     given.check()
     from ampdbg.diagnosis.diagnose import diagnose
-    from ampdbg.script.watched import watch_script
+    from ampdbg.script.session import watch_script
 
     return diagnose(watch_script(given, emulate=emulate, ended=lambda record: ended(diagnose(record))))
 
