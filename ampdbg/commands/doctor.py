@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.machine.facts import this_machine
-from ampdbg.machine.judgments import judged
-from ampdbg.report.doctor import page
 
 from . import options
 from .output import look_of, write_result
@@ -27,6 +22,13 @@ def command(
     GPU, driver, torch, frameworks, and what ampdbg emulates. torch is asked in a process of its own: it may be
     missing or broken.
     """
+    # Here, as `ampdbg --help` is not to wait for them.
+    import json
+    from dataclasses import asdict
+
+    from ampdbg.machine.facts import this_machine
+    from ampdbg.machine.judgments import judged
+
     machine = this_machine()
     if as_json:
         lines = [asdict(judgment) for judgment in judged(machine)]
@@ -35,6 +37,7 @@ def command(
         )
         write_result(text + "\n", sys.stdout)
     else:
+        from ampdbg.report.doctor import page
         from ampdbg.report.formats.text import draw
 
         write_result(draw(page(machine), look_of(sys.stdout)), sys.stdout)
