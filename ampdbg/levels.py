@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.formats import FLOAT16, FLOAT32, FORMATS, FloatFormat
+from ampdbg.syntax_tree import syntax_tree
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Level:
 def levels_of(modes: Path) -> Iterator[Level]:
     """What each file of modes says of its level in a literal ``LEVEL``, read and not run: the files import torch."""
     for file in modes.glob("*.py"):
-        for line in ast.parse(file.read_bytes()).body:
+        for line in ast.iter_child_nodes(syntax_tree(file.read_bytes())):
             if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "LEVEL":
                 yield Level(mode=file.stem, **ast.literal_eval(line.value))
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "ampdbg"
 # thing in several files. A new module needs a place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("files",),
+    ("files", "syntax_tree"),
     ("formats", "quantities", "escapes"),
     ("levels", "ops"),
     ("source",),

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ampdbg.quantities import listed
+from ampdbg.syntax_tree import syntax_tree
 
 LONGEST_NAME = 255
 """Of a file, on every system in use."""
@@ -137,7 +138,7 @@ def defined_names(path: Path) -> list[str] | None:
     """
     try:
         source = importlib.util.decode_source(path.read_bytes())
-        tree, table = ast.parse(source), symtable.symtable(source, str(path), "exec")
+        tree, table = syntax_tree(source), symtable.symtable(source, str(path), "exec")
     except (SyntaxError, ValueError, OSError, RecursionError):
         return None
     if any(_is_opaque(node) for node in ast.walk(tree)):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.run import Producer, Record
+from ampdbg.syntax_tree import syntax_tree
 
 OR = ", or "
 """Between alternatives: where a pin helps, the first is the pin."""
@@ -75,7 +76,7 @@ def takes_a_sum(line: str) -> bool:
 
 def _nodes(line: str) -> list[ast.AST]:
     try:
-        return list(ast.walk(ast.parse(line.strip())))
+        return list(ast.walk(syntax_tree(line.strip())))
     except (SyntaxError, ValueError):
         return []
 

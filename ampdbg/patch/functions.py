@@ -14,6 +14,7 @@ import torch
 
 from ampdbg.patch.edits import LinePin
 from ampdbg.source.ownership import is_users_file
+from ampdbg.syntax_tree import syntax_tree
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -128,7 +129,7 @@ def _functions(file: str) -> Sequence[tuple[SourceFunction, FunctionNode]]:
 
 @functools.lru_cache(maxsize=32)
 def _functions_of(file: str, source: bytes) -> Sequence[tuple[SourceFunction, FunctionNode]]:
-    return tuple(_functions_in(ast.parse(source), file, ""))
+    return tuple(_functions_in(syntax_tree(source), file, ""))
 
 
 def _functions_in(node: ast.AST, file: str, around: str) -> Iterator[tuple[SourceFunction, FunctionNode]]:

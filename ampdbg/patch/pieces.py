@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from ampdbg.patch.tensor_names import TensorNames
 from ampdbg.source.bindings import Bindings, is_number
 from ampdbg.source.expressions import bare, code_of, find, names_bound_inside, names_read, targets, walk
 from ampdbg.source.source_file import EditError
+from ampdbg.syntax_tree import syntax_tree
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression
     """The expression with parentheses only where it goes over several lines that would fall apart."""
     value = bare(node)
     try:
-        ast.parse(cst.Module([]).code_for_node(value), mode="eval")
+        syntax_tree(cst.Module([]).code_for_node(value), mode="eval")
     except SyntaxError:
         opened = cst.ParenthesizedWhitespace(indent=True, last_line=cst.SimpleWhitespace(indent))
         closed = cst.ParenthesizedWhitespace(indent=True)

@@ -14,6 +14,7 @@ import torch
 
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import HALVES
+from ampdbg.syntax_tree import syntax_tree
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -56,7 +57,7 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
 def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, ast.expr]]]:
     """The expressions of each line in the functions of a file that hold one of ``lines``."""
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        tree = syntax_tree(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return {}
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import libcst as cst
 
+from ampdbg.syntax_tree import syntax_tree
+
 _EMPTY = cst.Module([])
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 
@@ -21,7 +23,7 @@ def canonical(code: str) -> str:
     """An expression without what does not matter: spaces, outer parentheses, the kind of quotes."""
     try:
         # In parentheses, as it may go over several lines.
-        return ast.unparse(ast.parse(f"({code.strip()}\n)", mode="eval"))
+        return ast.unparse(syntax_tree(f"({code.strip()}\n)", mode="eval"))
     except SyntaxError:
         return code
 
