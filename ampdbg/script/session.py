@@ -54,7 +54,7 @@ class TracedSteps:
             if step.found_inf or not math.isfinite(step.loss):
                 self._in_a_row += 1
                 self.found.append(_investigation(step, trace))
-                del self.found[MOST_FOUND : 1 - MOST_KEPT + MOST_FOUND]
+                del self.found[MOST_FOUND : MOST_FOUND - MOST_KEPT]
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
@@ -113,15 +113,15 @@ def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], Non
         if emulate:
             stack.enter_context(emulated_gpu())
         stack.enter_context(told_before_sigterm(lambda: ended(_record(script, watcher, traced, ScriptEnd(143)))))
-        stack.enter_context(watcher)
-        stack.callback(traced.end)
-        ending = run_script(script)
+        with watcher:
+            try:
+                ending = run_script(script)
+            finally:
+                traced.end()
         if os.getpid() != owner:
             raise SystemExit(ending.code)
         if ending.error is not None:
             watcher.calls.failed(ending.error)
-        traced.end()
-        watcher.stop()
         return _record(script, watcher, traced, ending)
 
 
