@@ -82,7 +82,7 @@ def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:
 
 def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite."""
-    if len(made.replays) == 1 and made.reproduced:
+    if made.is_as_it_trained:
         return seen_where_it_trained(made, record)
     if made.reproduced == 0:
         message = f"none of {made.tries} replays reproduced the failure"
@@ -120,10 +120,12 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     suspect = culprit(made)
     if suspect is None or suspect.producer.finite_in_fp32 is None:
         at = suspect.producer if suspect else next(iter(made.replays[0].producers), None)
-        makes = (
-            f"{named(at)} makes inf or NaN of finite numbers, in FP32 too" if at else "no op was found that begins it"
-        )
-        return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {makes}", at)
+        if at is None:
+            begins = "no op was found that begins it"
+        else:
+            too = "alone in FP32 it does so too" if at.finite_in_fp32 is False else "what it gives in FP32 is not known"
+            begins = f"{named(at)} makes inf or NaN of finite numbers; {too}"
+        return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {begins}", at)
     found = precision_cause(suspect)
     why = ""
     if may_diverge(made, record):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
-from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses, not_half
+from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import (
@@ -40,7 +40,6 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     lost_updates,
     frozen_weights,
     doubtful_misuses,
-    not_half,
 )
 
 
@@ -94,10 +93,10 @@ def _verdict(record: Record, faults: list[Finding]) -> Verdict:
     if not faults:
         return "inconclusive" if record.error or (record.script and not record.steps) else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
-    if verdict == "inconclusive" and finite_in_fp32:
-        return "precision"
-    if verdict == "inconclusive" and (finite_in_fp32 is False or _was_in_fp32(record)):
+    if faults[0].code == UNKNOWN and _was_in_fp32(record):
         return "other"
+    if verdict == "inconclusive" and finite_in_fp32 is not None:
+        return "precision" if finite_in_fp32 else "other"
     return verdict
 
 

@@ -29,12 +29,6 @@ def autocast_errors(record: Record) -> Iterator[Finding]:
         )
 
 
-def not_half(record: Record) -> Iterator[Finding]:
-    """Autocast and scaler did nothing: what the steps show is of FP32."""
-    if record.environment.policy == "no":
-        yield finding_of("not-half", 0, "forward", CODES["not-half"].message, evidence={"steps": record.steps_run})
-
-
 def _findings(record: Record) -> Iterator[Finding]:
     # An error that ended the run has a finding of its own, with the same line.
     reported = record.autocast_error.code if record.autocast_error else ""

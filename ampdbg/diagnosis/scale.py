@@ -163,7 +163,7 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
 
     Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
     """
-    if len(made.replays) == 1:
+    if made.is_as_it_trained:
         return True
     if _is_static(record) or _usable_scale(made) is None:
         return False
@@ -183,7 +183,7 @@ def _is_first_descent(investigated: list[Investigation], record: Record) -> bool
 
 
 def _will_work(made: Investigation, record: Record) -> bool:
-    return len(made.replays) > 1 and _is_calibration(made, record)
+    return not made.is_as_it_trained and _is_calibration(made, record)
 
 
 def _lasts(made: Investigation, record: Record) -> bool:
@@ -193,7 +193,7 @@ def _lasts(made: Investigation, record: Record) -> bool:
     the later skips.
     """
     suspect = culprit(made)
-    if len(made.replays) > 1 or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
+    if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
         return True
     if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
         return True

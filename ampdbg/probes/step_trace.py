@@ -30,12 +30,12 @@ class StepTrace(ProducerTrace):
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
         super().__init__(model, paths)
         self.alone: dict[int, Magnitude] = {}
-        self._model = model
+        self._roots = tuple(model.children()) or (model,)
         self._call: tuple[Any, Any, Any] | None = None
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; looks at it where it belongs to training."""
-        if len(self.ops) >= MOST_OPS or not any(child.training for child in self._model.children()):
+        if len(self.ops) >= MOST_OPS or not any(root.training for root in self._roots):
             return op(*args, **(kwargs or {}))
         return super().__torch_dispatch__(op, types, args, kwargs)
 

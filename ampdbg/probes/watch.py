@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -27,11 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampdbg.environment import environment_of
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
-from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms, group_name, nonfinite_groups
+from ampdbg.probes.gradients import gradient_norm, gradient_norms
 from ampdbg.probes.models import Models
+from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
-from ampdbg.record.run import GroupOverflow, Misuse, Record, Step, Unseen
+from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 
 class _Loop(threading.local):
@@ -53,16 +53,12 @@ class Watch:
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.models = Models(model)
-        self._given = tuple(optimizers)
         self._learns = model is None
-        self._new: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._optimizers: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = weakref.WeakValueDictionary()
-        self._groups: tuple[str, ...] = ()
-        self._device = next((value.device for _, value in self.models.named_parameters()), torch.device("cpu"))
+        self._optimizers = Optimizers(self.models, optimizers)
         self.log = StepLog(self.models, on_step)
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
-            self._add(optimizer)
+            self.calls.add_optimizer(optimizer)
         self._loop = _Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
@@ -126,31 +122,18 @@ class Watch:
     @property
     def groups(self) -> tuple[str, ...]:
         """The name of every parameter group, over all optimizers."""
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        if groups:  # else they have gone with the function that trained
-            self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
-        return self._groups
-
-    def _add(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-        self.calls.add_optimizer(optimizer)
-        self._groups = self.groups
+        return self._optimizers.groups
 
     def _learn(self) -> None:
         """Watches the optimizers that were made since, with the models that they train."""
-        while self._new:
-            optimizer = self._new.pop()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if parameters and id(optimizer) not in self._optimizers:
-                self.models.learn(optimizer)
-                self._device = self._device if self._optimizers else parameters[0].device
-                self._add(optimizer)
-                self.log.look_at_model()
+        for optimizer in self._optimizers.learn():
+            self.calls.add_optimizer(optimizer)
+            self.log.look_at_model()
 
     def _made(self, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         if self._learns:
-            self._new.add(optimizer)
+            self._optimizers.made(optimizer)
         return result
 
     @property
@@ -164,24 +147,26 @@ class Watch:
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         return (*self.log.notes, *several[: len(self._threads) > 1])
 
-    def _policy(self, emulated: bool) -> str:
-        """Whose autocast lowers what. One that is enabled may do nothing on the loop's device, and a scaler too."""
-        if self.calls.graphs > 0 and not self.calls.lowered and not any(self._scalers.values()):
-            return "no" if self._scalers else "none"
-        return "cuda" if self._device.type == "cuda" or emulated else "native"
+    def _is_in_fp32(self) -> bool:
+        """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
+        return self.calls.graphs > 0 and not self.calls.lowered and not any(self._scalers.values())
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
-        device, emulated = self._device, is_emulating() and self._device.type == "cpu"
+        device, in_fp32 = self._optimizers.device, self._is_in_fp32()
+        emulated = is_emulating() and device.type == "cpu"
+        policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
+        # A loop with a scaler is meant to run in half precision.
+        not_half = (Misuse("not-half", 0),) if in_fp32 and self._scalers else ()
         return Record(
             command="watch",
             created=self._created,
-            environment=environment_of(device, self._policy(emulated), emulated=emulated),
+            environment=environment_of(device, policy, emulated=emulated),
             config={},
             verdict="inconclusive",
             steps=self.steps,
             unseen=Unseen(notes=self.notes),
-            misuses=self.misuses,
+            misuses=(*self.misuses, *not_half),
             groups=self.groups,
             interrupted=self._interrupted,
             elapsed=round(time.monotonic() - self._started, 3),
@@ -227,7 +212,7 @@ class Watch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if id(optimizer) not in self._optimizers:
+        if optimizer not in self._optimizers:
             with self._refusals("step", scaler, optimizer):
                 return original(scaler, optimizer, *args, **kwargs)
         step, enabled = self._loop.now, scaler.is_enabled()
@@ -330,17 +315,17 @@ class Watch:
         self._measure(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             self._note_groups(optimizer)
-        if step.scaler is None and step.bare == set(self._optimizers.keys()):
+        if step.scaler is None and step.bare == set(map(id, self._optimizers)):
             self._close()
 
     def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
-        is_known = id(optimizer) in self._optimizers and not computes_no_numbers()
+        is_known = optimizer in self._optimizers and not computes_no_numbers()
         return self._paused or self._is_inside("step") or not is_known
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
         places = self.calls.owners(parameters)
-        for optimizer in [one for one in self._optimizers.values() if self.calls.place_of(one) in places]:
+        for optimizer in [one for one in self._optimizers if self.calls.place_of(one) in places]:
             scaler = self.calls.scaler_of(optimizer)
             if id(optimizer) not in self._loop.now.norms:
                 self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
@@ -362,7 +347,7 @@ class Watch:
     def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
         step, key = self._loop.now, id(optimizer)
-        if key not in self._optimizers or key in step.norms:
+        if optimizer not in self._optimizers or key in step.norms:
             return
         norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
         if norm is not None:
@@ -370,19 +355,12 @@ class Watch:
             if each is not None:
                 step.each[key] = each
             elif norm.device.type == "cpu" and not is_finite_scalar(norm):
-                step.bad_groups[key] = self._bad_groups(optimizer)
+                step.bad_groups[key] = self._optimizers.nonfinite_groups(optimizer)
 
     def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
         step, key = self._loop.now, id(optimizer)
         known = step.bad_groups.get(key)
-        step.groups += self._bad_groups(optimizer, step.each.get(key)) if known is None else known
-
-    def _bad_groups(
-        self, optimizer: torch.optim.Optimizer, before: NormOfEach | None = None
-    ) -> tuple[GroupOverflow, ...]:
-        others = takewhile(lambda other: other is not optimizer, self._optimizers.values())
-        names = {id(parameter): name for name, parameter in self.models.named_parameters()}
-        return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
+        step.groups += self._optimizers.nonfinite_groups(optimizer, step.each.get(key)) if known is None else known
 
     def _close(self) -> None:
         """Ends the step that is under way."""

@@ -90,8 +90,8 @@ class Step:
 class Environment:
     """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU.
 
-    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``. Where nothing that was looked at of a watched
-    loop ran in half precision it is ``none``, and ``no`` if the loop has a loss scaler, which is disabled.
+    ``policy`` says whose op lists autocast had: ``cuda`` or ``native``, and ``none`` where nothing that was looked at
+    of a watched loop ran in half precision.
     """
 
     ampdbg: str
@@ -227,6 +227,11 @@ class Investigation:
     first_far: Producer | None = None
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
+
+    @property
+    def is_as_it_trained(self) -> bool:
+        """Whether the step was traced as it trained and not replayed: FP32 is known of single ops alone."""
+        return len(self.replays) == 1 and self.reproduced > 0
 
 
 @dataclass(frozen=True)

@@ -353,7 +353,7 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
 
 def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
-    if record.environment.policy == "no":
+    if record.environment.policy == "none" and record.findings and record.verdict == "inconclusive":
         return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
     if record.findings and record.verdict != "healthy":
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")

@@ -99,6 +99,34 @@ for step in range(8):
 """
 """With a gain of 1e9 no gradient of the generator is finite; the discriminator's are, in its own step."""
 
+ONE_MODULE = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16, 16), GAIN))
+
+    def forward(self, x):
+        return (x @ self.weight).float().mean()
+
+def main():
+    net = Own().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    scaler = torch.amp.GradScaler("cuda")
+    for _ in range(4):
+        with torch.autocast("cuda"):
+            loss = net(torch.full((8, 16), 10.0, device="cuda"))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+main()
+"""
+"""A model without parts, gone when the script ends."""
+
 CALIBRATION = """
 import torch
 from torch import nn

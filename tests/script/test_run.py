@@ -67,6 +67,18 @@ def test_a_line_of_the_script_itself_is_named(tmp_path: Path, gain: float) -> No
         assert source.text.startswith("similar = ")
 
 
+@pytest.mark.parametrize("gain", [0.1, 1e4])
+def test_a_model_without_parts_is_traced_too(tmp_path: Path, gain: float) -> None:
+    _, record = run(tmp_path, scripts.ONE_MODULE.replace("GAIN", str(gain)))
+    if gain == 0.1:
+        assert (record.verdict, record.findings, record.groups) == ("healthy", (), ("group 0",))
+    else:
+        source = record.findings[0].source
+        assert (record.findings[0].code, record.findings[0].op) == ("forward-overflow", "aten.mm.default")
+        assert source is not None
+        assert source.text == "return (x @ self.weight).float().mean()"
+
+
 @pytest.mark.parametrize("gain", [1.0, 1e9])
 def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path, gain: float) -> None:
     _, record = run(tmp_path, scripts.GAN.replace("GAIN", str(gain)))

@@ -1,0 +1,69 @@
+"""The optimizers of a loop: those that it was given, those that it makes itself, and their parameter groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+import torch
+from torch.optim import Optimizer
+
+from ampdbg.probes.gradients import NormOfEach, group_name, nonfinite_groups
+from ampdbg.probes.models import Models
+from ampdbg.record.run import GroupOverflow
+
+
+class Optimizers:
+    """The optimizers of one loop in the order in which they came.
+
+    Args:
+        models: name the parameters; those that an optimizer made later trains are added to them.
+        given: kept alive. Those that are made later are held weakly.
+    """
+
+    def __init__(self, models: Models, given: Sequence[Optimizer]) -> None:
+        self.device = next((value.device for _, value in models.named_parameters()), torch.device("cpu"))
+        """Where the first model is, or else the first optimizer's first parameter."""
+        self._models = models
+        self._given = tuple(given)
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        self._known.update((id(optimizer), optimizer) for optimizer in given)
+        self._groups: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(list(self._known.values()))
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._known
+
+    def made(self, optimizer: Optimizer) -> None:
+        """The loop makes this one; its parameters may still be added."""
+        self._made.add(optimizer)
+
+    def learn(self) -> Iterator[Optimizer]:
+        """Adds those that were made since, with the models that they train; yields each."""
+        while self._made:
+            optimizer = self._made.pop()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if parameters and optimizer not in self:
+                self._models.learn(optimizer)
+                self.device = self.device if self._known else parameters[0].device
+                self._known[id(optimizer)] = optimizer
+                self._groups = self.groups
+                yield optimizer
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The name of every parameter group; those of last time where all have gone with the function that trained."""
+        groups = [group for optimizer in self for group in optimizer.param_groups]
+        if groups:
+            self._groups = tuple(group_name(group, index) for index, group in enumerate(groups))
+        return self._groups
+
+    def nonfinite_groups(self, optimizer: Optimizer, before: NormOfEach | None = None) -> tuple[GroupOverflow, ...]:
+        """The groups of one optimizer that hold inf or NaN; ``before`` as of ``gradients.nonfinite_groups``."""
+        others = takewhile(lambda other: other is not optimizer, self)
+        names = {id(parameter): name for name, parameter in self._models.named_parameters()}
+        return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
