@@ -60,6 +60,7 @@ def run(
     is_module: bool = False,
     emulate: bool = False,
     ended: Callable[[Record], None] = lambda record: None,
+    observer: Observer = UNOBSERVED,
 ) -> Record:
     """Runs an unchanged training script and watches every optimizer and loss scaler that it makes.
 
@@ -72,6 +73,7 @@ def run(
         is_module: as ``python -m``.
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
         ended: called with the record where SIGTERM ends the script, a moment before the process does.
+        observer: its ``replay`` is called once for each step that is run again, while the script waits.
 
     Raises:
         ScriptError: there is nothing of this name to run.
@@ -84,7 +86,19 @@ def run(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.script.session import watch_script
 
-    return diagnose(watch_script(given, emulate=emulate, ended=lambda record: ended(diagnose(record))))
+    seen = watch_script(given, emulate=emulate, ended=lambda record: ended(diagnose(record)), observer=observer)
+    return diagnose(seen)
+
+
+def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
+    """Runs a script as :func:`run`, and only emulates: what to compare a watched run with. Returns its exit code."""
+    from ampdbg.script.launch import Script
+
+    given = Script(str(script), tuple(arguments), is_module)
+    given.check()
+    from ampdbg.script.session import run_unwatched as run_it
+
+    return run_it(given, emulate=emulate)
 
 
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:

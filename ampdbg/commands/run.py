@@ -15,6 +15,7 @@ import typer
 
 from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 
@@ -32,6 +33,9 @@ def command(
     emulate: Annotated[
         bool, typer.Option("--emulate", help="On a machine without a GPU: the script finds one, with CUDA's FP16.")
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch/--no-watch", help="--no-watch only emulates: what to compare a watched run with.")
+    ] = True,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
     ] = "warning",
@@ -57,13 +61,28 @@ def command(
         if saved.failure is not None:
             say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
 
+    if not watch:
+        return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
+    observer = UNOBSERVED if quiet else _Waits()
     try:
-        seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell)
+        seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell, observer=observer)
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
     tell(seen)
     ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
     return ended_with or exit_code(seen, fail_on)
+
+
+class _Waits(Observer):
+    """Says that the script waits, and why."""
+
+    def __init__(self) -> None:
+        self._said = -1
+
+    def replay(self, step: int, doing: str) -> None:
+        if step != self._said:
+            self._said = step
+            say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")
 
 
 @contextlib.contextmanager

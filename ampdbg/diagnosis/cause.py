@@ -81,9 +81,22 @@ def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:
 
 
 def cause_of(made: Investigation, record: Record) -> Finding:
-    """The root finding of an investigated step whose loss or gradients are not finite."""
-    if made.is_as_it_trained:
-        return seen_where_it_trained(made, record)
+    """The root finding of an investigated step whose loss or gradients are not finite.
+
+    In a script a step is investigated once another has gone wrong: what is found counts from the first of the withheld
+    steps in a row, for all have the same weights.
+    """
+    found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
+    if record.script is None:
+        return found
+    withheld = {step.step for step in record.steps if step.skipped}
+    first = made.step
+    while first - 1 in withheld:
+        first -= 1
+    return replace(found, step=first, evidence={**found.evidence, "traced_step": made.step})
+
+
+def _of_replays(made: Investigation, record: Record) -> Finding:
     if made.reproduced == 0:
         message = f"none of {made.tries} replays reproduced the failure"
         return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
@@ -101,19 +114,6 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         low = format_of(made.replays[0].dtype).short
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     return precision_cause(suspect)
-
-
-def seen_where_it_trained(made: Investigation, record: Record) -> Finding:
-    """The finding of a step that was traced as it trained, and not replayed: FP32 is known of single ops alone.
-
-    It counts from the first of the withheld steps in a row: all have the same weights.
-    """
-    found = _of_single_ops(made, record)
-    withheld = {step.step for step in record.steps if step.skipped}
-    first = made.step
-    while first - 1 in withheld:
-        first -= 1
-    return replace(found, step=first, evidence={**found.evidence, "traced_step": made.step})
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:

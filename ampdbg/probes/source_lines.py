@@ -17,7 +17,7 @@ from ampdbg.source.ownership import Line, by_code, is_ampdbgs, is_part_of, is_us
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
 # and frames above that belong to whoever has started ampdbg, a program or a script.
-_BETWEEN = (probes.__name__, precision.__name__)
+_BETWEEN = (probes.__name__, precision.__name__, "ampdbg.replay.tape")
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"

@@ -54,7 +54,7 @@ class Watch:
     ) -> None:
         self.models = Models(model)
         self._learns = model is None
-        self._optimizers = Optimizers(self.models, optimizers)
+        self.optimizers = Optimizers(self.models, optimizers)
         self.log = StepLog(self.models, on_step)
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
@@ -122,18 +122,18 @@ class Watch:
     @property
     def groups(self) -> tuple[str, ...]:
         """The name of every parameter group, over all optimizers."""
-        return self._optimizers.groups
+        return self.optimizers.groups
 
     def _learn(self) -> None:
         """Watches the optimizers that were made since, with the models that they train."""
-        for optimizer in self._optimizers.learn():
+        for optimizer in self.optimizers.learn():
             self.calls.add_optimizer(optimizer)
             self.log.look_at_model()
 
     def _made(self, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         if self._learns:
-            self._optimizers.made(optimizer)
+            self.optimizers.made(optimizer)
         return result
 
     @property
@@ -153,7 +153,7 @@ class Watch:
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
-        device, in_fp32 = self._optimizers.device, self._is_in_fp32()
+        device, in_fp32 = self.optimizers.device, self._is_in_fp32()
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         # A loop with a scaler is meant to run in half precision.
@@ -171,6 +171,11 @@ class Watch:
             interrupted=self._interrupted,
             elapsed=round(time.monotonic() - self._started, 3),
         )
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is noted now."""
+        return self._paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -212,7 +217,7 @@ class Watch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if optimizer not in self._optimizers:
+        if optimizer not in self.optimizers:
             with self._refusals("step", scaler, optimizer):
                 return original(scaler, optimizer, *args, **kwargs)
         step, enabled = self._loop.now, scaler.is_enabled()
@@ -315,17 +320,17 @@ class Watch:
         self._measure(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             self._note_groups(optimizer)
-        if step.scaler is None and step.bare == set(map(id, self._optimizers)):
+        if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
 
     def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
-        is_known = optimizer in self._optimizers and not computes_no_numbers()
+        is_known = optimizer in self.optimizers and not computes_no_numbers()
         return self._paused or self._is_inside("step") or not is_known
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
         places = self.calls.owners(parameters)
-        for optimizer in [one for one in self._optimizers if self.calls.place_of(one) in places]:
+        for optimizer in [one for one in self.optimizers if self.calls.place_of(one) in places]:
             scaler = self.calls.scaler_of(optimizer)
             if id(optimizer) not in self._loop.now.norms:
                 self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
@@ -347,7 +352,7 @@ class Watch:
     def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
         step, key = self._loop.now, id(optimizer)
-        if optimizer not in self._optimizers or key in step.norms:
+        if optimizer not in self.optimizers or key in step.norms:
             return
         norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
         if norm is not None:
@@ -355,12 +360,12 @@ class Watch:
             if each is not None:
                 step.each[key] = each
             elif norm.device.type == "cpu" and not is_finite_scalar(norm):
-                step.bad_groups[key] = self._optimizers.nonfinite_groups(optimizer)
+                step.bad_groups[key] = self.optimizers.nonfinite_groups(optimizer)
 
     def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
         step, key = self._loop.now, id(optimizer)
         known = step.bad_groups.get(key)
-        step.groups += self._optimizers.nonfinite_groups(optimizer, step.each.get(key)) if known is None else known
+        step.groups += self.optimizers.nonfinite_groups(optimizer, step.each.get(key)) if known is None else known
 
     def _close(self) -> None:
         """Ends the step that is under way."""

@@ -1,25 +1,47 @@
-"""A script's run as a record: watched to its end; after a step that went wrong the next is traced as it trains."""
+"""A script's run as a record: watched to its end; after a bad step the next is taped, and run again where it is bad."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import math
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
-from typing import Literal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ampdbg.config.schema import Config, Precision, TargetSpec
 from ampdbg.errors import first_line
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.precision.modes import mode_of
 from ampdbg.probes.op_trace import placed
+from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.step_trace import StepTrace
+from ampdbg.probes.tensors import HALVES, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
+from ampdbg.replay.investigation import investigate
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.tape import PlayedStep, Tape
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script, told_before_sigterm
+from ampdbg.workload.build import Workload
+from ampdbg.workload.losses import StepFunction
+from ampdbg.workload.user_code import UserCode
 
 MOST_TRACED = 6
 """So many steps are traced at most, each of which takes several times as long as it would."""
@@ -35,25 +57,24 @@ MOST_KEPT = 16
 
 
 class TracedSteps:
-    """Arms a trace when a step has gone wrong, and reads it when the next one ends."""
+    """Traces the next step when one has gone wrong, and keeps what is found in it."""
 
-    def __init__(self, watcher: Watch) -> None:
+    def __init__(self, watcher: Watch, observer: Observer) -> None:
         self.found: list[Investigation] = []
         self._watcher = watcher
+        self._observer = observer
         self._left = MOST_TRACED
         self._in_a_row, self._healthy = 0, 0
-        self._entered: ExitStack | None = None
-        self._trace: StepTrace | None = None
+        self._traced: TracedStep | None = None
 
     def step_ended(self, is_bad: bool) -> None:
         """To be called when a step has ended."""
-        trace, self._trace = self._trace, None
-        self.end()
-        if trace is not None:
+        traced = self.end()
+        if traced is not None:
             step = self._watcher.log.latest()
             if step.found_inf or not math.isfinite(step.loss):
                 self._in_a_row += 1
-                self.found.append(_investigation(step, trace))
+                self.found.append(traced.investigation(step))
                 del self.found[MOST_FOUND : MOST_FOUND - MOST_KEPT]
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
@@ -61,22 +82,101 @@ class TracedSteps:
         elif self._left and self._in_a_row < MOST_FOUND:
             self._begin()
 
-    def end(self) -> None:
-        """Leaves torch and the models as they were."""
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.close()
+    def end(self) -> TracedStep | None:
+        """Leaves torch and the models as they were; returns the step that was traced until now."""
+        traced, self._traced = self._traced, None
+        if traced is not None:
+            traced.end()
+        return traced
 
     def _begin(self) -> None:
         # A mode of the script's own that is entered now would be left before ours: torch pops them in order.
         if torch._C._len_torch_dispatch_stack():
             return
         self._left -= 1
+        self._traced = TracedStep(self._watcher, self._observer)
+        self._traced.begin()
+
+
+# One step, traced and taped: where it goes wrong it is run again, as the step of a config would be
+
+SCRIPT = TargetSpec(target="script.py:script")
+"""In the place of a config's targets: what they would name is there already."""
+
+
+class TracedStep:
+    """The next step of a watched loop: traced while it trains, and taped.
+
+    Right before an optimizer would step on a loss or gradients that are not finite, the step is run again and
+    investigated, while the script waits. What cannot be run again is told of by the trace.
+
+    Args:
+        watcher: of the loop; it is paused while the step is run again.
+        observer: told before the step is run again, once.
+    """
+
+    def __init__(self, watcher: Watch, observer: Observer) -> None:
+        self._watcher = watcher
+        self._observer = observer
+        self._model = watcher.models.together()
+        parameters = list(self._model.parameters())
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._tape = Tape(self._model, self._device.type)
+        self._made: Investigation | None = None
         self._entered = ExitStack()
-        self._trace = self._entered.enter_context(placed(self._watcher.models.together(), StepTrace))
+
+    def begin(self) -> None:
+        """Traces from now on."""
+        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._about_to_step(optimizer))
+        self._entered.callback(hook.remove)
+        self._trace = self._entered.enter_context(placed(self._model, StepTrace))
+        self._entered.enter_context(self._tape)
+        self._entered.enter_context(attached(self._around))
+
+    def end(self) -> None:
+        """Leaves torch and the models as they were."""
+        self._entered.close()
+
+    def investigation(self, step: Step) -> Investigation:
+        """What was found in the step, which has ended and was not healthy."""
+        return replace(self._made or _as_it_trained(step, self._trace), step=step.step, loss=step.loss)
+
+    def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seam == "step":
+            scaler, optimizer, *_ = args
+            self._about_to_step(optimizer, scaler if scaler.is_enabled() else None)
+        return self._tape.around(seam, original, *args, **kwargs)
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        """The last moment with the weights of the step."""
+        if self._watcher.is_paused or self._made is not None or not self._tape.is_of_this_thread:
+            return
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
+        is_bad = not math.isfinite(self._tape.loss) or next(iter(nonfinite(gradients)), None) is not None
+        played = self._tape.played() if is_bad and self._tape.dtype in HALVES and not _is_one_of_several() else None
+        if played is not None:
+            self.end()
+            scale = scaler._get_scale_async() if scaler is not None else None
+            self._made = self._investigated(played, 1.0 if scale is None else float(scale))
+        self._tape.stepped_on()
+
+    def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
+        """What replays of the step show; None where it does not go wrong again."""
+        run = _run(played, self._model, self._watcher, self._device, self._tape.dtype)
+        snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
+        why: Literal["loss", "gradients"] = "gradients" if math.isfinite(self._tape.loss) else "loss"
+        made = None
+        self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
+        # Whatever it raises, such as that there is no memory for it, the script goes on.
+        with contextlib.suppress(Exception), self._watcher.paused(), _hushed(), torch.enable_grad():
+            made = investigate(run, snapshot, why, scale, before=self._watcher.steps, observer=UNOBSERVED)
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+        is_told = made is not None and made.reproduced and not any(replay.error for replay in made.replays[:2])
+        return made if is_told else None
 
 
-def _investigation(step: Step, trace: StepTrace) -> Investigation:
+def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
     dtype = next((seen.output.dtype for seen in trace.ops if seen.output.dtype in ("float16", "bfloat16")), "float32")
     replay = Replay(
         dtype=dtype,
@@ -89,16 +189,82 @@ def _investigation(step: Step, trace: StepTrace) -> Investigation:
     return Investigation(step.step, why, (producers_in_place(replay, trace),), loss=step.loss)
 
 
+def _is_one_of_several() -> bool:
+    """Whether other processes train with this one, and would have to run the step again too."""
+    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_used and torch.distributed.get_world_size() > 1
+
+
+@dataclass
+class _Parts:
+    """The parts of one step, as the batches of a workload."""
+
+    played: PlayedStep
+    position: int = 0
+
+    def batches(self) -> Iterator[Any]:
+        """The parts of the step, over and over."""
+        return itertools.cycle(self.played.given)
+
+    def describe(self, batch: Any) -> str:
+        """How many calls a part makes."""
+        return f"the step makes {len(batch)} calls"
+
+
+def _run(played: PlayedStep, model: torch.nn.Module, watcher: Watch, device: torch.device, dtype: torch.dtype) -> Run:
+    share = len(played.given)
+
+    def losses(batch: Any, index: int) -> torch.Tensor:
+        # A pass gives each part an equal share; the script's own shares are on the tape.
+        return played.loss(batch) * share if share > 1 else played.loss(batch)
+
+    policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
+    precision = Precision(dtype="float16" if dtype is torch.float16 else "bfloat16", policy=policy)
+    config = Config(model=SCRIPT, data=SCRIPT, precision=precision, folder=Path.cwd(), start=Path.cwd())
+    step = StepFunction("the script's step", losses)
+    workload = Workload(model, tuple(watcher.optimizers), _Parts(played), step, UserCode(()))
+    return Run(config, workload, device, mode_of(precision, device), time.monotonic())
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+        yield
+
+
+class _Hushed(io.TextIOBase):
+    """A stream that writes what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Writes it, unless it is this thread's."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 # The script
 
 
-def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], None]) -> Record:
+def watch_script(
+    script: Script, *, emulate: bool, ended: Callable[[Record], None], observer: Observer = UNOBSERVED
+) -> Record:
     """Runs the script and watches every optimizer and scaler that it makes.
 
     Args:
         script: what to run.
         emulate: on a machine without a GPU, it finds one, emulated.
         ended: called with the record where SIGTERM ends the script, a moment before the process does.
+        observer: told of each step that is run again, before it is.
 
     Returns:
         What was seen, not yet diagnosed.
@@ -107,7 +273,7 @@ def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], Non
         SystemExit: in a child that the script has forked, which is to end as it would, and to say nothing.
     """
     owner, watcher = os.getpid(), Watch(None, ())
-    traced = TracedSteps(watcher)
+    traced = TracedSteps(watcher, observer)
     watcher.ended = traced.step_ended
     with ExitStack() as stack:
         if emulate:
@@ -123,6 +289,12 @@ def watch_script(script: Script, *, emulate: bool, ended: Callable[[Record], Non
         if ending.error is not None:
             watcher.calls.failed(ending.error)
         return _record(script, watcher, traced, ending)
+
+
+def run_unwatched(script: Script, *, emulate: bool) -> int:
+    """Runs the script, with a GPU that is emulated where that is asked for; returns its exit code."""
+    with emulated_gpu() if emulate else nullcontext():
+        return run_script(script).code
 
 
 def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptEnd) -> Record:

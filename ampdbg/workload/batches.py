@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -14,6 +14,20 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ampdbg.workload.targets import Found, a
 
 _END = object()
+
+
+class Batches(Protocol):
+    """Batches that a workload takes, endless and on the device; ``position`` is that of the latest."""
+
+    position: int
+
+    def batches(self) -> Iterator[Any]:
+        """Every batch, over and over."""
+        ...
+
+    def describe(self, batch: Any) -> str:
+        """What a batch holds, as messages say it."""
+        ...
 
 
 class BatchSource:

@@ -20,7 +20,7 @@ from ampdbg.config.schema import Config
 from ampdbg.config.targets import parse_target
 from ampdbg.errors import WorkloadError, first_line
 from ampdbg.quantities import listed
-from ampdbg.workload.batches import BatchSource
+from ampdbg.workload.batches import Batches, BatchSource
 from ampdbg.workload.losses import StepFunction, choose_step, losses_in
 from ampdbg.workload.targets import Found, Importer, a, forget_user_modules
 from ampdbg.workload.user_code import UserCode
@@ -41,7 +41,7 @@ class Workload:
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    source: BatchSource
+    source: Batches
     step: StepFunction
     user: UserCode
 

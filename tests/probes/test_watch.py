@@ -264,7 +264,7 @@ def test_a_loop_without_a_scaler_has_steps_too(make: Callable[[Any], torch.optim
     loss = model(torch.ones(2, 3)).square().mean()
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     with watch(model, make(model.parameters()), on_step=seen.append) as watcher:
-        bare_step(model, next(iter(watcher._optimizers)), clip=clip)
+        bare_step(model, next(iter(watcher.optimizers)), clip=clip)
         # As it ends, and not with the next one.
         [step] = seen
     assert watcher.steps == (step,)

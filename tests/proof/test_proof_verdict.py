@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ampdbg.config.schema import Precision
+from ampdbg.proof.experiments import disproves
 from ampdbg.proof.jobs import Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.proof import (
     further_batches,
@@ -21,7 +22,6 @@ from ampdbg.proof.proof import (
     with_the_patch,
     without_a_unit,
 )
-from ampdbg.proof.training_runs import disproves
 from ampdbg.record.codes import CODES, GRADIENTS
 from ampdbg.record.findings import Finding, Phase, Severity
 from ampdbg.record.run import Step

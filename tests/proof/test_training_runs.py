@@ -9,8 +9,8 @@ import pytest
 
 from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
+from ampdbg.proof.experiments import trained_with_the_patch
 from ampdbg.proof.jobs import Job, Patched, Trained, Tried
-from ampdbg.proof.training_runs import trained_with_the_patch
 from ampdbg.replay.investigation import ScaleRange
 
 NET = """\

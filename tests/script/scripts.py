@@ -242,3 +242,70 @@ for fold in range(4):
         scaler.update()
 """
 """Each fold settles at a scale of 256, as healthy scripts do; with a line for BREAKS the last one collapses."""
+
+_MODEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Mix(nn.Module):
+    def forward(self, x):
+        print("mixes")
+        similar = (x * GAIN) @ (x * GAIN).transpose(-1, -2)
+        return x + similar.mean(-1, keepdim=True) / GAIN**2
+
+net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), Mix(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+criterion = nn.CrossEntropyLoss()
+
+def batch():
+    return torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
+
+"""
+
+_STEPS = {
+    "accumulation and clipping": """
+    for micro in range(2):
+        x, y = batch()
+        with torch.autocast("cuda"):
+            loss = criterion(net(x), y) / 2
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+""",
+    "a gradient penalty": """
+    x, y = batch()
+    x.requires_grad_()
+    with torch.autocast("cuda"):
+        output = net(x)
+        loss = criterion(output, y)
+    (slope,) = torch.autograd.grad(output.float().square().mean(), x, create_graph=True)
+    scaler.scale(loss + slope.square().mean()).backward()
+""",
+    "several losses": """
+    x, y = batch()
+    with torch.autocast("cuda"):
+        output = net(x)
+        loss, small = criterion(output, y), output.float().square().mean()
+    scaler.scale(loss).backward(retain_graph=True)
+    scaler.scale(small * 0.1).backward()
+""",
+    "a batch that is changed in place": """
+    x, y = batch()
+    with torch.autocast("cuda"):
+        loss = criterion(net(x.mul_(0.5)), y)
+    scaler.scale(loss).backward()
+    x.zero_()
+""",
+}
+
+
+def _looped(step: str) -> str:
+    ending = "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
+    return f'{_MODEL}for step in range(6):{step}{ending}\ntorch.save(net.state_dict(), "weights.pt")\n'
+
+
+LOOPS = {name: _looped(step) for name, step in _STEPS.items()}
+"""Loops over one model, whose ``similar`` overflows with a gain of 1e3, and not with 1.0; it prints, and draws."""

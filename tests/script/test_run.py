@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,9 @@ from tests.commands.program import Result, command, environment, start
 from tests.script import scripts
 
 FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
+
+
+BMM = "aten.mm.default"
 
 
 def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("--emulate",)) -> tuple[Result, Record]:
@@ -140,6 +144,27 @@ def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> Non
     assert (tmp_path / "weights.pt").read_bytes() == watched
 
 
+@pytest.mark.parametrize("gain", ["1.0", "1e3"])
+@pytest.mark.parametrize("loop", scripts.LOOPS)
+def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path, loop: str, gain: str) -> None:
+    result, record = run(tmp_path, scripts.LOOPS[loop].replace("GAIN", gain), options=("--emulate", "--fail-on=never"))
+    watched = (tmp_path / "weights.pt").read_bytes()
+    bare = start(tmp_path, "run", "--emulate", "--no-watch", "train.py")
+    assert (result.code, bare.code, result.stdout) == (0, 0, bare.stdout)
+    assert (tmp_path / "weights.pt").read_bytes() == watched
+    if gain == "1.0":
+        assert (record.verdict, record.findings) == ("healthy", ())
+    else:
+        found = record.findings[0]
+        assert found.source is not None
+        assert (record.verdict, found.code, found.module, found.op) == ("precision", "forward-overflow", "3", BMM)
+        assert found.source.text.startswith("similar = ")
+        low, fp32, *_, bfloat16 = record.investigations[0].replays
+        assert (low.dtype, fp32.dtype, bfloat16.dtype) == ("float16", "float32", "bfloat16")
+        assert math.isfinite(fp32.loss + fp32.grad_norm + bfloat16.loss)
+        assert "the script waits while it is run again" in result.stderr
+
+
 def test_what_is_saved_right_after_a_skipped_step_is_what_the_script_alone_saves(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.SAVES_THE_MODEL)
     assert (result.code, record.steps[0].skipped, result.stdout) == (0, True, "0\n")
@@ -245,5 +270,5 @@ def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, num
 
 def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_half(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.CALIBRATION.replace("range(30)", "range(7)"))
-    assert record.verdict == "inconclusive"
-    assert "no loss scale has worked yet" in record.findings[0].message
+    assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
+    assert "it has not settled yet" in record.findings[0].message

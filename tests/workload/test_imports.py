@@ -10,6 +10,7 @@ import pytest
 
 import ampdbg
 from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.workload.batches import BatchSource
 from ampdbg.workload.build import build_workload
 from ampdbg.workload.targets import config_of_module_file
 from tests.workload.folders import CPU, NET, build, first_losses
@@ -62,6 +63,7 @@ def test_files_with_the_same_name_in_different_folders_do_not_clash(tmp_path: Pa
     workloads = [build(tmp_path, f"model.target={name}/net.py:wide", data) for name in ("a", "b")]
     assert [workload.model.get_parameter("head.weight").shape[1] for workload in workloads] == [4, 5]
     both = build(tmp_path, "model.target=a/net.py:wide", "data={target: b/net.py:batches, args: {count: 1}}")
+    assert isinstance(both.source, BatchSource)
     data_factory = both.source.found.value
     assert type(both.model).__module__ != data_factory.__module__
     assert (sys.modules[type(both.model).__module__].WIDTH, sys.modules[data_factory.__module__].WIDTH) == (4, 5)

@@ -1,0 +1,385 @@
+"""A tape of the calls that lead to a loss, so that a step can be run again without knowing the loop that it stands in.
+
+While a tape is entered it notes each outermost call of a model's module, and each call of a module or a function of
+torch that takes what such a call has made, up to the loss that goes to the loss scaler: with copies of what else they
+are given, the random state and autocast. To play it is to make the loss anew, by the very same code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from ampdbg.probes.seams import Seam
+from ampdbg.probes.source_lines import innermost_line
+from ampdbg.probes.tensors import leaves_of
+from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.replay.state import tensors_in
+from ampdbg.source.ownership import Line
+
+MOST_CALLS = 2000
+"""A step of more calls is no step but an epoch."""
+
+Given = Mapping[int, tuple[Any, Any]]
+"""What each call of a tape is given, by its number: positional and keyword arguments, with ``Made`` and ``Own`` in
+the place of tensors that are not the tape's."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """In the place of a tensor that an earlier call of the tape has made; ``path`` leads to it in what that gave."""
+
+    call: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Own:
+    """In the place of a tensor that is a model's own: a replay finds it altered and gives it back."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TapedCall:
+    """One call. ``writes`` says that it changes its first argument, which stands for what it gives."""
+
+    function: Callable[..., Any]
+    line: Line | None
+    lowers: bool
+    has_gradients: bool
+    random_state: RandomState
+    reads: frozenset[int]
+    writes: bool = False
+    is_whole: bool = True
+    """Whether all that it is given is known: no graph from before the tape leads into it."""
+    weights: Sequence[tuple[torch.Tensor, int]] = ()
+    """The weights that it reads, each with how often it had been written."""
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether the weights that it reads are still those that it has read."""
+        return all(weight._version == version for weight, version in self.weights)
+
+    def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same call with other arguments; its line is that of the first time."""
+        self.random_state.restore()
+        with torch.set_grad_enabled(self.has_gradients):
+            result = _at(self.line)(self.function, args, kwargs)
+        return args[0] if self.writes else result
+
+
+class Tape(TorchFunctionMode):
+    """Notes the calls of one thread while it is entered.
+
+    Args:
+        model: calls of its modules begin the tape.
+        device: the kind of device whose autocast counts.
+    """
+
+    def __init__(self, model: torch.nn.Module, device: str) -> None:
+        super().__init__()
+        self.losses: list[Made] = []
+        self.dtype = torch.float32
+        """What autocast lowers to in the calls."""
+        self.loss = 0.0
+        """The sum of the losses."""
+        self.why_not = ""
+        """Why the step cannot be run again."""
+        self.state = ModelState()
+        """The model's when the first call was made."""
+        self._model = model
+        self._device = device
+        self._own = {id(tensor) for tensor in tensors_in(model)}
+        self._modules = {id(module) for module in model.modules()}
+        self._thread = threading.get_ident()
+        self._calls: list[TapedCall] = []
+        self._given: list[tuple[Any, Any]] = []
+        self._made: dict[int, tuple[Made, bool]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._are_stepped_on = False
+        self._scaled: set[int] = set()
+        self._alive: list[Any] = []  # or else an id is given to another tensor
+        self._inside = 0
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> Tape:
+        """Begins to note."""
+        original = torch.nn.Module.__call__
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._module_called(original, module, args, kwargs)
+
+        _push_mode(self)
+        self._leaving.callback(_taken_out, self)
+        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
+        self._leaving.callback(_put_back, call, original)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Notes no more."""
+        self._leaving.close()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs a function of torch's, and notes it where it takes what the tape has made."""
+        kwargs = kwargs or {}
+        is_backward = function is torch.Tensor.backward
+        if self._inside or is_backward or not self._is_ours(args, kwargs):
+            return function(*args, **kwargs)
+        return self._taped(function, args, kwargs)
+
+    def _module_called(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        is_outer = not self._inside and self.is_of_this_thread and torch.is_grad_enabled()
+        if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
+            return self._taped(module, args, kwargs)
+        return original(module, *args, **kwargs)
+
+    def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch's; what a scaler scales is a loss, and what else goes backward."""
+        if seam not in ("scale", "engine") or not self.is_of_this_thread:
+            return original(*args, **kwargs)
+        is_scaled = seam == "scale" and args[0].is_enabled()
+        if is_scaled or (seam == "engine" and kwargs.get("accumulate_grad", True) and not self._inside):
+            self._add_losses(args[1] if is_scaled else args[0])
+        self._inside += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        if is_scaled:
+            self._alive.append([tensor for _, tensor in leaves_of(result)])
+            self._scaled.update(map(id, self._alive[-1]))
+        return result
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether it notes the calls of the thread that asks."""
+        return threading.get_ident() == self._thread
+
+    def stepped_on(self) -> None:
+        """To be called when an optimizer steps on the losses so far: the next loss is the first of another step."""
+        self._are_stepped_on = True
+
+    def _add_losses(self, outputs: Any) -> None:
+        if self._are_stepped_on:
+            self.losses.clear()
+            self.loss, self.why_not, self._are_stepped_on = 0.0, "", False
+        for _, loss in leaves_of(outputs):
+            if id(loss) in self._scaled:
+                continue
+            self.loss += float(loss.detach().sum())
+            made = self.placeholder(loss)
+            if not isinstance(made, Made):
+                self.why_not = self.why_not or "what makes its loss was not all seen"
+            elif loss.numel() != 1:
+                self.why_not = self.why_not or "its loss is no scalar"
+            else:
+                self.losses.append(made)
+
+    def _is_ours(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call takes what the tape has made, or weights to compute with."""
+        given = [tensor for _, tensor in leaves_of((args, kwargs))]
+        computes = torch.is_grad_enabled()
+        return any(
+            id(each) in self._made or (computes and each.requires_grad and id(each) in self._own) for each in given
+        )
+
+    def _taped(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if len(self._calls) >= MOST_CALLS:
+            self.why_not = f"it makes more than {MOST_CALLS} calls"
+            return function(*args, **kwargs)
+        given, number, random_state = _Taking(self), len(self._calls), RandomState.now()
+        if number == 0:
+            self.state = ModelState.now(self._model)
+        taken = given.copying.of((args, kwargs))
+        lowers = torch.is_autocast_enabled(self._device)
+        line, has_gradients = innermost_line(), torch.is_grad_enabled()
+        self._inside += 1
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+        writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
+        made = list(leaves_of(args[0] if writes else result))
+        if made:
+            if lowers:
+                self.dtype = torch.get_autocast_dtype(self._device)
+            reads = frozenset(given.reads)
+            self._calls.append(
+                TapedCall(
+                    function,
+                    line,
+                    lowers,
+                    has_gradients,
+                    random_state,
+                    reads,
+                    writes,
+                    given.is_whole,
+                    [(weight, weight._version) for weight in (*given.own, *_weights_of(function))],
+                )
+            )
+            self._given.append(taken)
+            self._made.update((id(tensor), (Made(number, path), tensor.requires_grad)) for path, tensor in made)
+            self._alive.append([tensor for _, tensor in made])
+        return result
+
+    def placeholder(self, tensor: torch.Tensor) -> Made | Own | None:
+        """What stands for a tensor on the tape; None where it is neither made there nor the model's own."""
+        if id(tensor) in self._own:
+            return Own(tensor)
+        made, wants = self._made.get(id(tensor), (None, False))
+        # A custom Function hands on what it has made without gradients, and leads them there itself.
+        return made if wants == tensor.requires_grad else None
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor as it is now; the same one as long as nothing writes into it."""
+        known = self._copies.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            copy = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
+            known = self._copies[id(tensor)] = tensor, tensor._version, copy
+        return known[2]
+
+    def played(self) -> PlayedStep | None:
+        """The step to be run again; None where it cannot be, and ``why_not`` says why."""
+        if not self.losses:
+            self.why_not = self.why_not or "no loss went backward in it"
+            return None
+        parts = [self._leading_to([loss]) for loss in self.losses]
+        if sum(map(len, parts)) != len(set().union(*parts)):
+            parts, losses = [set().union(*parts)], [tuple(self.losses)]  # they share calls: one pass has them all
+        else:
+            losses = [(loss,) for loss in self.losses]
+        needed = [self._calls[number] for part in parts for number in part]
+        if not all(call.is_whole for call in needed):
+            self.why_not = self.why_not or "what makes its loss was not all seen"
+        elif not all(call.has_its_weights for call in needed):
+            self.why_not = self.why_not or "its weights are others by now"
+        if self.why_not:
+            return None
+        given = tuple({number: self._given[number] for number in sorted(part)} for part in parts)
+        ends = {min(part): of_part for part, of_part in zip(parts, losses, strict=True)}
+        return PlayedStep(self._calls, ends, self._device, given)
+
+    def _leading_to(self, losses: Sequence[Made]) -> set[int]:
+        """The calls that these losses need, and those that write into what they need."""
+        last = max(loss.call for loss in losses)
+        needed = self._behind(loss.call for loss in losses)
+        # A view that is written into changes what it is a view of.
+        writers = [self._behind([number]) for number in range(last) if self._calls[number].writes]
+        while any(more := [each for each in writers if each & needed and not each <= needed]):
+            needed = needed.union(*more)
+        return needed
+
+    def _behind(self, numbers: Iterable[int]) -> set[int]:
+        """The calls of these numbers, and all that they read from."""
+        waiting, found = list(numbers), set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number not in found:
+                found.add(number)
+                waiting += self._calls[number].reads
+        return found
+
+
+class _Taking:
+    """Takes what one call is given onto the tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.reads: set[int] = set()
+        self.own: list[torch.Tensor] = []
+        self.is_whole = True
+        self.copying = Copying(self._taken)
+        self._tape = tape
+
+    def _taken(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self._tape.placeholder(value)
+        if isinstance(known, Made):
+            self.reads.add(known.call)
+        elif isinstance(known, Own):
+            self.own.append(value)
+        else:
+            self.is_whole &= value.is_leaf
+            return self._tape.copy_of(value)
+        return known
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """A step that a tape was made of; ``given`` has what its calls are given, an entry for each part of the step."""
+
+    calls: Sequence[TapedCall]
+    losses: Mapping[int, tuple[Made, ...]]
+    """The losses of each part, by the number of its first call."""
+    device: str
+    given: tuple[Given, ...] = field(repr=False)
+
+    def loss(self, given: Given) -> torch.Tensor:
+        """The sum of the losses of one part, of shape ().
+
+        Where autocast lowers around it, it lowers what it has lowered when the tape was made, and nothing else.
+        """
+        results: dict[int, Any] = {}
+        torch.clear_autocast_cache()  # it may hold casts of weights as another replay had them
+        for number, (args, kwargs) in given.items():
+            call = self.calls[number]
+            found = Copying(lambda value: _found(value, results))
+            with self._autocast(call):
+                results[number] = call.again(*found.of((args, kwargs)))
+        losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
+        return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
+
+    def _autocast(self, call: TapedCall) -> Any:
+        return contextlib.nullcontext() if call.lowers else torch.autocast(self.device, enabled=False)
+
+
+def _found(value: Any, results: Mapping[int, Any]) -> Any:
+    if isinstance(value, Own):
+        return value.tensor
+    return _at_path(results, value) if isinstance(value, Made) else value
+
+
+def _at_path(results: Mapping[int, Any], made: Made) -> Any:
+    return next(tensor for path, tensor in leaves_of(results[made.call]) if path == made.path)
+
+
+def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
+    return function.parameters() if isinstance(function, torch.nn.Module) else ()
+
+
+def _taken_out(mode: TorchFunctionMode) -> None:
+    """Takes the mode out, also from below one that somebody has entered since."""
+    above: list[TorchFunctionMode] = []
+    while _len_torch_function_stack() and (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+def _put_back(ours: Any, original: Any) -> None:
+    if torch.nn.Module.__call__ is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
+        torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip
+
+
+def _at(line: Line | None) -> Callable[..., Any]:
+    """``_call`` as if it stood in that line, so that what it runs is known to belong there."""
+    if line is None:
+        return _call
+    file, number, function = line
+    code: CodeType = _call.__code__
+    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), {})

@@ -1,0 +1,251 @@
+"""A tape plays a step again: the same loss and gradients, by the same code, on what the step was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ampdbg.probes.seams import attached
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.tape import Tape
+
+Loop = Callable[[nn.Module, torch.amp.GradScaler], None]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def x(seed: int = 1) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(F.cross_entropy(model(x()), torch.tensor([0, 1, 2, 0]))).backward()
+
+
+def by_a_criterion(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    loss = nn.SmoothL1Loss(reduction="sum")(input=model(x()), target=torch.ones(4, 3)) / 7
+    scaler.scale(loss).backward()
+
+
+def in_micro_batches(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    for seed in range(3):
+        scaler.scale(model(x(seed)).square().mean() / 3).backward()
+
+
+def several_losses(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    scaler.scale(output.square().mean()).backward(retain_graph=True)
+    scaler.scale(output.abs().sum()).backward()
+
+
+def written_into(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x()) * 2
+    output[:, 0] = 0
+    output[:, 1].mul_(3)
+    output += 1
+    loss = torch.zeros(())
+    loss = loss + output.square().mean()
+    loss += output.mean()
+    scaler.scale(loss).backward()
+
+
+def with_values_of_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = model(x())
+    with torch.no_grad():
+        weights = output.softmax(-1)
+    _ = float(output.detach().sum()), output.shape, output.dtype
+    scaler.scale((output * weights * (output.detach() > 0)).sum()).backward()
+
+
+def changes_its_batch(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    batch = x()
+    scaler.scale(model(batch).square().mean()).backward()
+    batch.mul_(100)
+
+
+def draws_outside_of_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    output = F.dropout(model(x() + torch.randn(4, 6)), 0.5)
+    scaler.scale((output * torch.rand(3)).mean()).backward()
+
+
+def without_a_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model(x()).square().mean().backward()
+
+
+def part_of_the_model(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    assert isinstance(model, nn.Sequential)
+    scaler.scale(model[3](model[0](x())).square().mean()).backward()
+
+
+def regularized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    assert isinstance(model, nn.Sequential)
+    penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    scaler.scale(model(x()).mean() + 0.1 * penalty).backward()
+
+
+def penalized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner).sum()
+    (gradient,) = torch.autograd.grad(output, inner, create_graph=True)
+    scaler.scale(output + gradient.square().sum()).backward()
+
+
+def evaluates_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(x(9))
+    model.train()
+    plain(model, scaler)
+
+
+PLAYED: dict[str, Loop] = {
+    function.__name__: function
+    for function in (
+        plain,
+        by_a_criterion,
+        in_micro_batches,
+        several_losses,
+        written_into,
+        with_values_of_its_own,
+        changes_its_batch,
+        draws_outside_of_the_model,
+        without_a_scaler,
+        part_of_the_model,
+        regularized,
+        penalized,
+        evaluates_before,
+    )
+}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def taped(model: nn.Module, loop: Loop) -> tuple[Tape, dict[str, torch.Tensor]]:
+    """The tape of a loop at a loss scale of 4, and the gradients that the loop has left."""
+    tape = Tape(model, "cpu")
+    with tape, attached(tape.around):
+        loop(model, torch.amp.GradScaler("cpu", init_scale=4.0))
+    return tape, gradients(model)
+
+
+@pytest.mark.parametrize("loop", PLAYED.values(), ids=PLAYED)
+def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
+    model = net()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    tape, expected = taped(model, loop)
+    played = tape.played()
+    assert played is not None, tape.why_not
+    model.zero_grad()
+    for name, value in model.named_buffers():
+        value.copy_(buffers[name])
+    random_state = RandomState.now()
+    scale = 1.0 if loop is without_a_scaler else 4.0
+    total = 0.0
+    for given in played.given:
+        loss = played.loss(given)
+        (loss * scale).backward()
+        total += float(loss.detach())
+    random_state.restore()
+    assert total == pytest.approx(tape.loss, rel=1e-6)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+    assert expected.keys() == gradients(model).keys()
+
+
+def test_micro_batches_are_played_one_after_another() -> None:
+    tape, _ = taped(net(), in_micro_batches)
+    played = tape.played()
+    assert played is not None
+    assert len(played.given) == 3
+
+
+def hidden(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    scaler.scale(Double.apply(model(x())).mean()).backward()
+
+
+def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner).sum()
+    (gradient,) = torch.autograd.grad(scaler.scale(output), inner, create_graph=True)
+    scaler.scale(output + (gradient / scaler.get_scale()).square().sum()).backward()
+
+
+def no_scalar(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    loss = model(x())
+    scaler.scale(loss).backward(torch.ones_like(loss))
+
+
+def made_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(model(x()).mean() + EARLIER.square().sum()).backward()
+
+
+def steps_in_between(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    loss = model(x()).mean()
+    torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.0)
+    scaler.scale(loss)
+
+
+EARLIER = torch.ones(3, requires_grad=True) * 2
+
+REFUSED: dict[str, tuple[Loop, str]] = {
+    "a function of autograd's": (hidden, "not all seen"),
+    "a scaled loss in a loss": (penalized_by_what_is_scaled, "not all seen"),
+    "no scalar": (no_scalar, "no scalar"),
+    "a graph from before": (made_before, "not all seen"),
+    "other weights": (steps_in_between, "others by now"),
+    "nothing": (lambda model, scaler: None, "no loss"),
+}
+
+
+@pytest.mark.parametrize(("loop", "why"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_played_is_said(loop: Loop, why: str) -> None:
+    tape, _ = taped(net(), loop)
+    assert tape.played() is None
+    assert why in tape.why_not
+
+
+class Own(TorchFunctionMode):
+    """A mode of the script's own."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_above", [False, True])
+def test_a_tape_leaves_nothing_behind_in_any_order(is_above: bool) -> None:
+    call, tape, own = nn.Module.__call__, Tape(net(), "cpu"), Own()
+    before = torch._C._len_torch_function_stack()
+    if is_above:
+        tape.__enter__()
+        own.__enter__()
+        tape.__exit__()
+        assert torch.overrides._get_current_function_mode() is own
+        own.__exit__(None, None, None)
+    else:
+        with own, tape, pytest.raises(ValueError, match="of the loop"):
+            raise ValueError("of the loop")
+    assert nn.Module.__call__ is call
+    assert torch._C._len_torch_function_stack() == before
