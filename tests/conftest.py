@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,11 @@ settings.register_profile("ampdbg", deadline=None)
 # What `make fuzz` asks for; each attack takes its share. One that succeeds is not made smaller: that takes hours.
 settings.register_profile("fuzz", deadline=None, max_examples=120_000, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ampdbg")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and a process hands that on: a test that interrupts
+# the program would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Golden = Callable[[Path, str], None]
 
