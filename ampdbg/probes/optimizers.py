@@ -27,7 +27,8 @@ class Optimizers:
         """Where the first model is, or else the first optimizer's first parameter."""
         self._models = models
         self._given = tuple(given)
-        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # By id: one of the user's own may have no hash.
+        self._made: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
         self._groups: tuple[str, ...] = ()
@@ -40,14 +41,14 @@ class Optimizers:
 
     def made(self, optimizer: Optimizer) -> None:
         """The loop makes this one; its parameters may still be added."""
-        self._made.add(optimizer)
+        self._made[id(optimizer)] = optimizer
 
     def learn(self) -> Iterator[Optimizer]:
         """Adds those that were made since, with the models that they train; yields each."""
         while self._made:
-            optimizer = self._made.pop()
+            _, optimizer = self._made.popitem()
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if parameters and optimizer not in self:
+            if parameters and optimizer not in self and not parameters[0].is_meta:
                 self._models.learn(optimizer)
                 self.device = self.device if self._known else parameters[0].device
                 self._known[id(optimizer)] = optimizer

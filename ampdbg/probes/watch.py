@@ -270,7 +270,7 @@ class Watch:
     def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         inside_the_engine = torch._C._current_graph_task_id() != -1
-        if inside_the_engine:
+        if inside_the_engine or _are_meta(roots):
             return original(roots, *args, **kwargs)
         self._learn()
         if not kwargs.get("accumulate_grad", True):
@@ -420,6 +420,11 @@ _AROUND: Mapping[Seam, Callable[..., Any]] = {
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
 }
+
+
+def _are_meta(roots: Any) -> bool:
+    """Whether they have shapes and no numbers, as where a loop is tried out."""
+    return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

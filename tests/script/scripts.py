@@ -186,6 +186,29 @@ print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module
 """
 """The whole model object, pickled and copied also after steps that were skipped."""
 
+ODD = """
+import torch
+from torch import nn
+
+class Equal(torch.optim.SGD):
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+def train(net, x, scaler):
+    optimizer = Equal(net.parameters(), lr=1e-3)
+    for _ in range(4):
+        with torch.autocast("cuda"):
+            loss = net(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+train(nn.Linear(4, 4, device="meta"), torch.ones(2, 4, device="meta"), torch.amp.GradScaler("cuda", enabled=False))
+print("tried out")
+train(nn.Linear(4, 4).cuda(), torch.ones(2, 4).cuda(), torch.amp.GradScaler("cuda"))
+"""
+"""A loop tried out on a model that has shapes alone, and an optimizer that has no hash."""
+
 COMPILED = """
 import torch
 from torch import nn

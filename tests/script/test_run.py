@@ -180,6 +180,11 @@ def test_the_record_lands_where_the_run_started(tmp_path: Path) -> None:
     assert (tmp_path / ".ampdbg").exists()
 
 
+def test_a_model_without_numbers_and_an_optimizer_without_a_hash_are_no_trouble(tmp_path: Path) -> None:
+    result, record = run(tmp_path, scripts.ODD)
+    assert (result.code, result.stdout, record.verdict, record.steps_run) == (0, "tried out\n", "healthy", 4)
+
+
 @pytest.mark.slow  # the compiler takes seconds to come
 def test_a_compiled_model_is_watched_and_its_compilation_is_no_step(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.COMPILED)
