@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-WRAPPERS = ("module", "_orig_mod")
-"""Where DataParallel, DistributedDataParallel and torch.compile keep the model that they wrap."""
+WRAPPERS = ("module", "_orig_mod", "_forward_module")
+"""Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap."""
 
 
 class Models:
@@ -82,11 +82,11 @@ class Models:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model inside the wrappers of DistributedDataParallel, torch.compile and their like."""
-    while len(module._modules) == 1 and (inner := module._modules.get(next(iter(module._modules)))) is not None:
-        if next(iter(module._modules)) not in WRAPPERS:
-            break
-        module = inner
-    return module
+    name = next(iter(module._modules), "")
+    inner = module._modules.get(name)
+    if inner is None or name not in WRAPPERS or any(other is not inner for other in module._modules.values()):
+        return module
+    return unwrapped(inner)
 
 
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:

@@ -91,8 +91,6 @@ class Tape(TorchFunctionMode):
     def __init__(self, model: torch.nn.Module, device: str) -> None:
         super().__init__()
         self.losses: list[Made] = []
-        self.dtype = torch.float32
-        """What autocast lowers to in the calls."""
         self.loss = 0.0
         """The sum of the losses."""
         self.why_not = ""
@@ -213,8 +211,6 @@ class Tape(TorchFunctionMode):
         writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
         made = list(leaves_of(args[0] if writes else result))
         if made:
-            if lowers:
-                self.dtype = torch.get_autocast_dtype(self._device)
             reads = frozenset(given.reads)
             self._calls.append(
                 TapedCall(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,7 +27,7 @@ from ampdbg.precision.modes import mode_of
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.step_trace import StepTrace
-from ampdbg.probes.tensors import HALVES, nonfinite
+from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
@@ -100,6 +100,8 @@ class TracedSteps:
 
 # One step, traced and taped: where it goes wrong it is run again, as the step of a config would be
 
+Half = Literal["float16", "bfloat16"]
+
 SCRIPT = TargetSpec(target="script.py:script")
 """In the place of a config's targets: what they would name is there already."""
 
@@ -154,7 +156,7 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or next(iter(nonfinite(gradients)), None) is not None
-        played = self._tape.played() if is_bad and self._tape.dtype in HALVES and not _is_one_of_several() else None
+        played = self._tape.played() if is_bad and _half_in(self._trace) and not _is_one_of_several() else None
         if played is not None:
             self.end()
             scale = scaler._get_scale_async() if scaler is not None else None
@@ -163,7 +165,7 @@ class TracedStep:
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
         """What replays of the step show; None where it does not go wrong again."""
-        run = _run(played, self._model, self._watcher, self._device, self._tape.dtype)
+        run = _run(played, self._model, self._watcher, self._device, _half_in(self._trace))
         snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
         why: Literal["loss", "gradients"] = "gradients" if math.isfinite(self._tape.loss) else "loss"
         made = None
@@ -177,9 +179,8 @@ class TracedStep:
 
 
 def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
-    dtype = next((seen.output.dtype for seen in trace.ops if seen.output.dtype in ("float16", "bfloat16")), "float32")
     replay = Replay(
-        dtype=dtype,
+        dtype=_half_in(trace) or "float32",
         scale=step.scale,
         loss=step.loss,
         grad_norm=step.grad_norm if step.grad_norm is not None else 0.0,
@@ -187,6 +188,12 @@ def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
     )
     why: Literal["loss", "gradients"] = "gradients" if math.isfinite(step.loss) else "loss"
     return Investigation(step.step, why, (producers_in_place(replay, trace),), loss=step.loss)
+
+
+def _half_in(trace: StepTrace) -> Half | None:
+    """The half dtype that the ops of a step make; None where they make none."""
+    dtypes = {seen.output.dtype for seen in trace.ops}
+    return next((half for half in get_args(Half) if half in dtypes), None)
 
 
 def _is_one_of_several() -> bool:
@@ -211,7 +218,7 @@ class _Parts:
         return f"the step makes {len(batch)} calls"
 
 
-def _run(played: PlayedStep, model: torch.nn.Module, watcher: Watch, device: torch.device, dtype: torch.dtype) -> Run:
+def _run(played: PlayedStep, model: torch.nn.Module, watcher: Watch, device: torch.device, half: Half | None) -> Run:
     share = len(played.given)
 
     def losses(batch: Any, index: int) -> torch.Tensor:
@@ -219,7 +226,7 @@ def _run(played: PlayedStep, model: torch.nn.Module, watcher: Watch, device: tor
         return played.loss(batch) * share if share > 1 else played.loss(batch)
 
     policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
-    precision = Precision(dtype="float16" if dtype is torch.float16 else "bfloat16", policy=policy)
+    precision = Precision(dtype=half or "float32", policy=policy)
     config = Config(model=SCRIPT, data=SCRIPT, precision=precision, folder=Path.cwd(), start=Path.cwd())
     step = StepFunction("the script's step", losses)
     workload = Workload(model, tuple(watcher.optimizers), _Parts(played), step, UserCode(()))
