@@ -229,3 +229,31 @@ def test_the_users_warning_filters_are_left_alone() -> None:
         with cuda_on_cpu():
             assert list(warnings.filters) == before
         assert list(warnings.filters) == before
+
+
+def of_a_product(x: Tensor) -> Tensor:
+    c = x * x
+    return torch.tanh(c * 1e-4) + torch.mm(x, x) + c.sum()
+
+
+def scripted_ops(x: Tensor) -> list[str]:
+    """The ops that TorchScript makes of it in the state of autocast that is on, its casts among them."""
+    graph = torch.jit.script(of_a_product).graph_for(x)
+    return [node.kind() for node in graph.nodes() if node.kind().startswith("aten::")]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+def test_scripted_code_is_cast_as_torch_casts_it_on_cuda() -> None:
+    """TorchScript's own pass makes a product float32, on CUDA too, where it does not know the dtype of a factor."""
+    x = torch.full((4, 4), 300.0, dtype=torch.float16)
+    without = scripted_ops(x)
+    torch.set_autocast_enabled("cuda", True)  # all that the pass asks for; it needs no GPU
+    try:
+        on_cuda = scripted_ops(x)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with cuda_on_cpu(), torch.autocast("cuda"):
+        emulated, dtypes = scripted_ops(x), (torch.jit.script(of_a_product)(x).dtype, (x * x).dtype)
+    assert emulated == on_cuda != without
+    assert {"aten::_autocast_to_full_precision", "aten::_autocast_to_reduced_precision"} < set(on_cuda)
+    assert dtypes == (torch.float32, torch.float16)
