@@ -15,6 +15,9 @@ GRADIENT_AGREEMENT = 0.25
 NOISE_FLOORS = 4.0
 """What rounding weights and inputs to half changes, so many times over, is still noise."""
 
+FP32_ROUNDING = 1e-6
+"""Losses of two runs that are no further apart, relatively, differ by FP32's own rounding."""
+
 LOST_ENERGY = 0.1
 """A larger share of the gradient's sum of squares flushed to zero is a loss that counts."""
 

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,8 @@ WARM_UP, TIMED = 3, 10
 """Steps on a GPU; the median of the timed ones is the time of one."""
 
 FUSED = "a GPU's fused kernels may keep less than the CPU's own: of dropout a mask of one byte an element"
+
+SKIPPED = "where the loss scale skipped steps, FP32 was trained without those updates too, to compare the losses"
 
 
 def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer: Observer) -> Record:
@@ -103,7 +105,7 @@ class _Comparison:
     def __init__(self, budget: int | None, observer: Observer) -> None:
         self._budget = budget
         self._observer = observer
-        self._losses: dict[str, list[float]] = {}
+        self._losses: dict[str, Losses] = {}
         self.levels: list[LevelCost] = []
         self.records: list[Record] = []
         self.failures: list[AmpdbgError] = []
@@ -129,7 +131,7 @@ class _Comparison:
             error.__cause__ = error.__context__ = None  # their frames would keep this level's model alive
             self.failures.append(error.with_traceback(None))
         self.levels.append(cost)
-        self._losses[name] = losses.seen
+        self._losses[name] = losses
 
     def _with_use(self, cost: LevelCost, run: Run) -> LevelCost:
         """With what a step takes; nothing else is to be run after it."""
@@ -152,15 +154,33 @@ class _Comparison:
 
     def against_fp32(self, config: Config) -> None:
         """Adds how far the losses are from FP32's, and FP32 from itself when it begins with rounded weights."""
-        fp32 = self._losses["FP32"]
-        for dtype in dict.fromkeys(one.dtype for one in self.levels[1:] if one.trains and self.levels[0].trains):
-            self._observer.stage(f"FP32 from weights rounded to {dtype}")
-            noise = None
-            with contextlib.suppress(AmpdbgError):
-                noise = distance(fp32_losses(_at(config, "O1", dtype), is_rounded=True), fp32)
-            for number, one in enumerate(self.levels[1:], start=1):
-                if one.dtype == dtype and one.trains:
-                    self.levels[number] = replace(one, apart=distance(self._losses[one.name], fp32), noise=noise)
+        if not self.levels[0].trains:
+            return
+        noises: dict[str, float | None] = {}
+        twins: dict[tuple[int, ...], Sequence[float] | None] = {(): self._losses["FP32"].seen}
+        for number, one in enumerate(self.levels[1:], start=1):
+            if not one.trains:
+                continue
+            at, losses = _at(config, "O1", one.dtype), self._losses[one.name]
+            if one.dtype not in noises:
+                rounded = self._fp32(f"from weights rounded to {one.dtype}", at, is_rounded=True)
+                noises[one.dtype] = None if rounded is None else distance(rounded, self._losses["FP32"].seen)
+            if losses.skipped not in twins:
+                twins[losses.skipped] = self._fp32(f"without the steps that {one.name} skipped", at, losses.skipped)
+            twin = twins[losses.skipped]
+            apart = None if twin is None else distance(losses.seen, twin, losses.skipped)
+            self.levels[number] = replace(one, apart=apart, noise=noises[one.dtype])
+            if losses.skipped and twin is not None:
+                self.notes[SKIPPED] = None
+
+    def _fp32(
+        self, how: str, config: Config, withheld: Sequence[int] = (), *, is_rounded: bool = False
+    ) -> Sequence[float] | None:
+        """FP32's losses in another run; None where it raises."""
+        self._observer.stage(f"FP32 {how}")
+        with contextlib.suppress(AmpdbgError):
+            return fp32_losses(config, withheld=withheld, is_rounded=is_rounded)
+        return None
 
 
 def _with_training(cost: LevelCost, record: Record) -> LevelCost:

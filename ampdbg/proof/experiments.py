@@ -308,7 +308,7 @@ def _trained(job: Job) -> Trained:
     return Trained(
         steps=job.train_steps,
         losses=tuple(losses.seen),
-        skipped=tuple(step.step for step in record.steps if step.skipped),
+        skipped=losses.skipped,
         scale=record.steps[-1].scale if record.steps else 1.0,
         faults=tuple(f"{finding.code}: {finding.message}" for finding in findings if disproves(finding, record.steps)),
         beside=tuple(finding.code for finding in findings if not disproves(finding, record.steps)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ampdbg.agreement import NOISE_FLOORS
+from ampdbg.agreement import FP32_ROUNDING, NOISE_FLOORS
 from ampdbg.quantities import byte_size, counted, duration, number, percent, share
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.run import Record
@@ -22,7 +22,7 @@ NO_MEMORY = StepMemory(0, 0, 0, 0, 0, 0)
 
 LOSSES = (
     f"From FP32: the median difference of the losses over the last quarter of the steps. Noise: that of FP32 from "
-    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise."
+    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise, and than {percent(FP32_ROUNDING)}."
 )
 HALF_FLOPS = "Half FLOPs: what tensor cores could compute of products, convolutions and attention."
 BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the backward pass"
@@ -95,7 +95,7 @@ def _trained(one: LevelCost) -> view.Cell:
 def _apart(one: LevelCost) -> str:
     if one.apart is None:
         return "-"
-    is_noise = one.noise is not None and one.apart <= NOISE_FLOORS * one.noise
+    is_noise = one.apart <= max(FP32_ROUNDING, NOISE_FLOORS * (one.noise or 0.0))
     return percent(one.apart) + ("" if is_noise else "*")
 
 

@@ -22,13 +22,15 @@ OfAStep = TypeVar("OfAStep")
 
 
 class Losses(Observer):
-    """The loss of every step; the record of a long run leaves steps out. All that is seen is handed on."""
+    """The loss of every step, and which were skipped; the record of a long run leaves steps out. All is handed on."""
 
     def __init__(self, observer: Observer = UNOBSERVED) -> None:
         self._observer = observer
         self.seen: list[float] = []
+        self.skipped: tuple[int, ...] = ()
 
     def step(self, step: Step) -> None:
+        self.skipped += (step.step,) if step.skipped else ()
         self.seen.append(step.loss)
         self._observer.step(step)
 

@@ -109,6 +109,25 @@ def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, hea
     assert floors["O1"] == floors["O2"] != floors["bfloat16"]
 
 
+def test_updates_that_a_loss_scale_skipped_are_not_made_in_fp32_either(tmp_path: Path) -> None:
+    steep = NET.replace(".mean()", ".mean() * 100").replace("range(4)", "range(16)")
+    config = CONFIG.replace("steps: 4", "steps: 16") + "optimizer: {target: torch.optim:SGD, args: {lr: 0.002}}\n"
+    begun: dict[str, list[str]] = {}
+    for scale in ("65536", "128"):
+        stages = begun.setdefault(scale, [])
+        path = written(tmp_path, steep, f"{config}precision: {{loss_scale: {{init: {scale}}}}}\n")
+        record = ampdbg.cost(path, observer=observing(stage=stages.append))
+        seen = by_name(record)["O1"]
+        assert (seen.trains, bool(seen.skipped)) == (True, scale == "65536")
+        assert seen.apart is not None
+        assert seen.apart < 1e-3, scale
+        assert record.costs is not None
+        assert any("skipped" in note for note in record.costs.notes) == bool(seen.skipped)
+    twins = {scale: [stage for stage in stages if "skipped" in stage] for scale, stages in begun.items()}
+    # O2 has skipped the same steps, and is held against the same twin.
+    assert twins == {"65536": ["FP32 without the steps that O1 skipped"], "128": []}
+
+
 def test_pins_of_the_config_and_of_a_record_have_a_row_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -238,7 +239,8 @@ def of_a_product(x: Tensor) -> Tensor:
 
 def scripted_ops(x: Tensor) -> list[str]:
     """The ops that TorchScript makes of it in the state of autocast that is on, its casts among them."""
-    graph = torch.jit.script(of_a_product).graph_for(x)
+    scripted: Any = torch.jit.script(of_a_product)
+    graph = scripted.graph_for(x)
     return [node.kind() for node in graph.nodes() if node.kind().startswith("aten::")]
 
 

@@ -93,7 +93,16 @@ def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: st
 
 @pytest.mark.parametrize(
     ("apart", "noise", "said"),
-    [(0.04, 0.01, "4%"), (0.0401, 0.01, "4%*"), (0.0, 0.0, "0%"), (0.01, math.nan, "1%*"), (0.01, None, "1%*")],
+    [
+        (0.04, 0.01, "4%"),
+        (0.0401, 0.01, "4%*"),
+        (0.0, 0.0, "0%"),
+        (0.01, math.nan, "1%*"),
+        (0.01, None, "1%*"),
+        (1e-7, 0.0, "1e-05%"),
+        (1e-7, None, "1e-05%"),
+        (1e-5, 0.0, "0.001%*"),
+    ],
 )
 def test_only_what_is_within_the_noise_has_no_star(apart: float, noise: float | None, said: str) -> None:
     one = replace(LEVELS[4], apart=apart, noise=noise)
