@@ -72,7 +72,7 @@ def run(
         arguments: the script's own.
         is_module: as ``python -m``.
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
-        ended: called with the record where SIGTERM ends the script, a moment before the process does.
+        ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: its ``replay`` is called once for each step that is run again, while the script waits.
 
     Raises:

@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
+from typing import Any
+from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, first_line
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
@@ -159,26 +162,54 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""The signals that end a process from outside: a batch system's, and a terminal's that goes."""
+
+
 @contextlib.contextmanager
-def told_before_sigterm(tell: Callable[[], None]) -> Iterator[None]:
-    """While this is entered SIGTERM ends the process as it always would, but ``tell`` is called first.
+def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
+    """While this is entered a signal of ENDING ends the process as it always would, but ``tell`` is called first.
 
     A script that handles the signal itself replaces this, and a forked child is not told.
     """
-    owner, before = os.getpid(), signal.getsignal(signal.SIGTERM)
+    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
 
     def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        if os.getpid() == owner:
-            tell()
-        os.kill(os.getpid(), number)
+        if ask(number) is not end:  # a handler of the script's own calls it, where SIG_DFL cannot be called
+            return
+        install(number, signal.SIG_IGN)  # a shell sends SIGHUP once more
+        try:
+            if os.getpid() == owner:
+                tell(number)
+        finally:
+            install(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    if before is not signal.SIG_DFL:
+    handles = threading.current_thread() is threading.main_thread()  # Python lets no other
+    with _in_place_of_default(end, [number for number in ENDING if handles and ask(number) is signal.SIG_DFL]):
         yield
-        return
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _in_place_of_default(handler: Callable[[int, FrameType | None], None], numbers: list[int]) -> Iterator[None]:
+    """While this is entered SIG_DFL means ``handler`` for signals of these numbers, and Python says SIG_DFL of it.
+
+    A script that calls the handler that was there before its own, or restores it, does then what it always does.
+    """
+    install, ask = signal.signal, signal.getsignal
+
+    def told(current: Any) -> Any:
+        return signal.SIG_DFL if current is handler else current
+
+    def replaced(number: int, new: Any) -> Any:
+        return told(install(number, handler if number in numbers and new == signal.SIG_DFL else new))
+
+    with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
+        for number in numbers:
+            install(number, handler)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                if ask(number) is handler:
+                    install(number, signal.SIG_DFL)

@@ -38,7 +38,7 @@ from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
 from ampdbg.replay.tape import PlayedStep, Tape
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.launch import Script, ScriptEnd, run_script, told_before_sigterm
+from ampdbg.script.launch import Script, ScriptEnd, run_script, told_before_a_signal
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import StepFunction
 from ampdbg.workload.user_code import UserCode
@@ -270,7 +270,7 @@ def watch_script(
     Args:
         script: what to run.
         emulate: on a machine without a GPU, it finds one, emulated.
-        ended: called with the record where SIGTERM ends the script, a moment before the process does.
+        ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: told of each step that is run again, before it is.
 
     Returns:
@@ -282,10 +282,14 @@ def watch_script(
     owner, watcher = os.getpid(), Watch(None, ())
     traced = TracedSteps(watcher, observer)
     watcher.ended = traced.step_ended
+
+    def tell(number: int) -> None:
+        ended(_record(script, watcher, traced, ScriptEnd(128 + number)))
+
     with ExitStack() as stack:
         if emulate:
             stack.enter_context(emulated_gpu())
-        stack.enter_context(told_before_sigterm(lambda: ended(_record(script, watcher, traced, ScriptEnd(143)))))
+        stack.enter_context(told_before_a_signal(tell))
         with watcher:
             try:
                 ending = run_script(script)

@@ -33,7 +33,8 @@ def state() -> list[object]:
         cuda.get_rng_state_all,
     ]
     hooks = [len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks), torch._C._len_torch_dispatch_stack()]
-    process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.getsignal(signal.SIGTERM)]
+    process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.signal, signal.getsignal]
+    process += [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     return [*functions, *hooks, *process]
 
 
