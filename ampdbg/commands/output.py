@@ -32,18 +32,27 @@ def typed_as(given: str, written: Path | None) -> Typed:
 PLAIN = Look(width=PLAIN_WIDTH, color=False, unicode=True)
 
 
-def look_of(stream: TextIO) -> Look:
+def look_of(stream: TextIO | None) -> Look:
     """Asks the stream and the environment; only a colour terminal without NO_COLOR gets colours."""
     return Look(
-        width=min(MAX_WIDTH, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns) if stream.isatty() else PLAIN_WIDTH,
+        width=min(MAX_WIDTH, shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns)
+        if _is_terminal(stream)
+        else PLAIN_WIDTH,
         color=is_rich_terminal(stream),
         unicode=_carries(stream, "━┃┤└×✓"),
     )
 
 
-def is_rich_terminal(stream: TextIO) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except (OSError, ValueError, AttributeError):  # it is closed, or something of the user's own
+        return False
+
+
+def is_rich_terminal(stream: TextIO | None) -> bool:
     """Whether colours and animation are wanted there: NO_COLOR, TERM=dumb, pipes and old Windows consoles say no."""
-    if os.environ.get("NO_COLOR") or not stream.isatty():
+    if os.environ.get("NO_COLOR") or not _is_terminal(stream):
         return False
     from rich.console import Console
 
@@ -54,17 +63,19 @@ def is_rich_terminal(stream: TextIO) -> bool:
 def say(message: str) -> None:
     """A line on stderr, for people; that nobody can read it any more is no reason to stop."""
     try:
-        print(message, file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # the reader has gone, the disk is full, or it is closed
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):  # the reader has gone, the disk is full, it is closed, or None
         _silence(sys.stderr)
 
 
 def _silence(stream: TextIO) -> None:
     """What is left in its buffer, and all that follows, goes nowhere: at exit Python would fail on it once more."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        descriptor, null = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        if null != descriptor:  # it is, where that was closed
+            os.dup2(null, descriptor)
+            os.close(null)
 
 
 def write_result(text: str | bytes, stream: TextIO) -> None:
@@ -121,9 +132,9 @@ def results_only() -> Iterator[TextIO]:
             result.close()
 
 
-def _carries(stream: TextIO, text: str) -> bool:
+def _carries(stream: TextIO | None, text: str) -> bool:
     try:
-        text.encode(stream.encoding or "ascii")
+        text.encode(getattr(stream, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True

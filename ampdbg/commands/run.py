@@ -8,8 +8,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, TextIO, cast
 
 import typer
 
@@ -20,7 +21,7 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 
 from . import options
-from .output import look_of, save, say, typed_as, write_result
+from .output import look_of, save, say, typed_as
 from .scan import FailOn, exit_code
 
 
@@ -50,20 +51,20 @@ def command(
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    typed, started = shlex.join([script, *(arguments or ())]), Path.cwd()
+    typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
 
     def tell(seen: Record) -> None:
-        with _working_in(started):
-            saved = save(seen, record)
-        if not quiet:
-            page = written(seen, typed_as(typed, saved.path), look_of(sys.stderr), "text")
-            write_result(page, sys.stderr)
-        if saved.failure is not None:
-            say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
+        with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
+            with _working_in(started):
+                saved = save(seen, record)
+            if not quiet:
+                say(written(seen, typed_as(typed, saved.path), look_of(stderr), "text").rstrip("\n"))
+            if saved.failure is not None:
+                say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
-    observer = UNOBSERVED if quiet else _Waits()
+    observer = UNOBSERVED if quiet else _Waits(stderr)
     try:
         seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell, observer=observer)
     except SystemExit as ended:  # in a child that the script has forked
@@ -76,13 +77,14 @@ def command(
 class _Waits(Observer):
     """Says that the script waits, and why."""
 
-    def __init__(self) -> None:
-        self._said = -1
+    def __init__(self, stderr: TextIO) -> None:
+        self._said, self._stderr = -1, stderr
 
     def replay(self, step: int, doing: str) -> None:
         if step != self._said:
             self._said = step
-            say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")
+            with redirect_stderr(self._stderr):
+                say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")
 
 
 @contextlib.contextmanager

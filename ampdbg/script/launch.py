@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,8 +68,16 @@ def run_script(script: Script) -> ScriptEnd:
 
     ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile.
     """
-    run = _run_module if script.is_module else _run_file
     argv, main = sys.argv, sys.modules["__main__"]
+    try:
+        ended = _end_of(script)
+        return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
+    finally:
+        sys.argv, sys.modules["__main__"] = argv, main
+
+
+def _end_of(script: Script) -> ScriptEnd:
+    run = _run_module if script.is_module else _run_file
     try:
         run(script)
     except SystemExit as ended:
@@ -80,8 +88,6 @@ def run_script(script: Script) -> ScriptEnd:
     except BaseException as error:  # noqa: BLE001 - whatever the script raises ends it as Python would
         _show(error)
         return ScriptEnd(1, error)
-    finally:
-        sys.argv, sys.modules["__main__"] = argv, main
     return ScriptEnd(0)
 
 
@@ -140,9 +146,30 @@ def _exit_code(code: object) -> int:
     if code is None:
         return 0
     if isinstance(code, int):
-        return code & 0xFF
-    sys.stderr.write(f"{code}\n")
+        return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+    for write in (lambda: sys.stderr.write(str(code)), lambda: sys.stderr.write("\n")):
+        with contextlib.suppress(BaseException):  # stderr is closed, or it cannot be made a text: the code is 1
+            write()
     return 1
+
+
+UNWRITTEN = 120
+"""Python's exit code where what the script has printed could not be written."""
+
+
+def _is_flushed() -> bool:
+    """As Python at its end: the last of what the script has printed is written, or stderr says that it is not."""
+    are_written = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+        except Exception as error:  # noqa: BLE001 - the disk is full, the reader has gone, or it is not a stream
+            are_written = False
+            with contextlib.suppress(Exception):
+                if stream is not sys.stderr:
+                    sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {first_line(error)}\n")
+    return are_written
 
 
 def _show(error: BaseException) -> None:
@@ -151,8 +178,9 @@ def _show(error: BaseException) -> None:
     try:
         sys.excepthook(type(shown), shown, shown.__traceback__)
     except Exception:  # noqa: BLE001 - a hook of the user's own, or a message that cannot be made
-        traceback.print_tb(shown.__traceback__)
-        sys.stderr.write(f"{type(error).__name__}: {first_line(error)}\n")
+        with contextlib.suppress(Exception):  # stderr is closed, or None
+            sys.stderr.write("".join(traceback.format_tb(shown.__traceback__)))
+            sys.stderr.write(f"{type(error).__name__}: {first_line(error)}\n")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

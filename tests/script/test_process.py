@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.record.file import read_record
-from tests.commands.program import Result, environment, start
+from tests.commands.program import Result, command, environment, start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals and files")
 
@@ -96,3 +97,64 @@ def test_a_signal_does_what_it_would_and_the_record_is_written(tmp_path: Path, t
     script = read_record(tmp_path / "r.json").script
     assert script is not None
     assert script.exit_code == (code if code >= 0 else 128 - code)
+
+
+CLOSES = {
+    "none": "import sys\nsys.stdout = sys.stderr = None\nprint(1)",
+    "closed stdout": "import sys\nprint('a')\nsys.stdout.close()",
+    "closed stderr": "import sys\nsys.stderr.close()\nprint('x')\n1 / 0",
+    "closed descriptor": "import os\nos.close(2)\nprint('x')",
+    "closed stderr, and a text": "import sys\nsys.stderr.close()\nsys.exit('no data')",
+    "a log for stderr": "import sys\nsys.stderr = open('log', 'w')\nprint('x', file=sys.stderr)",
+    "unlike a stream": "import sys\nclass Log:\n    write = print\nsys.stderr = Log()\nprint('x')",
+}
+
+
+@pytest.mark.parametrize("text", CLOSES.values(), ids=CLOSES)
+def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, text: str) -> None:
+    python, watched = both(tmp_path, text)
+    assert (watched.code, watched.stdout) == (python.code, python.stdout)
+    assert "ampdbg itself" not in watched.stderr
+    assert read_record(tmp_path / "r.json").steps_run == 0
+    if "log" in text:
+        assert (tmp_path / "log").read_text(encoding="utf-8") == "x\n"
+        assert "No optimizer has stepped" in watched.stderr
+
+
+LOST = [
+    ">&- 2>&-",
+    ">/dev/full",
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (">&-", "2>&-", "2>/dev/full")),
+]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("streams", LOST)
+def test_a_lost_stream_leaves_the_exit_code(tmp_path: Path, streams: str) -> None:
+    (tmp_path / "train.py").write_text("import sys\nprint(1)\nsys.exit(3)", encoding="utf-8")
+
+    def code(*program: str) -> int:
+        line, found = f"{shlex.join(program)} train.py {streams}", environment(PYTHONUNBUFFERED="")
+        return subprocess.run(line, shell=True, cwd=tmp_path, env=found, check=False).returncode
+
+    assert code(*command("run", "--record=r.json")) == code(sys.executable) == (120 if streams == ">/dev/full" else 3)
+    assert read_record(tmp_path / "r.json").script is not None
+
+
+@pytest.mark.parametrize("arguments", [pytest.param("doctor", marks=pytest.mark.slow), "explain forward-overflow"])
+def test_a_closed_stdout_is_one_message(tmp_path: Path, arguments: str) -> None:
+    line = f"{shlex.join(command())} {arguments} >&-"
+    done = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "error: stdout: cannot be written: it is closed\n")
+
+
+ODD = "class Odd:\n    def __str__(self):\n        raise ValueError('no')\nraise SystemExit(Odd())"
+CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", "3.5", "(1, 2)", "None", "'büh'"]
+
+
+@pytest.mark.parametrize("text", [*(f"import sys\nsys.exit({code})" for code in CODES), ODD], ids=[*CODES, "odd"])
+def test_the_exit_code_is_pythons(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    assert start(tmp_path, "run", "--no-watch", "train.py") == alone(tmp_path, "train.py")
