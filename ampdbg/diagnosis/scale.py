@@ -47,6 +47,7 @@ def skips(record: Record) -> Iterator[Finding]:
     A skipped step that a lower scale would have come through is calibration, unless the scale goes on
     falling; one that no scale cures is a fault, however seldom.
     """
+    record = of_one_scaler(record)
     skipped = [step for step in record.steps if step.skipped]
     if not skipped:
         return
@@ -68,6 +69,32 @@ def skips(record: Record) -> Iterator[Finding]:
         yield _calibration(skipped, record)
 
 
+def of_one_scaler(record: Record) -> Record:
+    """With the steps of one scaler alone: the one that skipped the most.
+
+    A step without a scaler, or with another, says nothing of the loss scale.
+    """
+    scalers: dict[int, list[Step]] = {}
+    for step in record.steps:
+        scalers.setdefault(step.scaler, []).append(step)
+    if len(scalers) < 2:
+        return record
+    most = max(scalers, key=lambda one: (sum(step.skipped for step in scalers[one]), one > 0, len(scalers[one])))
+    return replace(record, steps=tuple(scalers[most]))
+
+
+def settled_at(steps: Sequence[Step]) -> float | None:
+    """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that."""
+    if _skips_at_the_end(steps) > 1:
+        return None
+    skipped_at = math.inf
+    for step in reversed(steps):
+        if not step.skipped and step.scale < skipped_at:
+            return step.scale
+        skipped_at = min(skipped_at, step.scale)
+    return None
+
+
 def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
     """The skipped steps that neither a start, in a run of ``ran`` steps, nor a scale just grown explains."""
     settling = max(SETTLING_STEPS, ran // 10)
@@ -81,7 +108,7 @@ def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
 
 
 def _starts(steps: Sequence[Step]) -> list[int]:
-    """Where a scaler begins: the run's first step, and those of a new model, as in each fold of a cross-validation.
+    """Where a scaler begins: its first step, and those of a new model, as in each fold of a cross-validation.
 
     There the scale leaps, and stays; it takes turns where a loop has two scalers.
     """
@@ -90,7 +117,7 @@ def _starts(steps: Sequence[Step]) -> list[int]:
         for before, now, after in zip(steps, steps[1:], steps[2:], strict=False)
         if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
     )
-    return [0, *leaps]
+    return [*(step.step for step in steps[:1]), *leaps]
 
 
 def _latest(starts: Sequence[int], step: Step) -> int:
@@ -101,8 +128,9 @@ def runaway(record: Record) -> Iterator[Finding]:
     """``scale-runaway``: a loss scale that nothing limits, or that only works below 1."""
     if not record.steps:
         return
+    record = of_one_scaler(record)
     first, step = record.steps[0], record.steps[-1]
-    if step.scale >= LIMITLESS and step.scale > first.scale:
+    if step.scale >= LIMITLESS and step.scale > first.scale and not step.skipped:
         message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
         yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
     elif _works_below_one(record.steps):
@@ -296,15 +324,17 @@ def _growth(lows: Sequence[Step], record: Record) -> Finding:
 
 
 def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
-    count, last = len(skipped), record.steps[-1].scale
-    is_settled = _skips_at_the_end(record.steps) <= 1
-    settled = "this is normal" if is_settled else "it has not settled yet, and a longer run will show where it does"
+    settled, count = settled_at(record.steps), counted(len(skipped), "step")
+    is_saving = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
+    where = "settles: it has not settled yet, and a longer run will show where it does"
+    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_saving else ""
     return finding_of(
         CALIBRATION,
         skipped[0].step,
         "backward",
-        f"the scaler skipped {counted(count, 'step')} while the loss scale settles (now {number(last)}): {settled}",
+        f"the scaler skipped {count} while the loss scale "
+        + (where if settled is None else f"settled at {number(settled)}: this is normal"),
         severity="info",
-        remedy=f"none is needed; GradScaler(init_scale={last:g}) saves the skipped steps" if is_settled else "",
-        evidence={"skipped": count, "scale": last},
+        remedy="" if settled is None else f"none is needed{saving}",
+        evidence={"skipped": len(skipped)} | ({} if settled is None else {"scale": settled}),
     )

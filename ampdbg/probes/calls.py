@@ -87,7 +87,7 @@ class Calls:
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """A call of the scaler's that is about no optimizer."""
-        self._note(kind, actor=self._number(scaler))
+        self._note(kind, actor=self.number_of(scaler))
 
     def by_optimizer(self, kind: CallKind, optimizer: torch.optim.Optimizer, **facts: Any) -> None:
         """A call about one optimizer, whose gradients are now as the call has left them."""
@@ -100,12 +100,12 @@ class Calls:
         """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
         place = self._places.get(id(getattr(scheduler, "optimizer", None)))
         if place is not None and getattr(scheduler, "_step_count", 1) > 0:
-            self._note("schedule", (place,), actor=self._number(scheduler))
+            self._note("schedule", (place,), actor=self.number_of(scheduler))
 
     def refused(self, kind: CallKind, optimizer: Any, actor: Any, error: Exception) -> None:
         """The scaler has raised."""
         place = self._places.get(id(optimizer))
-        if self._note(kind, () if place is None else (place,), actor=self._number(actor), raised=text_of(error)):
+        if self._note(kind, () if place is None else (place,), actor=self.number_of(actor), raised=text_of(error)):
             self._explained = id(error)
 
     def failed(self, error: BaseException) -> None:
@@ -212,9 +212,9 @@ class Calls:
 
     def _scaler_of(self, roots: Sequence[Any]) -> int:
         scaler = scaler_of(roots)
-        return 0 if scaler is None else self._number(scaler)
+        return 0 if scaler is None else self.number_of(scaler)
 
-    def _number(self, actor: Any) -> int:
+    def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
         number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
         self._actors[number] = actor

@@ -19,7 +19,7 @@ from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 class OpenStep:
     """What is known of a step before it is closed. Tensors here are scalars, still on the device.
 
-    ``scaler`` is the enabled one that has scaled a loss, ``bare`` holds the optimizers (by ``id``) whose own
+    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the optimizers (by ``id``) whose own
     step was called by the loop itself, and ``before_closure`` how many losses there were by then. Of gradients as the
     backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the ``bad_groups``, elsewhere the
     norm of each in ``each``. ``early`` are those that were measured while they still carried the scale.
@@ -35,6 +35,7 @@ class OpenStep:
     nonfinite: list[TensorCounts] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
     scaler: GradScaler | None = None
+    number: int = 0
     scale: torch.Tensor | None = None
     skipped: bool = False
     stepped: bool = False
@@ -85,6 +86,7 @@ class OpenStep:
             groups=tuple(self.groups),
             nonfinite=tuple(self.nonfinite),
             losses=losses if len(losses) > 1 else {},
+            scaler=self.number,
         )
 
 

@@ -197,7 +197,7 @@ class Watch:
                 self._loop.now.scaled.clear()  # losses that nothing has stepped on: not of this loop's optimizers
             self._loop.now.forget_early()
             self._loop.now.add_losses(outputs)
-            self._loop.now.scaler = scaler
+            self._loop.now.scaler, self._loop.now.number = scaler, self.calls.number_of(scaler)
             self.calls.scaled(scaler, result)
         return result
 
@@ -238,11 +238,13 @@ class Watch:
         return result
 
     def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        self._loop.now.scaler = scaler if scaler.is_enabled() else None
+        enabled = scaler.is_enabled()
+        self._loop.now.scaler = scaler if enabled else None
+        self._loop.now.number = self.calls.number_of(scaler) if enabled else 0
         self._loop.now.note_scale()
         with self._refusals("update", scaler):
             result = original(scaler, *args, **kwargs)
-        if scaler.is_enabled():
+        if enabled:
             self.calls.by_scaler("update", scaler)
         step, self._loop.now = self._loop.now, OpenStep()
         if step.stepped:

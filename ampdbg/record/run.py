@@ -68,7 +68,8 @@ class Step:
     """What was seen in one optimizer step.
 
     ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
-    when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler).
+    when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler),
+    and ``scaler`` tells the loop's scalers apart: numbers from 1, and 0 where it has none.
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when
     any of them is not finite. ``skipped`` says that an optimizer's step was withheld. ``groups_hit`` is how
     many groups had a non-finite gradient where ``groups`` does not list them: only a run's first unhealthy steps do.
@@ -84,6 +85,7 @@ class Step:
     nonfinite: tuple[TensorCounts, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
     groups_hit: Count = 0
+    scaler: Count = 0
 
 
 @dataclass(frozen=True)

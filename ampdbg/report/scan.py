@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ampdbg.diagnosis.scale import of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale, share
@@ -100,18 +101,18 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     facts = dict.fromkeys(FACTS, "") | {"step": str(finding.step), "phase": finding.phase, "skips": "no step ran"}
     if finding.module:
         facts["where"] = f" in {finding.module}"
-    steps = record.steps
+    steps = of_one_scaler(record).steps
     if not steps:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
-    is_settled = not (steps[-1].skipped and sum(step.skipped for step in steps) > 1)
+    settled = settled_at(steps)
     return facts | {
         "skips": _skips(record),
         "losses": _losses(finding, record),
         "first": first,
         "last": last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
-        "settles": f"settled at {last}, which is normal" if is_settled else f"settles; at {last} it has not yet",
+        "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}, which is normal",
     }
 
 
@@ -319,7 +320,8 @@ def _facts(record: Record) -> Iterator[str]:
         yield f"loss {_change(number(first.loss), number(last.loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
-        yield f"loss scale {_change(scale(first.scale), scale(last.scale))}"
+        scaled = of_one_scaler(record).steps
+        yield f"loss scale {_change(scale(scaled[0].scale), scale(scaled[-1].scale))}"
     yield duration(record.elapsed)
 
 

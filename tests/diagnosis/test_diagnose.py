@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import new_lows
+from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import (
     AutocastError,
@@ -26,6 +27,7 @@ from ampdbg.record.run import (
     Step,
     TensorCounts,
 )
+from ampdbg.report.scan import headline
 
 ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
@@ -83,6 +85,50 @@ def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
 def test_a_scale_that_is_still_falling_is_not_called_settled() -> None:
     assert "not settled yet" in diagnose(record_of(steps_of("xxx"))).findings[0].message
     assert "not settled" not in diagnose(record_of(steps_of("xxx."))).findings[0].message
+
+
+ADVICE = "none is needed; GradScaler(init_scale={}) saves the skipped steps"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "interval", "at", "remedy"),
+    [
+        ("xxx....", 10_000, 8192.0, ADVICE.format(8192)),
+        (".x", 10_000, None, ""),  # 65,536 was skipped, and no other was tried
+        (".x.", 10_000, 32768.0, ADVICE.format(32768)),
+        (".x..x", 10_000, None, ""),  # 32,768 worked, and was skipped later
+        (".x..x.", 10_000, 16384.0, ADVICE.format(16384)),
+        ("." * 30 + "x" + "." * 5, 30, 65536.0, "none is needed"),  # what it began with
+        ("." * 30 + "x", 30, 65536.0, "none is needed"),
+        ("x" + "." * 30, 10, 131072.0, "none is needed"),  # where it has grown to would be skipped at the start
+    ],
+)
+def test_a_scale_has_settled_where_a_step_was_taken_and_none_skipped_since(
+    pattern: str, interval: int, at: float | None, remedy: str
+) -> None:
+    record = diagnose(record_of(steps_of(pattern, interval)))
+    [finding] = record.findings
+    assert (finding.code, finding.evidence.get("scale"), finding.remedy) == ("scale-calibration", at, remedy)
+    told = finding.message + headline(record).sentence
+    assert ("not settled yet" in told) is (at is None)
+    assert at is None or told.count(f"settled at {number(at)}") == 2
+
+
+@pytest.mark.parametrize(("other", "scale"), [(0, 1.0), (2, 1024.0)])
+def test_steps_with_another_scaler_or_none_say_nothing_of_where_a_scale_settles(other: int, scale: float) -> None:
+    scaled = [replace(step, scaler=1) for step in steps_of("x..")]
+    apart = [replace(step, step=step.step + 3, scale=scale, scaler=other) for step in steps_of("." * 5)]
+    [finding] = diagnose(record_of((*scaled, *apart))).findings
+    assert finding.evidence == {"skipped": 1, "scale": 32768.0}
+    assert finding.remedy == ADVICE.format(32768)
+
+
+def test_a_scale_falls_to_where_its_own_scaler_ends() -> None:
+    falling = [replace(step, scaler=1) for step in steps_of("." * 30 + "x" * 10)]
+    apart = [replace(step, step=step.step + 40, scale=1.0, scaler=0) for step in steps_of("." * 5)]
+    for steps in (falling, (*falling, *apart)):
+        collapse = diagnose(record_of(steps)).findings[1]
+        assert collapse.message == "the loss scale keeps falling, from 65,536 to 128"
 
 
 def test_one_skip_after_every_growth_is_healthy() -> None:

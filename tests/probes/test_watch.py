@@ -376,8 +376,19 @@ def test_scaled_and_unscaled_optimizers_that_take_turns_have_steps_of_their_own(
         for _ in range(3):
             one_step(first, optimizers[0], scaler)
             bare_step(second, optimizers[1], factor=100.0)
-    assert [step.scale for step in watcher.steps] == [4.0, 1.0] * 3
+    assert [(step.scale, step.scaler > 0) for step in watcher.steps] == [(4.0, True), (1.0, False)] * 3
     assert watcher.steps[1].loss > 10 * watcher.steps[0].loss
+
+
+def test_steps_tell_their_scalers_apart() -> None:
+    model = small_model()
+    optimizer, scalers = torch.optim.SGD(model.parameters(), lr=0.1), [GradScaler("cpu", init_scale=4.0) for _ in "ab"]
+    with watch(model, optimizer) as watcher:
+        for scaler in (*scalers, scalers[0], GradScaler("cpu", enabled=False)):
+            one_step(model, optimizer, scaler)
+    first, second, third, off = (step.scaler for step in watcher.steps)
+    assert first == third != second
+    assert (off, 0 in (first, second)) == (0, False)
 
 
 def test_a_loss_that_no_watched_optimizer_steps_on_belongs_to_no_step() -> None:

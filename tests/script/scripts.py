@@ -146,6 +146,14 @@ for _ in range(30):
 """
 """It settles at a scale of 256, as healthy scripts do."""
 
+UNSCALED = """
+for _ in range(3):
+    optimizer.zero_grad()
+    net(x).pow(2).mean().backward()
+    optimizer.step()
+"""
+"""To be put behind another: a second loop, without a scaler."""
+
 DIVERGING = """
 import torch
 from torch import nn

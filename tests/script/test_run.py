@@ -97,6 +97,14 @@ def test_a_scale_that_settles_is_no_fault(tmp_path: Path) -> None:
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
 
 
+@pytest.mark.parametrize("behind", ["", scripts.UNSCALED], ids=["alone", "before an unscaled loop"])
+def test_a_scale_settles_where_its_own_loop_has_brought_it(tmp_path: Path, behind: str) -> None:
+    result, record = run(tmp_path, scripts.CALIBRATION + behind)
+    assert record.findings[0].evidence["scale"] == 256.0
+    assert "settled at 256, " in " ".join(result.stderr.split())
+    assert "loss scale 65,536 to 256 " in " ".join(result.stderr.split())
+
+
 def test_scales_that_settle_in_each_fold_are_no_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", "pass"))
     assert (result.code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
