@@ -19,10 +19,11 @@ from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 class OpenStep:
     """What is known of a step before it is closed. Tensors here are scalars, still on the device.
 
-    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the optimizers (by ``id``) whose own
-    step was called by the loop itself, and ``before_closure`` how many losses there were by then. Of gradients as the
-    backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the ``bad_groups``, elsewhere the
-    norm of each in ``each``. ``early`` are those that were measured while they still carried the scale.
+    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the
+    optimizers (by ``id``) whose own step was called by the loop itself, and ``before_closure`` how many losses there
+    were by then. Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
+    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
+    carried the scale.
     """
 
     scaled: list[torch.Tensor] = field(default_factory=list)
