@@ -58,22 +58,25 @@ def use_of_a_pass(workload: Workload, batch: Any, forward: Callable[[], Abstract
     """
     weights = _memory((*workload.model.parameters(), *workload.model.buffers()))
     packed: list[weakref.ref[_Packed]] = []
-    kept: dict[int, int] = {}
+    activations: dict[int, int] = {}
+    casts: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> _Packed:
         packed.append(weakref.ref(held := _Packed(tensor)))
         return held
 
     def count(losses: Losses, share: float) -> None:
-        # Between the passes: what belongs to a part of the graph that is gone by now, is gone too.
+        # Between the passes: what belongs to a part of the graph that is gone by now, is gone too; and what a backward
+        # pass casts again, as a checkpoint does, may lie where an activation lay.
         alive = (held.tensor for reference in packed if (held := reference()) is not None)
-        kept.update((at, size) for at, size in _memory(alive).items() if at not in weights)
+        for at, size in _memory(alive).items():
+            if at not in weights:
+                (casts if at in ops.casts else activations)[at] = size
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor)
     with run_eagerly(), _Ops(weights) as ops, hooks:
         run_pass(workload, [duplicate(batch)], forward, seen=count)
-    casts = sum(size for at, size in kept.items() if at in ops.casts)
-    return PassUse(sum(kept.values()) - casts, casts, ops.flops)
+    return PassUse(sum(activations.values()), sum(casts.values()), ops.flops)
 
 
 class _Packed:
