@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ampdbg.agreement import FP32_ROUNDING, NOISE_FLOORS
 from ampdbg.quantities import byte_size, counted, duration, number, percent, share
+from ampdbg.record.codes import catalogued
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.run import Record
 
@@ -51,8 +52,11 @@ def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
         return view.Headline("bad", f"No level below FP32 comes through {steps} without a finding.")
     best, fp32 = min(lower, key=_total), _fp32(levels)
     speed = f", at {_speed(best, fp32)} times its speed" if best.seconds and fp32.seconds else ""
-    memory = f" in {_of(_total(best), _total(fp32))} of FP32's memory{speed}" if _total(fp32) else ""
-    return view.Headline("good", f"{best.name} trains{memory}.")
+    ratio = _of(_total(best), _total(fp32))
+    saves = bool(_total(fp32)) and float(ratio) < 1.0
+    memory = f" in {ratio} of FP32's memory" if saves else ", but in no less memory than FP32" if _total(fp32) else ""
+    is_gain = saves or not _total(fp32) or bool(speed and float(_speed(best, fp32)) > 1.0)
+    return view.Headline("good" if is_gain else "doubtful", f"{best.name} trains{memory}{speed}.")
 
 
 def _sections(costs: Costs) -> Iterator[view.Section]:
@@ -175,9 +179,13 @@ def _fit(batch: int | None) -> Columns:
     )
 
 
+def _is_cured_by_pins(one: LevelCost) -> bool:
+    return one.finding is not None and one.verdict != "inconclusive" and catalogued(one.finding.code).pin_helps
+
+
 def _next_command(levels: Sequence[LevelCost], typed: view.Typed) -> view.NextCommand | None:
     at_o1 = [one for one in levels if one.level == "O1" and one.dtype == "float16"]
-    if at_o1 and not any(one.trains for one in at_o1):
+    if any(map(_is_cured_by_pins, at_o1)) and not any(one.trains for one in at_o1):
         return view.NextCommand("find what O1 needs in FP32, and the patch", f"ampdbg suggest-fp32 {typed.config}")
     bad = next((one for one in levels if not one.trains and not one.pins), None)
     if bad is None:

@@ -80,6 +80,24 @@ def test_the_headline_names_the_smallest_level_that_trains() -> None:
 
 
 @pytest.mark.parametrize(
+    ("activations", "seconds", "headline"),
+    [
+        (297, None, "✓ bfloat16 trains in 0.99 of FP32's memory."),
+        (300, None, "? bfloat16 trains, but in no less memory than FP32."),
+        (340, None, "? bfloat16 trains, but in no less memory than FP32."),
+        (300, 0.05, "✓ bfloat16 trains, but in no less memory than FP32, at 2.00 times its speed."),
+        (300, 0.2, "? bfloat16 trains, but in no less memory than FP32, at 0.50 times its speed."),
+    ],
+)
+def test_a_ratio_that_is_no_gain_is_not_sold_as_one(activations: int, seconds: float | None, headline: str) -> None:
+    fp32, lower = (
+        replace(one, seconds=seconds and second, memory=StepMemory(0, 0, 0, 0, 0, size * MB))
+        for one, second, size in ((LEVELS[0], 0.1, 300), (LEVELS[4], seconds, activations))
+    )
+    assert rendered(replace(ON_CPU, costs=Costs((fp32, lower))), width=120).splitlines()[0] == headline
+
+
+@pytest.mark.parametrize(
     ("level", "said"),
     [
         (replace(LEVELS[1], finding=replace(FINDING, severity="warning"), skipped=0), "? forward-overflow in"),
@@ -126,11 +144,19 @@ def test_where_fp32_did_not_run_nothing_is_said_to_be_a_share_of_it() -> None:
     assert [line.split()[-1] for line in text.splitlines() if "━" in line and "B" in line] == ["-", "-", "-"]
 
 
+SUGGEST = "ampdbg suggest-fp32 config.yaml"
+AT_O1 = "ampdbg scan config.yaml --set precision.level=O1"
+
+
 @pytest.mark.parametrize(
     ("levels", "command"),
     [
-        (LEVELS[:2], "ampdbg suggest-fp32 config.yaml"),
-        (LEVELS, "ampdbg scan config.yaml --set precision.level=O1"),
+        (LEVELS[:2], SUGGEST),
+        (LEVELS, AT_O1),
+        ((LEVELS[0], replace(LEVELS[1], finding=replace(FINDING, code="mask-constant"), verdict="other")), SUGGEST),
+        ((LEVELS[0], LevelCost("O1", "O1", "float16", error="no autocast here")), AT_O1),
+        ((LEVELS[0], replace(LEVELS[1], finding=replace(FINDING, code="divergence"), verdict="other")), AT_O1),
+        ((LEVELS[0], replace(LEVELS[1], finding=replace(FINDING, code="unknown"), verdict="inconclusive")), AT_O1),
         (LEVELS[2:4], "ampdbg scan config.yaml --set precision.level=O2"),
         (
             (replace(LEVELS[4], verdict="other"),),
