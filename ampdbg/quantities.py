@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 
 WRITTEN_OUT = 10_000_000
 """Numbers from here on are written with an exponent."""
@@ -113,7 +114,7 @@ def byte_count(text: str) -> int:
     Raises:
         ValueError: it is no size; the message says what is allowed.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]i?)B?", text.strip().replace("K", "k"))
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*([kMGT]i?)B?", text.strip().replace("K", "k"))
     if found is None:
         raise ValueError(f"got {text!r}; allowed: a number and its unit, such as 16GiB or 800MB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(Decimal(found[1]) * UNITS[found[2]])

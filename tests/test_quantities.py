@@ -97,6 +97,18 @@ def test_a_size_is_read_with_its_unit(text: str, count: int) -> None:
     assert quantities.byte_count(text) == count
 
 
+@given(st.text(max_size=12) | st.from_regex(r"[0-9]*\.?[0-9]{0,400} ?[kKMGTP]?i?B?", fullmatch=True))
+def test_any_text_is_a_size_or_refused_with_what_is_allowed(text: str) -> None:
+    told = "allowed: a number and its unit, such as 16GiB or 800MB"
+    with pytest.raises(ValueError, match=told):
+        raise ValueError(told if quantities.byte_count(text) >= 0 else "")
+
+
+@given(st.integers(0, 10**12 - 1), st.sampled_from(sorted(quantities.UNITS)))
+def test_a_whole_size_is_exact(number: int, unit: str) -> None:
+    assert quantities.byte_count(f"{number}{unit}B") == number * quantities.UNITS[unit]
+
+
 @pytest.mark.parametrize(
     ("part", "text"), [(0.0000141, "0.0014%"), (0.04, "4%"), (1.234, "1.2e+02%"), (0.0, "0%"), (math.nan, "-")]
 )

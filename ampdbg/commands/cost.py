@@ -17,7 +17,8 @@ from .output import results_only, show
 
 def _checked_size(value: str | None) -> str | None:
     try:
-        byte_count(value or "0kB")
+        if value is not None:
+            byte_count(value)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return value
