@@ -220,9 +220,11 @@ def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:
 
 
 def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """A dense float32 copy."""
+    """A dense float32 copy; of complex numbers the pairs."""
     gradient = gradient.detach()
-    return (gradient.to_dense() if gradient.layout is not torch.strided else gradient).float() / scale
+    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return values.float() / scale
 
 
 def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:

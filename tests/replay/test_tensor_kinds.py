@@ -11,6 +11,9 @@ from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
+from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.run import prepared
+from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import profile_ranges, train
 
 WORKLOAD = """
@@ -122,3 +125,36 @@ def test_no_kind_of_tensor_stops_a_command(kind: str, place: str, tmp_path: Path
     assert not any(replay.error for made in failing.investigations for replay in made.replays)
     assert failing.search is not None
     assert failing.search.outcome == "found"
+
+
+COMPLEX = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+    def forward(self, x):
+        made = torch.view_as_real(x.to(torch.complex64) @ self.weight)
+        return made[..., 0].mean() + 3 * made[..., 1].mean()
+
+def data():
+    return [torch.ones(8, 4)] * 2
+"""
+
+
+@pytest.mark.parametrize(("scale", "is_finite"), [(1.0, True), (1e39, False)])
+def test_the_gradient_of_complex_weights_keeps_its_imaginary_part(
+    scale: float, is_finite: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "net.py").write_text(COMPLEX, encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:data}\n", encoding="utf-8")
+    with prepared(load_config(tmp_path / "c.yaml", ())) as run:
+        snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
+        replayed = replay_step(run, snapshot, Manner("float32", scale), keep_gradients=True)
+    [gradient] = replayed.gradients.values()
+    assert gradient.shape == (4, 2, 2)
+    assert gradient[..., 1].isfinite().all() == is_finite
+    assert gradient[..., 1].max() == 1.5 or not is_finite
+    assert replayed.replay.gradients == (() if is_finite else ("weight",))
