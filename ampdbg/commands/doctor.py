@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY
 
 from . import options
 from .output import look_of, write_result
@@ -20,7 +20,7 @@ def command(
     """Show what this machine can do for mixed precision.
 
     GPU, driver, torch, frameworks, and what ampdbg emulates. torch is asked in a process of its own: it may be
-    missing or broken.
+    missing or broken. The exit code is 2 where ampdbg cannot run.
     """
     # Here, as `ampdbg --help` is not to wait for them.
     import json
@@ -41,4 +41,4 @@ def command(
         from ampdbg.report.formats.text import draw
 
         write_result(draw(page(machine), look_of(sys.stdout)), sys.stdout)
-    return EXIT_HEALTHY
+    return EXIT_HEALTHY if machine.torch.imported else EXIT_COULD_NOT_RUN

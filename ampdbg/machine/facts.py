@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from typing import Any
 IMPORT_LIMIT = 90.0
 """Seconds for torch: its first import from a slow disk takes half of that."""
 
-TOOL_LIMIT = 20.0
-"""Seconds for a tool of NVIDIA's: where no daemon keeps the GPUs awake, nvidia-smi wakes each."""
+TOOL_LIMIT = 10.0
+"""Seconds for the tools of NVIDIA's, asked at once: where no daemon keeps the GPUs awake, nvidia-smi wakes each."""
 
 ASK_TORCH = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from ampdbg.environment import answer; answer()"
@@ -73,19 +74,28 @@ class InstalledTorch:
 
 @dataclass(frozen=True)
 class Machine:
-    """``visible`` is CUDA_VISIBLE_DEVICES; ``nvcc`` the version of its CUDA. Each framework has its version, and what
-    it does with fp16 on a CPU and on a GPU, "" where that was not found in its source."""
+    """``visible`` is CUDA_VISIBLE_DEVICES; ``nvcc`` the version of its CUDA, or else its problem. Each framework has
+    its version, and what it does with fp16 on a CPU and on a GPU, "" where that was not found in its source."""
 
     torch: InstalledTorch
     driver: Driver = Driver()
     nvcc: str = ""
+    nvcc_problem: str = ""
     visible: str | None = None
     frameworks: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
 
 def this_machine() -> Machine:
-    """Asks torch, the driver, the compiler and the installed packages; takes three seconds, at most two minutes."""
-    return Machine(_torch(), _driver(), _nvcc(), os.environ.get("CUDA_VISIBLE_DEVICES"), dict(_frameworks()))
+    """Asks torch, the driver, the compiler and the installed packages, all at once; takes three seconds.
+
+    It takes at most ten where a tool hangs, and a minute and a half where torch does.
+    """
+    with ThreadPoolExecutor() as pool:
+        torch, driver = pool.submit(_torch), pool.submit(_driver)
+        cuda, nvcc = pool.submit(_cuda_of_driver), pool.submit(_nvcc)
+        frameworks = dict(_frameworks())
+    served = driver.result() if driver.result().problem else replace(driver.result(), cuda=cuda.result())
+    return Machine(torch.result(), served, *nvcc.result(), os.environ.get("CUDA_VISIBLE_DEVICES"), frameworks)
 
 
 def output_of(command: Sequence[str], limit: float) -> tuple[str, str]:
@@ -144,18 +154,21 @@ def _torch() -> InstalledTorch:
             name, answer, raised = json.loads(line)["ampdbg"]
             said |= {} if answer is None else {name: answer}
             said["problems"] |= {name: raised} if raised else {}
+    if "imported" not in said:
+        problem = problem or "its import ended the process, with exit code 0"
     said["gpus"] = tuple(_gpu(name, capability) for name, capability in said.get("gpus", ()))
     return InstalledTorch(version=version, problem=problem, **said)
 
 
 def _gpu(name: str, capability: Sequence[int]) -> Gpu:
-    return Gpu(name, (capability[0], capability[1]) if capability else None)
+    return Gpu(name, (capability[0], capability[1]) if len(capability) == 2 else None)
 
 
 def _driver() -> Driver:
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return Driver()
+    text = problem = fields = ""
     # A driver from before 2021 does not know compute_cap.
     for fields in ("driver_version,name,compute_cap", "driver_version,name"):
         text, problem = output_of([smi, f"--query-gpu={fields}", "--format=csv,noheader"], TOOL_LIMIT)
@@ -163,19 +176,28 @@ def _driver() -> Driver:
             break
     if problem:
         return Driver(problem=problem)
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
-    gpus = tuple(_gpu(name, [int(part) for part in re.findall(r"\d+", "".join(cap))]) for _, name, *cap in rows)
-    # CUDA 13's calls it the version of the user-mode driver: CUDA UMD Version.
-    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", output_of([smi], TOOL_LIMIT)[0])
-    return Driver(rows[0][0] if rows else "", cuda[1] if cuda else "", gpus)
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    rows = [row for row in rows if len(row) == len(fields.split(",")) and re.fullmatch(r"\d[\d.]*", row[0])]
+    if not rows and text.strip() and "No devices" not in text:
+        return Driver(problem="what it answers is no list of GPUs")
+    gpus = tuple(_gpu(name, [*map(int, re.findall(r"\d+", "".join(cap)))]) for _, name, *cap in rows)
+    return Driver(rows[0][0] if rows else "", gpus=gpus)
 
 
-def _nvcc() -> str:
-    """The CUDA version of the compiler that torch would compile extensions with."""
+def _cuda_of_driver() -> str:
+    """The newest CUDA that it serves; CUDA 13's calls it the version of the user-mode driver: CUDA UMD Version."""
+    smi = shutil.which("nvidia-smi")
+    found = re.search(r"CUDA (?:UMD )?Version:\s*(\d[\d.]*)", output_of([smi], TOOL_LIMIT)[0] if smi else "")
+    return found[1] if found else ""
+
+
+def _nvcc() -> tuple[str, str]:
+    """The CUDA version of the compiler that torch would compile extensions with, and its problem."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
-    found = re.search(r"release ([\d.]+)", output_of([nvcc, "--version"], TOOL_LIMIT)[0] if nvcc else "")
-    return found[1] if found else ""
+    text, problem = output_of([nvcc, "--version"], TOOL_LIMIT) if nvcc else ("", "")
+    found = re.search(r"release (\d[\d.]*)", text)
+    return found[1] if found else "", problem
 
 
 SCALED = "fp16 is autocast with a GradScaler"

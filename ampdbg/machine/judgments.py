@@ -145,7 +145,9 @@ def _cuda(machine: Machine) -> Iterator[Judgment]:
         if gpu.capability and torch.kernels and not any(_serves(kernel, gpu.capability) for kernel in torch.kernels):
             says = f"this torch has none for {_described(gpu)}: {' '.join(torch.kernels)}"
             yield Judgment("kernels", "bad", says, "install an older torch, or one for an older CUDA")
-    if machine.nvcc and torch.cuda:
+    if machine.nvcc_problem:
+        yield Judgment("nvcc", "doubtful", machine.nvcc_problem)
+    elif machine.nvcc and torch.cuda:
         fits = _major(machine.nvcc) == _major(torch.cuda)
         does = "compiles" if fits else "does not compile"
         says = f"{machine.nvcc}: torch {does} extensions for its CUDA {torch.cuda} with it"

@@ -86,9 +86,9 @@ def beside(folder: Path, site: str) -> str:
     return os.pathsep.join([str(folder / "site"), str(ROOT)])
 
 
-def told(result: Result) -> str:
+def told(result: Result, code: int = 0) -> str:
     """The page as one line of words."""
-    assert (result.code, result.stderr) == (0, "")
+    assert (result.code, result.stderr) == (code, "")
     return " ".join(result.stdout.split())
 
 
@@ -159,7 +159,7 @@ def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
                 (packages / item.name).symlink_to(item)
     path = os.pathsep.join([str(packages), str(ROOT)])
     result = start_anew(tmp_path, "doctor", flags=("-S",), PYTHONPATH=path, PATH=tool(tmp_path, "nvidia-smi", OLD))
-    text = told(result)
+    text = told(result, 2)
     assert text.startswith("✗ ampdbg cannot run on this machine. ✗ torch not installed; ampdbg needs it")
     assert "pip install torch" in text
     assert "GTX 1080" in text
@@ -170,10 +170,13 @@ def test_without_torch_the_rest_is_told(tmp_path: Path) -> None:
     [
         (MISSING, "ModuleNotFoundError: No module named 'torch'"),
         ('OSError("libcudart.so.13: cannot open shared object file")', "OSError: libcudart.so.13: cannot open"),
+        ("RuntimeError()", "RuntimeError"),
+        ("__import__('os')._exit(0)", "its import ended the process, with exit code 0"),
+        ("__import__('os')._exit(3)", "ended with exit code 3"),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_a_line(error: str, said: str, tmp_path: Path) -> None:
-    text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))))
+    text = told(start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, BLOCKED.format(error=error))), 2)
     assert f"torch {INSTALLED} cannot be imported: {said}" in text
 
 
@@ -184,9 +187,59 @@ def test_a_torch_and_a_tool_that_hang_are_left_after_their_time(
     monkeypatch.setenv("PYTHONPATH", beside(tmp_path, "import time; time.sleep(600)"))
     monkeypatch.setattr(facts, "TOOL_LIMIT", 0.2)
     monkeypatch.setattr(facts, "IMPORT_LIMIT", 0.3)
-    text = told(here("doctor"))
+    tool(tmp_path, "nvcc", HANGS)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    text = told(here("doctor"), 2)
     assert f"torch {INSTALLED} cannot be imported: no answer within 0.3 s" in text
     assert "GPU nvidia-smi: no answer within 0.2 s" in text
+    assert "nvcc no answer within 0.2 s" in text
+
+
+WAITS = """#!/bin/sh
+touch "$(dirname "$0")/$$"
+i=0
+while [ $i -lt 100 ]; do
+  set -- "$(dirname "$0")"/[0-9]*
+  [ $# -ge 3 ] && echo 'release 13.0' && exit 0
+  sleep 0.1; i=$((i + 1))
+done
+exit 1
+"""
+"""A tool that answers only once three are running."""
+
+
+def test_the_tools_are_asked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch, ["imported", "2.13.0", ""])
+    tool(tmp_path, "nvidia-smi", WAITS)
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvcc", WAITS))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert facts.this_machine().nvcc == "13.0"
+
+
+CSV = "535.104.05, NVIDIA H100 80GB HBM3, 9.0"
+
+
+@pytest.mark.parametrize(
+    ("printed", "gpus", "problem"),
+    [
+        (CSV, [("NVIDIA H100 80GB HBM3", (9, 0))], ""),
+        ("470.1, Tesla K80, [N/A]", [("Tesla K80", None)], ""),
+        (f"warning: a, b\n{CSV}\n,,\n", [("NVIDIA H100 80GB HBM3", (9, 0))], ""),
+        ("NVIDIA H100, 9.9, 80000 MiB, 999.99\n,,,,\na, b", [], "what it answers is no list of GPUs"),
+        ("\\377\\001,\\020\\021,\\033[31m\n1,\\002", [], "what it answers is no list of GPUs"),
+        ("No devices were found", [], ""),
+        ("", [], ""),
+    ],
+)
+def test_a_line_is_a_gpu_where_it_has_the_columns_that_were_asked_for(
+    printed: str, gpus: list[Any], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, ["imported", "2.13.0", ""])
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", f"#!/bin/sh\nprintf '{printed}'\n"))
+    driver = facts.this_machine().driver
+    assert ([(gpu.name, gpu.capability) for gpu in driver.gpus], driver.problem) == (gpus, problem)
 
 
 def test_what_is_known_before_a_driver_hangs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
