@@ -23,7 +23,8 @@ NO_MEMORY = StepMemory(0, 0, 0, 0, 0, 0)
 
 LOSSES = (
     f"From FP32: the median difference of the losses over the last quarter of the steps. Noise: that of FP32 from "
-    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise, and than {percent(FP32_ROUNDING)}."
+    f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise, and "
+    f"than {percent(FP32_ROUNDING)}."
 )
 HALF_FLOPS = "Half FLOPs: what tensor cores could compute of products, convolutions and attention."
 BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the backward pass"
