@@ -61,6 +61,7 @@ def run(
     emulate: bool = False,
     ended: Callable[[Record], None] = lambda record: None,
     observer: Observer = UNOBSERVED,
+    ends_process: bool = False,
 ) -> Record:
     """Runs an unchanged training script and watches every optimizer and loss scaler that it makes.
 
@@ -74,6 +75,7 @@ def run(
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: its ``replay`` is called once for each step that is run again, while the script waits.
+        ends_process: this process has nothing to do afterwards: the script's threads end before it, as at Python's end.
 
     Raises:
         ScriptError: there is nothing of this name to run.
@@ -81,7 +83,7 @@ def run(
     """
     from ampdbg.script.launch import Script
 
-    given = Script(str(script), tuple(arguments), is_module)
+    given = Script(str(script), tuple(arguments), is_module, ends_process)
     given.check()
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.script.session import watch_script
@@ -91,10 +93,13 @@ def run(
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
-    """Runs a script as :func:`run`, and only emulates: what to compare a watched run with. Returns its exit code."""
+    """Runs a script as :func:`run`, and only emulates: what to compare a watched run with. Returns its exit code.
+
+    The process is to end with it.
+    """
     from ampdbg.script.launch import Script
 
-    given = Script(str(script), tuple(arguments), is_module)
+    given = Script(str(script), tuple(arguments), is_module, ends_process=True)
     given.check()
     from ampdbg.script.session import run_unwatched as run_it
 

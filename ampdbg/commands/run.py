@@ -66,7 +66,10 @@ def command(
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
     observer = UNOBSERVED if quiet else _Waits(stderr)
     try:
-        seen = api.run(script, arguments or (), is_module=is_module, emulate=emulate, ended=tell, observer=observer)
+        seen = api.run(
+            script, arguments or (), is_module=is_module, emulate=emulate, ended=tell, observer=observer,
+            ends_process=True,
+        )  # fmt: skip
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
     tell(seen)

@@ -36,11 +36,15 @@ LAUNCHERS = {
 
 @dataclass(frozen=True)
 class Script:
-    """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own."""
+    """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own.
+
+    Where the process ends with it, all its threads but daemons end before it does, as under Python.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    ends_process: bool = False
 
     def check(self) -> None:
         """Raises ScriptError where there is nothing of this name to run."""
@@ -71,6 +75,8 @@ def run_script(script: Script) -> ScriptEnd:
     argv, main = sys.argv, sys.modules["__main__"]
     try:
         ended = _end_of(script)
+        if script.ends_process:
+            _wait_for_threads()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
@@ -151,6 +157,16 @@ def _exit_code(code: object) -> int:
         with contextlib.suppress(BaseException):  # stderr is closed, or it cannot be made a text: the code is 1
             write()
     return 1
+
+
+def _wait_for_threads() -> None:
+    """By what Python calls at its end, where it then finds nothing to do; Ctrl-C ends the waiting, and no more."""
+    try:
+        vars(threading)["_shutdown"]()
+    except BaseException as error:  # noqa: BLE001 - Ctrl-C, or what a script's handler of a signal raises
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"Exception ignored in: {threading!r}\n")
+        _show(error)
 
 
 UNWRITTEN = 120

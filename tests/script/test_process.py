@@ -158,3 +158,78 @@ CODES = ["-1", "256", "2**31", "2**63 - 1", "2**63", "2**70", "-2**70", "True", 
 def test_the_exit_code_is_pythons(tmp_path: Path, text: str) -> None:
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     assert start(tmp_path, "run", "--no-watch", "train.py") == alone(tmp_path, "train.py")
+
+
+TRAINS = """
+import threading, time, torch
+
+def train():
+    WAITS
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    print("trained", flush=True)
+
+threading.Thread(target=train, daemon=DAEMON).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits", "daemon", "steps"),
+    [
+        ("time.sleep(0.3)", False, 3),
+        # Python says that the main thread has ended, and waits all the same.
+        pytest.param("threading.main_thread().join()", False, 3, marks=pytest.mark.slow),
+        ("time.sleep(60)", True, 0),
+    ],
+    ids=["outlives", "begins at the end", "daemon"],
+)
+def test_a_thread_that_outlives_the_script_is_watched(tmp_path: Path, waits: str, daemon: bool, steps: int) -> None:
+    python, watched = both(tmp_path, TRAINS.replace("WAITS", waits).replace("DAEMON", str(daemon)))
+    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (0, "trained\n" if steps else "")
+    assert read_record(tmp_path / "r.json").steps_run == steps
+
+
+POOLS = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor
+pools = ThreadPoolExecutor(2), ProcessPoolExecutor(1)
+print([pool.submit(abs, -1).result() for pool in pools])
+threading.Thread(target=lambda: (time.sleep(0.2), print("late"))).start()
+raise SystemExit(3)
+"""
+
+
+def test_pools_that_wait_for_work_end_with_the_script(tmp_path: Path) -> None:
+    python, watched = both(tmp_path, POOLS)
+    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (3, "[1, 1]\nlate\n")
+
+
+HANGS = """
+import atexit, os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def hang():
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+atexit.register(print, "at exit")
+threading.Thread(target=hang).start()
+sys.exit(4)
+"""
+
+
+def test_an_interrupt_ends_the_waiting_for_a_thread(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HANGS, encoding="utf-8")
+    program = [*command("run", "--record=r.json"), "train.py"]
+    watched = subprocess.run(
+        program, check=False, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50
+    )
+    python = alone(tmp_path, "train.py")
+    assert (watched.returncode, watched.stdout) == (python.code, python.stdout) == (4, "at exit\n")
+    assert "KeyboardInterrupt" in watched.stderr
+    assert read_record(tmp_path / "r.json").steps_run == 0
