@@ -89,13 +89,12 @@ class _Packed:
         self.tensor = tensor.detach()
 
 
-class _Ops(TorchDispatchMode):
-    """Counts FLOPs, and holds the copies of weights in another dtype, so that nothing else comes to lie there."""
+class FlopCount(TorchDispatchMode):
+    """Counts the FLOPs of what runs, by what ``kind`` says of an op's first tensor."""
 
-    def __init__(self, weights: Mapping[int, int]) -> None:
+    def __init__(self, kind: Callable[[torch.Tensor], str]) -> None:
         super().__init__()
-        self._weights = weights
-        self.casts: dict[int, torch.Tensor] = {}
+        self._kind = kind
         self.flops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,8 +103,21 @@ class _Ops(TorchDispatchMode):
         if formula is not None:
             operand = next((value for value in args if isinstance(value, torch.Tensor)), out)
             with contextlib.suppress(Exception):  # of operands that a formula does not know, such as nested ones
-                self.flops[str(operand.dtype)[6:]] += int(formula(*args, **(kwargs or {}), out_val=out))
-        elif base_name(str(op)) in CASTS and _memory(args[:1]).keys() & self._weights:
+                self.flops[self._kind(operand)] += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+class _Ops(FlopCount):
+    """Counts FLOPs, and holds the copies of weights in another dtype, so that nothing else comes to lie there."""
+
+    def __init__(self, weights: Mapping[int, int]) -> None:
+        super().__init__(lambda operand: str(operand.dtype)[6:])
+        self._weights = weights
+        self.casts: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(op, types, args, kwargs)
+        if base_name(str(op)) in CASTS and _memory(args[:1]).keys() & self._weights:
             self.casts.update(dict.fromkeys(_memory([out]), out))
         return out
 

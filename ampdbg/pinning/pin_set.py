@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
+from ampdbg.probes.module_calls import module_paths, run_eagerly
 from ampdbg.probes.op_trace import OpTrace
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, Search, Trial
@@ -280,7 +281,7 @@ class StepCosts:
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
-    """Runs the step twice more: with torch's own FLOP counter, and with a trace of what is half."""
+    """Runs the step twice more: with FLOPs counted, and with a trace of what is half."""
     manner = Manner(run.mode.format.name, failing.scale, is_lifted=False)
     trace = replay_step(run, failing.snapshot, manner, traced=OpTrace).trace
     sizes: Counter[str] = Counter()
@@ -291,37 +292,21 @@ def step_costs(run: Run, failing: FailingStep) -> StepCosts:
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
-    """FLOPs by module without those of its children; none where torch's counter cannot run the model."""
+    """FLOPs by the module whose own lines run, which may be called by another than its parent; none where it raises."""
     model = run.workload.model
-    counter = FlopCounterMode(display=False)
     try:
-        # With gradients: without, the counter's hooks fail on a view of a parameter that goes into a module.
-        with rewound(model, snapshot), counter:
+        with (
+            rewound(model, snapshot),
+            run_eagerly(),
+            module_paths(model) as paths,
+            FlopCount(lambda operand: paths.current[0]) as counter,
+        ):
             for batch in snapshot.batches:
                 with run.mode.forward():
                     run.workload.losses(batch)
     except (AmpdbgError, AssertionError, RuntimeError):
         return {}
-    root = type(model).__name__
-    every = {
-        "" if name == root else name.removeprefix(f"{root}."): sum(by_op.values())
-        for name, by_op in counter.get_flop_counts().items()
-        if name == root or name.startswith(f"{root}.")
-    }
-    own = dict(every)
-    for name, count in every.items():
-        parent = _nearest(name, every)
-        if parent is not None:
-            own[parent] -= count
-    return own
-
-
-def _nearest(name: str, names: Mapping[str, int]) -> str | None:
-    while name:
-        name = name.rpartition(".")[0]
-        if name in names:
-            return name
-    return None
+    return dict(counter.flops)
 
 
 def _share(part: int, whole: int) -> float:

@@ -113,10 +113,10 @@ def _costs(cost: PinCost | None) -> tuple[str, str]:
     return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
 
-def cost_sentence(cost: PinCost, low: FloatFormat) -> str:
+def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
     """What the whole set takes out of the run's format."""
     return (
-        f"The set takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
+        f"{of} takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
         f"{low.short} activations ({byte_size(cost.activation_bytes)}) out of {low.short}."
     )
 

@@ -22,6 +22,8 @@ from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Typ
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
+OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
+
 MANY = 6
 """Beyond so many pins the comments count them."""
 
@@ -64,7 +66,9 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
         yield from _remedies(instead)
         return
     if record.search is not None and record.search.cost is not None:
-        yield Paragraph((line(cost_sentence(record.search.cost, format_of_config(record.config))),))
+        low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
+        said = cost_sentence(record.search.cost, low, "Pinned by name, the set" if of_patch else "The set")
+        yield Paragraph((line(f"{said} {OF_THE_PATCH}" if of_patch else said),))
     yield from _remedies(handed.notes)
 
 

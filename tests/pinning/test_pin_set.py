@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from ampdbg.costs.step import FlopCount
 from ampdbg.pinning.pin_set import step_costs, tied_together
 from ampdbg.replay.run import prepared
 from tests.proof.overflowing import NET, failing_steps, written
@@ -35,13 +35,40 @@ def test_a_view_of_a_parameter_may_go_into_a_module(tmp_path: Path) -> None:
     assert costs.flops["before"] == costs.flops["after.add"] > 0
 
 
+BORROWED = NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8), Holder()").replace(
+    "class Net",
+    """class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return (x @ torch.eye(8, 2)).repeat(1, 4)
+
+
+class Net""",
+)
+
+
+@pytest.mark.parametrize("last", ["self.after(x)", "self.after(self.after.inner(x))"])
+def test_flops_are_those_of_who_computes_whoever_calls_it(last: str, tmp_path: Path) -> None:
+    """What a module that another than its parent calls computes, was none of its parent's to begin with."""
+    config = written(tmp_path, {"net.py": BORROWED.replace("self.after(x)", last)})
+    failing = failing_steps(config)
+    with prepared(config) as run:
+        costs = step_costs(run, failing[0])
+    product = costs.flops["before"]
+    inner = {} if last == "self.after(x)" else {"after.inner": product}
+    assert costs.flops == {"before": product, "": product, "after": product // 4, **inner}
+
+
 def test_a_model_that_the_counter_cannot_run_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(counter: object) -> None:
         raise AssertionError("Expected gradient function to be set")
 
     config = written(tmp_path)
     failing = failing_steps(config)
-    monkeypatch.setattr(FlopCounterMode, "__enter__", refuse)
+    monkeypatch.setattr(FlopCount, "__enter__", refuse)
     with prepared(config) as run:
         costs = step_costs(run, failing[0])
     assert costs.of(["before"]).flops == 0.0

@@ -52,6 +52,15 @@ def rendered(record: Record, suggested: Handover, typed: Typed = TYPED, **look: 
     return written(replace(record, command="suggest-fp32", handover=suggested), typed, looks, "text")
 
 
+def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed() -> None:
+    by_name = replace(PATCHED, form="yaml", files=(), units=())
+    said = [" ".join(rendered(proven(), suggested).split()) for suggested in (PATCHED, by_name)]
+    assert "Pinned by name, the set takes" in said[0]
+    assert "What the patch takes was not measured" in said[0]
+    assert "The set takes" in said[1]
+    assert "not measured" not in said[1]
+
+
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
     reasons = ("/home/me/model.py:12, 13: torch is another thing here", "blocks.2: no code of yours makes or calls it")
     told = (
