@@ -23,6 +23,7 @@ from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import judged, on_further_batches
+from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.jobs import Job, Seen, StepUse, Trained, Tried, overlaid, prepared_with
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
@@ -203,7 +204,7 @@ def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
     saved = _saved_bytes(run, failing, manner)
     if saved is None:
         return None
-    return StepUse(_seconds(run, failing, manner), saved, _peak_bytes(run, failing, manner))
+    return StepUse(_seconds(run, failing, manner), saved, _peak_bytes(run, failing, manner), is_emulating())
 
 
 def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:

@@ -26,12 +26,14 @@ class StepUse:
     """One forward and backward pass: its median time in seconds, and bytes.
 
     ``saved_bytes`` is what autograd keeps for the backward pass of one micro-batch, without the weights
-    themselves; ``peak_bytes`` is the most that CUDA's allocator had handed out, None on other devices.
+    themselves; ``peak_bytes`` is the most that CUDA's allocator had handed out, None on other devices. Where CUDA
+    ``is_emulated`` the time says nothing of a GPU's.
     """
 
     seconds: float
     saved_bytes: int
     peak_bytes: int | None = None
+    is_emulated: bool = False
 
 
 @dataclass(frozen=True)

@@ -231,16 +231,19 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
 
 
 def use_of_a_step(uses: Mapping[str, StepUse]) -> Iterator[ProofStep]:
-    """Time and memory of a step with the patch beside the others, in a line; nothing is judged by it."""
+    """Time and memory of a step with the patch beside the others, in a line; nothing is judged by it.
+
+    Where CUDA is emulated there is no time: a CPU's says nothing of a GPU's.
+    """
     if "patched" not in uses:
         return
-    told = []
-    for shown, word in _USES:
+    told, is_timed = [], not uses["patched"].is_emulated
+    for shown, word in _USES if is_timed else _USES[1:]:
         values = {name: shown(use) for name, use in uses.items()}
         others = ", ".join(f"{_WAYS[name]} {value}" for name, value in values.items() if name in _WAYS and value)
         if values["patched"]:
             told.append(f"{values['patched']}{word}" + (f" ({others})" if others else ""))
-    yield ProofStep("time and memory of a step", True, "; ".join(told))
+    yield ProofStep("time and memory of a step" if is_timed else "memory of a step", True, "; ".join(told))
 
 
 _WAYS = {"unpatched": "unpatched", "float32": "FP32"}

@@ -41,6 +41,7 @@ def test_bytes_kept_for_the_backward_pass(dtype: str, item: int, tmp_path: Path)
     # The loss keeps its two operands in FP32.
     assert use.saved_bytes == item + 2 * 4 * 16 * 8
     assert use.seconds > 0
+    assert use.is_emulated is not torch.cuda.is_available()
     assert use.peak_bytes is None or torch.cuda.is_available()
 
 
