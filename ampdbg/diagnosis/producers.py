@@ -96,14 +96,24 @@ class Suspect:
         return self.producer.divides_by_zero and self.producer.finite_in_fp32 is True
 
 
+NOTHING_IN_COMMON = 1.0
+"""Gradients whose distance from FP32's is FP32's own norm: zeros are as near."""
+
+
 def suspects(made: Investigation) -> list[Suspect]:
     """The ops that go wrong in FP16, in order of execution; what FP32 shows too is meant to be."""
     return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
 
 
 def culprit(made: Investigation) -> Suspect | None:
-    """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be."""
-    phases = ("forward",) if made.why == "loss" else ("backward",) if survivor(made) else ("forward", "backward")
+    """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be.
+
+    Where gradients are finite at a lower scale, the backward pass overflows, unless some are zero there or they have
+    nothing in common with FP32's: then what overflows in the forward pass is behind them too.
+    """
+    survived = survivor(made)
+    is_sound = survived and not survived.lost and (survived.gradient_distance or 0.0) < NOTHING_IN_COMMON
+    phases = ("forward",) if made.why == "loss" else ("backward",) if is_sound else ("forward", "backward")
     found = [suspect for suspect in suspects(made) if suspect.producer.phase in phases]
     return next((suspect for suspect in found if not suspect.is_constant), next(iter(found), None))
 
@@ -150,6 +160,8 @@ def precision_cause(suspect: Suspect) -> Finding:
     """The finding of a step that is finite in FP32 and not in FP16."""
     survived = survivor(suspect.made)
     finite = f"; at a loss scale of {number(survived.scale)} it is finite" if survived else ""
+    if survived and suspect.producer.phase == "forward":
+        finite = f"; at a loss scale of {number(survived.scale)} the gradients are finite, and not FP32's"
     evidence: dict[str, object] = {
         "value": suspect.value,
         "limit": None if suspect.departs else suspect.format.largest,

@@ -154,13 +154,47 @@ class Noise:
         return manner, replace(made, replay=replace(made.replay, loss=loss))
 
 
-def held_against(low: Replayed, fp32: Replayed, noise: Noise) -> tuple[Replay, ...]:
-    """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without."""
+HIGHER = (2.0**6, 2.0**12, 2.0**20)
+"""At so many times the loss scale a gradient that was flushed to zero is looked for."""
+
+
+def held_against(
+    low: Replayed, fp32: Replayed, noise: Noise, at_scale: Callable[[float], Replayed] | None = None
+) -> tuple[Replay, ...]:
+    """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without.
+
+    A gradient that is zero at any loss scale was not flushed, whatever it is in FP32: the code has made another choice,
+    such as which box an object is matched to; or something overflows in the forward pass. ``at_scale`` makes the same
+    replay at another scale, where nothing is known to overflow there.
+    """
     replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
+    if at_scale and not overflows_on_the_way(replay) and (unreached := _unreached(replay, at_scale)):
+        reached = {name: gradient for name, gradient in fp32.gradients.items() if name not in unreached}
+        fp32 = replace(fp32, gradients=reached)
+        replay = replace(replay, **compared_gradients(low, fp32))
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return (replay,)
     return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay
+
+
+def overflows_on_the_way(replay: Replay) -> bool:
+    """Whether anything but a constant overflows in the forward pass, and not in FP32's."""
+    forward = (one for one in replay.producers if one.phase == "forward")
+    return any(one.finite_in_fp32 is not False and not one.is_constant for one in forward)
+
+
+def _unreached(low: Replay, at_scale: Callable[[float], Replayed]) -> set[str]:
+    names = set(low.lost)
+    for factor in HIGHER:
+        if names:
+            found = at_scale(low.scale * factor).gradients
+            names = {name for name in names if name not in found or not _holds_something(found[name])}
+    return names
+
+
+def _holds_something(gradient: torch.Tensor) -> bool:
+    return bool(((gradient != 0) & torch.isfinite(gradient)).any())
 
 
 def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | None:

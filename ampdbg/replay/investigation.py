@@ -21,7 +21,7 @@ from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
+from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
@@ -80,7 +80,7 @@ class _Replays:
         fp32 = self._fp32(traced=self._producers, keep_gradients=why == "gradients")
         replays = [producers_of(low, fp32), producers_of(fp32, fp32)]
         if why == "gradients" and is_finite(fp32.replay):
-            replays += self._at_lower_scales(fp32)
+            replays += self._at_lower_scales(fp32, None if overflows_on_the_way(replays[0]) else self._at_scale)
         replays.append(self._wider(fp32.replay))
         may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
         continuation = self._continued() if may_diverge and not fp32.replay.error else ()
@@ -93,7 +93,7 @@ class _Replays:
         overflows = any(op.produces for op in low.trace.ops) if low.trace else False
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         noise = self._floor(fp32)
-        replay, *floor = held_against(low, fp32, noise)
+        replay, *floor = held_against(low, fp32, noise, self._at_scale)
         far = None
         if floor and not agrees(replay, fp32.replay, *floor):
             low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
@@ -125,18 +125,20 @@ class _Replays:
             return self._replay("bfloat16", Manner("bfloat16")).replay
         return self._replay("FP64", Manner("float64")).replay
 
-    def _at_lower_scales(self, fp32: Replayed) -> Iterator[Replay]:
+    def _at_lower_scales(self, fp32: Replayed, at_scale: Callable[[float], Replayed] | None) -> Iterator[Replay]:
         """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite."""
         scale, factor = self._as_it_was.scale, 2.0
         while scale > 1.0:
             scale, factor = max(1.0, scale / factor), 4.0
-            manner = replace(self._as_it_was, scale=scale)
-            low = self._replay(f"loss scale {scale:g}", manner, keep_gradients=True)
+            low = self._at_scale(scale)
             if not is_finite(low.replay):
                 yield low.replay
                 continue
-            yield held_against(low, fp32, self._floor(fp32))[0]
+            yield held_against(low, fp32, self._floor(fp32), at_scale)[0]
             return
+
+    def _at_scale(self, scale: float) -> Replayed:
+        return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
 
     def _continued(self) -> tuple[float, ...]:
         self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
@@ -324,7 +326,7 @@ class PinnedReplays:
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):
             return self._made(producers_of(low, fp32))
-        replay, *floor = held_against(low, fp32, self._floor)
+        replay, *floor = self._held_against_fp32(low, pins)
         made = self._made(replay, *floor)
         if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
             return made
@@ -348,15 +350,24 @@ class PinnedReplays:
             if not math.isfinite(low.replay.loss):
                 return low
             if is_finite(low.replay):
-                if tried and self.scales.is_lossless and not self._keeps_its_gradients(low):
+                if tried and self.scales.is_lossless and not self._keeps_its_gradients(low, pins):
                     break
                 self.scale = scale
                 return low
             tried.append(low)
         return tried[0 if self.scales.is_lossless else -1]
 
-    def _keeps_its_gradients(self, low: Replayed) -> bool:
-        return keeps_its_gradients(held_against(low, self.fp32_in_brief, self._floor)[0])
+    def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
+        return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
+
+    def _held_against_fp32(self, low: Replayed, pins: Sequence[str]) -> tuple[Replay, ...]:
+        # Without a trace nobody knows what overflows.
+        at_scale = functools.partial(self._at_scale, pins) if low.trace else None
+        return held_against(low, self.fp32 if low.trace else self.fp32_in_brief, self._floor, at_scale)
+
+    def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
+        with self._pinned(pins):
+            return self._replay(Manner(self._low, scale, is_lifted=False), None)
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale
