@@ -216,10 +216,15 @@ class Investigator:
         elif (
             is_last
             and self._is_low
-            and self._skips_in_a_row == 0
+            and (self._skips_in_a_row == 0 or not self._withholds())
             and not any(made.why == "loss" for made in self.found)
         ):
             self._investigate(snapshot, "end", scale)
+
+    def _withholds(self) -> bool:
+        """Whether the scaler will withhold the step; after one that it has withheld that has to be looked at."""
+        parameters = self._run.workload.model.named_parameters()
+        return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 
     def raised(self) -> None:
         """To be called where autocast made the latest step raise an error, which tells the cause: no replay has to."""

@@ -49,6 +49,12 @@ MOST_TRACED = 6
 REST = 10
 """So many healthy steps allow one more: the scale that collapses in the night has settled before."""
 
+WAITS, SHARE = 60.0, 0.05
+"""Seconds that a script may wait for steps that are run again, and the share of its time beyond them."""
+
+LONGEST_GAP = 32
+"""A bad step that comes so many steps after the last one has nothing to do with it."""
+
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
 
@@ -65,12 +71,16 @@ class TracedSteps:
         self._observer = observer
         self._left = MOST_TRACED
         self._in_a_row, self._healthy = 0, 0
+        self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
         self._traced: TracedStep | None = None
+        self._started, self._waited = time.monotonic(), 0.0
 
     def step_ended(self, is_bad: bool) -> None:
         """To be called when a step has ended."""
-        traced = self.end()
-        if traced is not None:
+        traced = self._traced
+        if traced is not None and (is_bad or not self._is_early):
+            self.end()
+            self._waited += traced.waited
             step = self._watcher.log.latest()
             if step.found_inf or not math.isfinite(step.loss):
                 self._in_a_row += 1
@@ -79,22 +89,33 @@ class TracedSteps:
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
-        elif self._left and self._in_a_row < MOST_FOUND:
+        self._since_bad += 1
+        if is_bad:
+            # Of several optimizers one may fail at each of its turns: the next is as far away as the last was. A step
+            # of another may end only when this one's forward pass is over: tracing begins a step early.
+            gap, self._since_bad = self._since_bad, 0
+            self._due = gap if gap <= LONGEST_GAP else 1
+            self._is_early = self._due > 1
+            self._due -= self._is_early
+        elif self._traced is not None:
+            self._is_early = False
+        self._due -= 1
+        if self._due == 0 and self._left and self._in_a_row < MOST_FOUND:
             self._begin()
 
-    def end(self) -> TracedStep | None:
-        """Leaves torch and the models as they were; returns the step that was traced until now."""
+    def end(self) -> None:
+        """Leaves torch and the models as they were."""
         traced, self._traced = self._traced, None
         if traced is not None:
             traced.end()
-        return traced
 
     def _begin(self) -> None:
         # A mode of the script's own that is entered now would be left before ours: torch pops them in order.
         if torch._C._len_torch_dispatch_stack():
             return
         self._left -= 1
-        self._traced = TracedStep(self._watcher, self._observer)
+        may_wait = self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
+        self._traced = TracedStep(self._watcher, self._observer, may_wait=may_wait)
         self._traced.begin()
 
 
@@ -115,9 +136,13 @@ class TracedStep:
     Args:
         watcher: of the loop; it is paused while the step is run again.
         observer: told before the step is run again, once.
+        may_wait: whether it may be run again.
     """
 
-    def __init__(self, watcher: Watch, observer: Observer) -> None:
+    def __init__(self, watcher: Watch, observer: Observer, *, may_wait: bool) -> None:
+        self.waited = 0.0
+        """Seconds that the script has waited."""
+        self._may_wait = may_wait
         self._watcher = watcher
         self._observer = observer
         self._model = watcher.models.together()
@@ -157,10 +182,11 @@ class TracedStep:
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or next(iter(nonfinite(gradients)), None) is not None
         played = self._tape.played() if is_bad and _half_in(self._trace) and not _is_one_of_several() else None
-        if played is not None:
+        if played is not None and self._may_wait:
             self.end()
-            scale = scaler._get_scale_async() if scaler is not None else None
+            scale, began = scaler._get_scale_async() if scaler is not None else None, time.monotonic()
             self._made = self._investigated(played, 1.0 if scale is None else float(scale))
+            self.waited = time.monotonic() - began
         self._tape.stepped_on()
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:

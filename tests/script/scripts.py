@@ -194,6 +194,30 @@ print(sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module
 """
 """The whole model object, pickled and copied also after steps that were skipped."""
 
+ALTERNATING = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+actor, critic = nn.Linear(16, 16).cuda(), nn.Linear(16, 1).cuda()
+of_actor, of_critic = torch.optim.Adam(actor.parameters(), 1e-4), torch.optim.Adam(critic.parameters(), 1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for _ in range(8):
+    with torch.autocast("cuda"):
+        y = actor(torch.randn(32, 16).cuda())
+        squared = (y * GAIN) @ (y * GAIN).T
+    of_actor.zero_grad()
+    scaler.scale((squared / GAIN**2).float().logsumexp(-1).mean()).backward()
+    scaler.step(of_actor)
+    scaler.update()
+    for _ in range(2):
+        loss = critic(torch.randn(8, 16).cuda()).square().mean()
+        of_critic.zero_grad()
+        loss.backward()
+        of_critic.step()
+"""
+"""Three steps a turn, of which the first overflows with a gain of 1e3."""
+
 ODD = """
 import torch
 from torch import nn

@@ -188,6 +188,17 @@ def test_the_record_lands_where_the_run_started(tmp_path: Path) -> None:
     assert (tmp_path / ".ampdbg").exists()
 
 
+@pytest.mark.parametrize("gain", ["1.0", "1e3"])
+def test_a_step_that_fails_at_each_of_its_turns_is_run_again(tmp_path: Path, gain: str) -> None:
+    _, record = run(tmp_path, scripts.ALTERNATING.replace("GAIN", gain))
+    if gain == "1.0":
+        assert (record.verdict, record.findings) == ("healthy", ())
+    else:
+        found = record.findings[0]
+        assert found.source is not None
+        assert (record.verdict, found.code, found.source.text[:7]) == ("precision", "forward-overflow", "squared")
+
+
 def test_a_model_without_numbers_and_an_optimizer_without_a_hash_are_no_trouble(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.ODD)
     assert (result.code, result.stdout, record.verdict, record.steps_run) == (0, "tried out\n", "healthy", 4)

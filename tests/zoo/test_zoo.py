@@ -151,3 +151,9 @@ def test_where_dtypes_meet_in_a_half_model_its_weights_are_said_to_be_half(tmp_p
     with pytest.raises(UserCodeError, match="at this level the weights are half") as raised:
         scanned("half_by_hand", tmp_path, ("precision.level=O2",))
     assert "under autocast" not in str(raised.value)
+
+
+def test_the_last_step_is_run_again_behind_one_that_was_skipped(tmp_path: Path) -> None:
+    record = scanned("decay_used_twice", tmp_path, ("train.steps=2",))
+    assert [step.skipped for step in record.steps] == [True, False]
+    assert [found.code for found in record.findings] == ["silent-overflow"]
