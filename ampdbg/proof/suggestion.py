@@ -73,8 +73,8 @@ def suggest(
     The other arguments are those of :func:`~ampdbg.pinning.bisection.bisect_run`.
 
     Returns:
-        The suggestion. After an interrupt its record is ``interrupted`` and it has no patch; a search that had ended
-        by then stands.
+        The suggestion. After an interrupt its record is ``interrupted`` and it has no edits; a search that had ended
+        by then stands, and the record has the patch that was being proven.
 
     Raises:
         WorkloadError: a target cannot be used, or a file is not what it was when ``known`` was made.
@@ -86,19 +86,26 @@ def suggest(
     found: Suggestion | None = None
     try:
         with bisected(config, strategy, max_trials, observer) as searched:
-            record = _handed_over(searched, form)
-            ended, found = replace(searched, record=record), Suggestion(record)
-            if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
-                return found
-            prover = functools.partial(_proof, ended, observer) if verify else None
-            if form in ("module", "yaml"):
-                return _by_name(ended, form, prover) if prover and _have_names(record) else found
-            observer.stage("planning the patch")
-            return _with_patch(record, _materials(ended), prover)
+            ended = replace(searched, record=_handed_over(searched, form))
+            found = Suggestion(ended.record)
+            found = _of_search(ended, form, verify, observer)
     except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
         if found is None:
             raise
-        return replace(found, record=replace(found.record, interrupted=True))
+        found = replace(found, record=replace(found.record, interrupted=True))
+    return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
+
+
+def _of_search(ended: Bisected, form: Form, verify: bool, observer: Observer) -> Suggestion:
+    """What comes of a search that has ended, in the form that is asked for."""
+    record = ended.record
+    if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
+        return Suggestion(record)
+    prover = functools.partial(_proof, ended, observer) if verify else None
+    if form in ("module", "yaml"):
+        return _by_name(ended, form, prover) if prover and _have_names(record) else Suggestion(record)
+    observer.stage("planning the patch")
+    return _with_patch(record, _materials(ended), prover)
 
 
 def _handed_over(searched: Bisected, form: Form) -> Record:
@@ -152,7 +159,11 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
             continue
         if prover is None:
             return _patched_by(patch, record, materials.config)
-        proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
+        try:
+            proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
+        except KeyboardInterrupt:
+            shown = _patched_by(patch, replace(record, interrupted=True), materials.config)
+            return replace(shown, edits=())  # not proven, it is not to be written
         if proof.passed:
             patch = functools.reduce(_wider, failed, patch)
             return _patched_by(patch, replace(record, verification=proof), materials.config)

@@ -18,7 +18,7 @@ from ampdbg.record.run import Record
 
 from . import bisection
 from .pins import cost_sentence, pin_table, pins_yaml, proof_table
-from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Typed, line, ran_on
+from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Snippet, Typed, line, ran_on
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
@@ -37,7 +37,11 @@ def page(record: Record, typed: Typed) -> Page:
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
-        return replace(ended, sections=(*ended.sections, *_remedies(notes)))
+        shown = replace(ended, sections=(*ended.sections, *_unproven(handed), *_remedies(notes)))
+        if not handed.files:
+            return shown
+        head = headline(record, handed)
+        return replace(shown, headline=replace(head, sentence=f"Interrupted in the proof. {head.sentence}"))
     return Page(
         headline(record, handed),
         tuple(_sections(record, handed)),
@@ -45,6 +49,12 @@ def page(record: Record, typed: Typed) -> Page:
         typed.record_path,
         next_command(record, handed, typed),
     )
+
+
+def _unproven(handed: Handover) -> Iterator[Section]:
+    """The patch of a proof that was interrupted, to be read: what is handed over, is proven."""
+    for file in handed.files:
+        yield Snippet("The patch, not proven", tuple(file.diff.splitlines()))
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:

@@ -10,7 +10,7 @@ import pytest
 from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
-from ampdbg.report.suggestion import headline
+from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
 from tests.report.bisections import NAMES, found, fp32_fails
 
@@ -59,6 +59,20 @@ def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed
     assert "What the patch takes was not measured" in said[0]
     assert "The set takes" in said[1]
     assert "not measured" not in said[1]
+
+
+def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:
+    interrupted = replace(found(), interrupted=True)
+    text = rendered(interrupted, PATCHED)
+    assert " ".join(text.split()).startswith(
+        "! Interrupted in the proof. 2 places need FP32; the patch for them is not"
+    )
+    assert "\nThe patch, not proven\n  +x\n" in text
+    assert "\nThe set\n" in text
+    assert content(replace(interrupted, handover=PATCHED)) is None
+    before = rendered(interrupted, replace(PATCHED, files=(), units=()))
+    assert before.startswith(f"! Interrupted after {len(found().trials)} trials. ")
+    assert "The patch" not in before
 
 
 def test_why_no_code_is_edited_stands_where_the_patch_would() -> None:
