@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -32,6 +32,9 @@ LAUNCHERS = {
     "python3": "ampdbg run train.py",
 }
 """What starts scripts itself, and the form in which ampdbg stands inside of it."""
+
+SHARED = {"__main__", "__mp_main__", "ampdbg", "torch", "torchgen", "functorch", *sys.stdlib_module_names}
+"""What a script shares with ampdbg, also where its own folder has a module of that name."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,45 @@ def _first_on_path(folder: str) -> Iterator[None]:
     if getattr(sys.flags, "safe_path", False):  # there Python puts nothing
         yield
         return
-    before, sys.path[0] = sys.path[0], folder
+    with _own_modules(folder):
+        before, sys.path[0] = sys.path[0], folder
+        try:
+            yield
+        finally:
+            if sys.path and sys.path[0] == folder:
+                sys.path[0] = before
+
+
+@contextlib.contextmanager
+def _own_modules(folder: str) -> Iterator[None]:
+    """While this is entered, modules of the folder are found there, though ampdbg has loaded others of their names.
+
+    Afterwards ampdbg finds its own again, also those that it has not loaded yet. What both share is left alone.
+    """
+    before = {*sys.modules}
+    names = {name for name in before if _is_other(name, [folder])}
+    ours = _taken_out(names)
     try:
         yield
     finally:
-        if sys.path and sys.path[0] == folder:
-            sys.path[0] = before
+        _taken_out(names | {name for name in {*sys.modules} - before if _is_other(name, sys.path)})
+        sys.modules.update(ours)
+
+
+def _taken_out(names: set[str]) -> dict[str, ModuleType]:
+    """The modules of these names, and those below them: until now in ``sys.modules``."""
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in names}
+
+
+def _is_other(name: str, path: list[str]) -> bool:
+    """Whether the module that is loaded under this name is another than the one that stands on the path."""
+    if "." in name or name in SHARED:
+        return False
+    with contextlib.suppress(Exception):  # a script may have put anything into sys.path and sys.modules
+        found, loaded = PathFinder.find_spec(name, path), sys.modules[name].__spec__
+        if found is not None and found.origin and loaded is not None:  # without an origin it is a mere folder
+            return os.path.realpath(found.origin) != os.path.realpath(loaded.origin or "")
+    return False
 
 
 def _has_module(name: str) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
+from ampdbg.script.launch import Script, run_script
 from tests.commands.program import Result, command, environment, start
 from tests.script import scripts
 
@@ -290,6 +291,45 @@ def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, num
     program.stdout.read()
     assert program.wait() == (-signal.SIGTERM if number is signal.SIGTERM else 130)
     assert read_record(tmp_path / "r.json").steps_run >= 3
+
+
+OWN = ("yaml", "typer", "tqdm", "rich", "libcst")
+"""What ampdbg or torch has loaded when the script starts, and what ampdbg loads only afterwards."""
+
+
+@pytest.mark.parametrize("how", [("train.py",), ("-m", "train")], ids=["file", "module"])
+@pytest.mark.parametrize("has_own", [True, False])
+def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
+    has_own: bool, how: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in OWN if has_own else ():
+        (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+    (tmp_path / "numpy").mkdir()  # a mere folder goes behind what is installed
+    text = f"import numpy, {', '.join(OWN)}\nprint(numpy.__file__, {', '.join(f'{one}.__file__' for one in OWN)})"
+    (tmp_path / "train.py").write_text(scripts.CALIBRATION + text, encoding="utf-8")
+    program = tmp_path / "bin" / "program.py"  # as pip installs it: where it stands there is no module
+    program.parent.mkdir()
+    program.write_text("from ampdbg.__main__ import main\nmain()", encoding="utf-8")
+    printed = alone(tmp_path, str(program), "run", "--quiet", "--emulate", "--record=r.json", *how)
+    assert read_record(tmp_path / "r.json").verdict == "healthy"
+    assert printed == alone(tmp_path, "-c", text)
+    assert printed.count(str(tmp_path)) == len(OWN) * has_own
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "sys.path[:] = [None, 3]; raise SystemExit(3)"])
+def test_ampdbg_has_its_modules_again_however_the_script_ends(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded() -> dict[str, object]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "pluggy"}
+
+    (tmp_path / "pluggy.py").write_text("own = True", encoding="utf-8")
+    (tmp_path / "train.py").write_text(f"import sys, pluggy\nassert pluggy.own\n{ending}", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = loaded()
+    assert len(before) > 1
+    assert run_script(Script(str(tmp_path / "train.py"))).code == 3
+    assert loaded() == before
 
 
 def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_half(tmp_path: Path) -> None:
