@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -123,6 +124,8 @@ def _replacements() -> Iterator[tuple[Any, str, Replacement]]:
     # torch.set_default_device("cuda") and `with torch.device("cuda")`
     yield _device.DeviceContext, "__init__", _any_device
     yield torch.nn.Module, "to_empty", _any_device
+    # nn.DataParallel calls its module as it is where there is no GPU.
+    yield sys.modules[torch.nn.DataParallel.__module__], "_get_available_device_type", lambda original: _gives(None)
     for module, values in ((torch.cuda, RUNTIME), (torch.cuda.nvtx, NVTX)):
         yield from ((module, name, _gives(value)) for name, value in values.items())
 
@@ -248,6 +251,7 @@ def _gives(value: Any) -> Callable[..., Any]:
 class Stream:
     """The stream that everything runs on: what was launched is done."""
 
+    device = torch.device("cpu")
     synchronize = wait_stream = wait_event = staticmethod(_gives(None))
     query = staticmethod(_gives(True))
 
@@ -308,12 +312,15 @@ RUNTIME: Mapping[str, Any] = {
     "initial_seed": torch.initial_seed,
     "memory_reserved": _gives(0),
     "max_memory_reserved": _gives(0),
+    "memory_summary": _gives(""),
+    "memory_snapshot": _gives(()),
     # What `with torch.cuda.device(0)` calls; -1 says that there is no device to go back to.
     "_exchange_device": _gives(-1),
     "_maybe_exchange_device": _gives(-1),
     **dict.fromkeys(
-        ("init", "synchronize", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated"), _gives(None)
+        ("init", "synchronize", "set_device", "set_stream", "set_per_process_memory_fraction"), _gives(None)
     ),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated"), _gives(None)),
 }
 """What each attribute of ``torch.cuda`` is on a CPU. Not ``is_available``: code that asks takes its other branch."""
 

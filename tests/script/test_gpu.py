@@ -1,0 +1,45 @@
+"""A GPU in name: what code for one GPU does with it passes on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.script.gpu import emulated_gpu
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> Iterator[None]:
+    with emulated_gpu():
+        yield
+
+
+def test_work_may_be_put_on_a_stream() -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.stream(None), torch.cuda.StreamContext(torch.cuda.Stream(priority=-1)):
+        x = torch.ones(2, device="cuda")
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    assert x.sum().item() == 2
+
+
+def test_its_memory_may_be_asked_for() -> None:
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert isinstance(torch.cuda.memory_summary(), str)
+    assert len(torch.cuda.memory_snapshot()) >= 0
+
+
+@pytest.mark.parametrize("ids", [None, [0]])
+def test_data_parallel_on_one_device_is_the_module_itself(ids: list[int] | None) -> None:
+    inner = nn.Linear(4, 2).cuda()
+    model = nn.DataParallel(inner, device_ids=ids)
+    x = torch.ones(3, 4, device="cuda")
+    with torch.autocast("cuda"):
+        assert model(x).dtype is torch.float16
+    model(x).sum().backward()
+    assert torch.equal(model(x), inner(x))
+    assert inner.weight.grad is not None
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
