@@ -5,7 +5,9 @@ A script that forks goes on as itself in the child; one that spawns starts child
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import linecache
 import os
 import runpy
 import signal
@@ -15,8 +17,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder, SourceFileLoader
-from importlib.util import find_spec
+from importlib.util import decode_source, find_spec
 from pathlib import Path
+from pkgutil import get_importer
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 from unittest.mock import patch
@@ -54,11 +57,11 @@ class Script:
         if self.name in LAUNCHERS:
             raise ScriptError(f"{self.name} starts scripts itself; start ampdbg inside it: {LAUNCHERS[self.name]}")
         if self.is_module:
-            with _module_path():
+            with _path_of(self):
                 if not _has_module(self.name):
                     raise ScriptError(f"-m {self.name}: there is no such module; needed: one that Python can import")
-        elif not Path(self.name).is_file():
-            what = "is a folder" if Path(self.name).is_dir() else "there is no such file"
+        elif not os.path.exists(self.name) or (os.path.isdir(self.name) and not _has_main(Path(self.name))):
+            what = "is a folder without __main__.py" if Path(self.name).is_dir() else "there is no such file"
             raise ScriptError(f"{self.name}: {what}; needed: a Python file, or -m and the name of a module")
 
 
@@ -77,9 +80,10 @@ def run_script(script: Script) -> ScriptEnd:
     """
     argv, main = sys.argv, sys.modules["__main__"]
     try:
-        ended = _end_of(script)
-        if script.ends_process:
-            _wait_for_threads()
+        with _path_of(script):
+            ended = _end_of(script)
+            if script.ends_process:
+                _wait_for_threads()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
@@ -101,47 +105,69 @@ def _end_of(script: Script) -> ScriptEnd:
 
 
 def _run_file(script: Script) -> None:
-    path = os.path.abspath(script.name)
     sys.argv = [script.name, *script.arguments]
-    module = ModuleType("__main__")
-    vars(module).update(
-        __file__=path,
-        __builtins__=__builtins__,
-        __loader__=SourceFileLoader("__main__", path),
-        __spec__=None,
-        __package__=None,
-        __cached__=None,
-    )
-    sys.modules["__main__"] = module
-    with _first_on_path(os.path.dirname(os.path.realpath(path))):
-        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-        exec(code, vars(module))
+    if _is_importable(script):
+        _run_as_main("__main__", is_named=False)
+        return
+    path = os.path.abspath(script.name)
+    module = _new_main()
+    vars(module).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
+    text = Path(path).read_bytes()
+    code = compile(text, path, "exec", dont_inherit=True)
+    if not os.path.isfile(path):  # a pipe: who shows a line of it would wait for another
+        linecache.cache[path] = (len(text), None, decode_source(text).splitlines(keepends=True), path)
+    exec(code, vars(module))
 
 
 def _run_module(script: Script) -> None:
-    sys.argv = [script.name, *script.arguments]
-    with _module_path():
-        runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+    sys.argv = ["-m", *script.arguments]
+    _run_as_main(script.name, is_named=True)
 
 
-def _module_path() -> contextlib.AbstractContextManager[None]:
-    """As ``python -m`` has it: modules are looked for in the working folder first."""
-    return _first_on_path(str(Path.cwd()))
+def _run_as_main(name: str, *, is_named: bool) -> None:
+    """By what Python itself calls for ``-m``, a folder and a zip file, with its messages."""
+    _new_main()
+    vars(runpy)["_run_module_as_main"](name, is_named)
+
+
+def _new_main() -> ModuleType:
+    """An empty ``__main__``, as Python starts with it."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
+    return module
+
+
+def _is_importable(script: Script) -> bool:
+    """Whether it is a folder or a zip file, with a ``__main__.py`` in it."""
+    return not script.is_module and get_importer(script.name) is not None
+
+
+def _path_of(script: Script) -> contextlib.AbstractContextManager[None]:
+    """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
+    if script.is_module:
+        return _first_on_path(os.getcwd())
+    if _is_importable(script):
+        return _first_on_path(os.path.join(os.getcwd(), script.name), even_if_safe=True)
+    return _first_on_path(os.path.dirname(os.path.realpath(script.name)))
 
 
 @contextlib.contextmanager
-def _first_on_path(folder: str) -> Iterator[None]:
+def _first_on_path(folder: str, *, even_if_safe: bool = False) -> Iterator[None]:
     """What Python would have put first on the path, in the place of what it put there for ampdbg."""
-    if getattr(sys.flags, "safe_path", False):  # there Python puts nothing
+    is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
+    if is_safe and not even_if_safe:
         yield
         return
     with _own_modules(folder):
-        before, sys.path[0] = sys.path[0], folder
+        before = [] if is_safe else sys.path[:1]
+        sys.path[: len(before)] = [folder]
         try:
             yield
         finally:
             if sys.path and sys.path[0] == folder:
-                sys.path[0] = before
+                sys.path[:1] = before
 
 
 @contextlib.contextmanager
@@ -174,6 +200,10 @@ def _is_other(name: str, path: list[str]) -> bool:
         if found is not None and found.origin and loaded is not None:  # without an origin it is a mere folder
             return os.path.realpath(found.origin) != os.path.realpath(loaded.origin or "")
     return False
+
+
+def _has_main(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("__main__.py", "__main__.pyc"))
 
 
 def _has_module(name: str) -> bool:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,7 @@ import threading, time, torch
 
 def train():
     WAITS
+    import beside
     net = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     for _ in range(3):
@@ -188,6 +190,7 @@ threading.Thread(target=train, daemon=DAEMON).start()
     ids=["outlives", "begins at the end", "daemon"],
 )
 def test_a_thread_that_outlives_the_script_is_watched(tmp_path: Path, waits: str, daemon: bool, steps: int) -> None:
+    (tmp_path / "beside.py").touch()
     python, watched = both(tmp_path, TRAINS.replace("WAITS", waits).replace("DAEMON", str(daemon)))
     assert (watched.code, watched.stdout) == (python.code, python.stdout) == (0, "trained\n" if steps else "")
     assert read_record(tmp_path / "r.json").steps_run == steps
@@ -233,3 +236,60 @@ def test_an_interrupt_ends_the_waiting_for_a_thread(tmp_path: Path) -> None:
     assert (watched.returncode, watched.stdout) == (python.code, python.stdout) == (4, "at exit\n")
     assert "KeyboardInterrupt" in watched.stderr
     assert read_record(tmp_path / "r.json").steps_run == 0
+
+
+LOOKS = """
+import sys
+print(__name__, __file__, __spec__ and __spec__.name, __package__, sys.argv, sys.path[0], type(__builtins__))
+print(sorted(globals()), __annotations__, sys.modules["__main__"].__dict__ is globals())
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize("given", ["folder", "folder/", "run.zip", "script.py", "-m folder", "-m folder.inner"])
+def test_what_python_runs_is_run_and_sees_the_same(tmp_path: Path, given: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for file in (folder / "__main__.py", folder / "inner.py", tmp_path / "script.py"):
+        file.write_text(LOOKS, encoding="utf-8")
+    with zipfile.ZipFile(tmp_path / "run.zip", "w") as written:
+        written.writestr("__main__.py", LOOKS)
+    python, watched = alone(tmp_path, *given.split(), "1"), start(tmp_path, "run", "--quiet", *given.split(), "1")
+    assert (watched.code, watched.stdout) == (python.code, python.stdout)
+    assert python.code == 5
+
+
+FAILS = """
+import sys, traceback
+print(sys.argv, __file__)
+try:
+    raise ValueError("bad")
+except ValueError:
+    print(traceback.format_exc())
+"""
+
+
+@pytest.mark.parametrize("name", ["/dev/stdin", "pipe"])
+def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    program = subprocess.Popen(
+        [*command("run", "--quiet", name, "1")], cwd=tmp_path, env=environment(), stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    if name == "pipe":
+        (tmp_path / "pipe").write_text(FAILS, encoding="utf-8")
+    said, _ = program.communicate(FAILS if name != "pipe" else None, timeout=50)
+    assert program.returncode == 0
+    assert said.startswith(f"['{name}', '1'] {tmp_path / name}\n")
+    assert '    raise ValueError("bad")\n' in said
+
+
+@pytest.mark.parametrize("module", ["nomain", "nomain.broken"])
+def test_a_package_that_cannot_be_run_is_told_of_by_python(tmp_path: Path, module: str) -> None:
+    (tmp_path / "nomain").mkdir()
+    (tmp_path / "nomain" / "__init__.py").touch()
+    (tmp_path / "nomain" / "broken.py").write_text("import no_such_thing", encoding="utf-8")
+    python, watched = alone(tmp_path, "-m", module), start(tmp_path, "run", "--quiet", "-m", module)
+    assert (watched.code, watched.stdout) == (python.code, python.stdout) == (1, "")
+    assert watched.stderr.splitlines()[-1] == python.stderr.splitlines()[-1]
+    assert "runpy" not in watched.stderr
