@@ -15,10 +15,12 @@ settings.register_profile("ampdbg", deadline=None)
 settings.register_profile("fuzz", deadline=None, max_examples=120_000, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ampdbg")
 
-# A shell starts what runs in its background with Ctrl-C ignored, and a process hands that on: a test that interrupts
-# the program would wait for ever.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what runs in its background with Ctrl-C ignored, and nohup with SIGHUP, and a process hands that on: a
+# test that interrupts the program would wait for ever.
+for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    number = getattr(signal, name, None)  # Windows has no SIGHUP
+    if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 Golden = Callable[[Path, str], None]
 

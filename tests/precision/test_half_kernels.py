@@ -291,4 +291,4 @@ def test_no_tensor_outlives_its_step() -> None:
         traced()
         before = live()
         traced()
-        assert live() == before
+        assert live() <= before  # what other tests have left may go meanwhile
