@@ -7,7 +7,7 @@ only then which FP16 op is the producer and which code its numbers mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
@@ -89,11 +89,15 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
     if record.script is None:
         return found
-    withheld = {step.step for step in record.steps if step.skipped}
-    first = made.step
-    while first - 1 in withheld:
-        first -= 1
+    first = first_in_a_row(made.step, {step.step for step in record.steps if step.skipped})
     return replace(found, step=first, evidence={**found.evidence, "traced_step": made.step})
+
+
+def first_in_a_row(last: int, numbers: Container[int]) -> int:
+    """The first of the numbers without a gap that end right before ``last``, or ``last`` itself."""
+    while last - 1 in numbers:
+        last -= 1
+    return last
 
 
 def _of_replays(made: Investigation, record: Record) -> Finding:

@@ -24,7 +24,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
 from ampdbg.record.run import Investigation, Record, Replay
-from ampdbg.replay.investigation import LOWEST_SCALE, PinnedReplays, ScaleRange
+from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of

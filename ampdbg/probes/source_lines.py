@@ -15,9 +15,12 @@ from ampdbg import precision, probes
 from ampdbg.record.findings import Source
 from ampdbg.source.ownership import Line, by_code, is_ampdbgs, is_part_of, is_users_or_a_librarys
 
+# By its name, for it stands on a higher floor: the tape that notes the user's calls, and makes them again.
+_TAPE = "ampdbg.replay.tape"
+
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
 # and frames above that belong to whoever has started ampdbg, a program or a script.
-_BETWEEN = (probes.__name__, precision.__name__, "ampdbg.replay.tape")
+_BETWEEN = (probes.__name__, precision.__name__, _TAPE)
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"

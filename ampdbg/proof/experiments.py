@@ -28,7 +28,7 @@ from ampdbg.proof.jobs import Job, Seen, StepUse, Trained, Tried, overlaid, prep
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
-from ampdbg.replay.investigation import PinnedReplays
+from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of

@@ -17,7 +17,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from ampdbg.config.schema import Config
-from ampdbg.replay.investigation import ScaleRange
+from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
 
 

@@ -6,14 +6,12 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
+from ampdbg.agreement import agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
@@ -24,7 +22,7 @@ from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import FailingStep, ModelState, Snapshot, take_snapshot
+from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
 
 Why = Literal["loss", "gradients", "end"]
 
@@ -276,126 +274,3 @@ class Investigator:
 def _root(made: Investigation) -> tuple[Any, ...] | None:
     producer: Producer | None = next(iter(made.replays[0].producers), None)
     return None if producer is None else (producer.phase, producer.module, producer.op, producer.source)
-
-
-LOWEST_SCALE = 1.0
-"""No dynamic scaler that works goes below it."""
-
-
-@dataclass(frozen=True)
-class ScaleRange:
-    """The loss scales at which a step of scale S may be cured: S, S/4, S/16 … ``lowest``.
-
-    With ``is_lossless`` a scale below S counts only where it flushes no gradient that matters to zero: it is the
-    gradients that overflow, and each set of pins has a highest scale of its own. Any other fault has hidden how large
-    a scale the gradients bear: the first that they bear is kept for later replays, as by a dynamic scaler.
-    """
-
-    lowest: float = LOWEST_SCALE
-    is_lossless: bool = False
-
-
-class PinnedReplays:
-    """Runs one step, ``failing``, with any set of pins; the model must have the step's weights meanwhile.
-
-    ``scale`` is the highest loss scale of the range at which the last replay that was finite is so.
-    """
-
-    def __init__(self, run: Run, failing: FailingStep, scales: ScaleRange) -> None:
-        self.scale = failing.scale
-        self.scales = scales
-        self._run = run
-        self.failing = failing
-        self._low = run.mode.format.name
-        self._known_fp32: Replayed | None = None
-
-    @property
-    def fp32(self) -> Replayed:
-        """The step in FP32, with its trace and its gradients."""
-        return self._in_fp32(ProducerTrace)
-
-    @property
-    def fp32_in_brief(self) -> Replayed:
-        """The same, where nothing has called for the trace without it."""
-        return self._in_fp32(None)
-
-    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False) -> Investigation:
-        """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
-        noise floor, as an investigation of the step would hold them.
-
-        A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's.
-        """
-        traced = None if is_brief else ProducerTrace
-        low, fp32 = self._at_a_usable_scale(pins, traced), self._in_fp32(traced)
-        if low.replay.error or not is_finite(fp32.replay):
-            return self._made(low.replay)
-        if not math.isfinite(low.replay.loss):
-            return self._made(producers_of(low, fp32))
-        replay, *floor = self._held_against_fp32(low, pins)
-        made = self._made(replay, *floor)
-        if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
-            return made
-        return replace(made, first_far=first_far_op(self._sampled(pins), *self._references))
-
-    def _in_fp32(self, traced: TraceKind | None) -> Replayed:
-        if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
-            self._known_fp32 = self._replay(FP32, traced)
-        return self._known_fp32
-
-    def _made(self, low: Replay, *more: Replay) -> Investigation:
-        made = self.failing.made
-        return replace(made, replays=(low, self.fp32_in_brief.replay, *more), first_far=None, continuation=())
-
-    def _at_a_usable_scale(self, pins: Sequence[str], traced: TraceKind | None) -> Replayed:
-        """The first finite replay of the range; where there is none the last, and of a lossless range the first."""
-        tried: list[Replayed] = []
-        for scale in self._scales():
-            with self._pinned(pins):
-                low = self._replay(Manner(self._low, scale, is_lifted=False), traced, stops_at_loss=True)
-            if not math.isfinite(low.replay.loss):
-                return low
-            if is_finite(low.replay):
-                if tried and self.scales.is_lossless and not self._keeps_its_gradients(low, pins):
-                    break
-                self.scale = scale
-                return low
-            tried.append(low)
-        return tried[0 if self.scales.is_lossless else -1]
-
-    def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
-        return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
-
-    def _held_against_fp32(self, low: Replayed, pins: Sequence[str]) -> tuple[Replay, ...]:
-        # Without a trace nobody knows what overflows.
-        at_scale = functools.partial(self._at_scale, pins) if low.trace else None
-        return held_against(low, self.fp32 if low.trace else self.fp32_in_brief, self._floor, at_scale)
-
-    def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
-        with self._pinned(pins):
-            return self._replay(Manner(self._low, scale, is_lifted=False), None)
-
-    def _scales(self) -> Iterator[float]:
-        scale = self.failing.scale if self.scales.is_lossless else self.scale
-        yield scale
-        while scale > self.scales.lowest:
-            scale = max(self.scales.lowest, scale / 4.0)
-            yield scale
-
-    @cached_property
-    def _floor(self) -> Noise:
-        return Noise(self.fp32_in_brief, self._low, functools.partial(self._replay, traced=None))
-
-    @cached_property
-    def _references(self) -> tuple[Replayed, Replayed]:
-        return self._replay(FP32, SampleTrace), self._replay(self._floor.manner, SampleTrace)
-
-    def _sampled(self, pins: Sequence[str]) -> Replayed:
-        with self._pinned(pins):
-            return self._replay(Manner(self._low, self.scale, is_lifted=False), SampleTrace)
-
-    def _pinned(self, pins: Sequence[str]) -> AbstractContextManager[Any]:
-        return self._run.mode.pinned(self._run.workload.model, pins)
-
-    def _replay(self, manner: Manner, traced: TraceKind | None, *, stops_at_loss: bool = False) -> Replayed:
-        step = self.failing.snapshot
-        return replay_step(self._run, step, manner, traced=traced, keep_gradients=True, stops_at_loss=stops_at_loss)

@@ -180,9 +180,10 @@ class TracedStep:
             return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
-        is_bad = not math.isfinite(self._tape.loss) or next(iter(nonfinite(gradients)), None) is not None
-        played = self._tape.played() if is_bad and _half_in(self._trace) and not _is_one_of_several() else None
-        if played is not None and self._may_wait:
+        is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
+        is_to_run = is_bad and self._may_wait and _half_in(self._trace) and not _is_one_of_several()
+        played = self._tape.played() if is_to_run else None
+        if played is not None:
             self.end()
             scale, began = scaler._get_scale_async() if scaler is not None else None, time.monotonic()
             self._made = self._investigated(played, 1.0 if scale is None else float(scale))
@@ -193,8 +194,7 @@ class TracedStep:
         """What replays of the step show; None where it does not go wrong again."""
         run = _run(played, self._model, self._watcher, self._device, _half_in(self._trace))
         snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
-        why: Literal["loss", "gradients"] = "gradients" if math.isfinite(self._tape.loss) else "loss"
-        made = None
+        why, made = _why(self._tape.loss), None
         self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception), self._watcher.paused(), _hushed(), torch.enable_grad():
@@ -212,8 +212,12 @@ def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
         grad_norm=step.grad_norm if step.grad_norm is not None else 0.0,
         gradients=tuple(one.name for group in step.groups for one in group.parameters),
     )
-    why: Literal["loss", "gradients"] = "gradients" if math.isfinite(step.loss) else "loss"
-    return Investigation(step.step, why, (producers_in_place(replay, trace),), loss=step.loss)
+    return Investigation(step.step, _why(step.loss), (producers_in_place(replay, trace),), loss=step.loss)
+
+
+def _why(loss: float) -> Literal["loss", "gradients"]:
+    """What calls for the investigation of a step that is not finite."""
+    return "gradients" if math.isfinite(loss) else "loss"
 
 
 def _half_in(trace: StepTrace) -> Half | None:

@@ -12,7 +12,7 @@ from ampdbg.proof.jobs import Job, Patched
 from ampdbg.proof.proof import prove
 from ampdbg.record.pins import Proof, ProofStep
 from ampdbg.record.run import Investigation
-from ampdbg.replay.investigation import ScaleRange
+from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.training.loop import train_prepared

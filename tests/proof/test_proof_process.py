@@ -15,7 +15,7 @@ from ampdbg.config.schema import Config
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.proof import processes
 from ampdbg.proof.jobs import Job, Patched, Seen, Trained
-from ampdbg.replay.investigation import ScaleRange
+from ampdbg.replay.pinned_replays import ScaleRange
 from tests.observing import observing
 from tests.proof.overflowing import written
 

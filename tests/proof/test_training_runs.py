@@ -11,7 +11,7 @@ from ampdbg.config.file import load_config
 from ampdbg.observer import UNOBSERVED
 from ampdbg.proof.experiments import trained_with_the_patch
 from ampdbg.proof.jobs import Job, Patched, Trained, Tried
-from ampdbg.replay.investigation import ScaleRange
+from ampdbg.replay.pinned_replays import ScaleRange
 
 NET = """\
 import torch
