@@ -20,10 +20,11 @@ from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
-Content = Literal["record", "page", "diff", "module", "yaml", "json"]
+Content = Literal["record", "page", "sarif", "diff", "module", "yaml", "json"]
 
 _BEGINS: Mapping[Content, bytes] = {
     "page": "(✓|✗|\\?|!) ".encode(),
+    "sarif": rb'\{\s*"\$schema": "[^"]*sarif-schema',
     "diff": rb"# Keeps .*\n(#.*\n)*diff --git ",
     "module": rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ',
     "yaml": rb"# Keeps .*\n(#.*\n)*precision:\n",
@@ -53,7 +54,7 @@ def check_place(option: str, path: Path, content: Content, **others: Path | None
             is_what = f"is the file of the {what.replace('_', ' ')}"
             raise ConfigError(f"{option} {path} {is_what}, and would be overwritten; name another file")
     if not _is_free(path, content):
-        written = {"record": "record", "page": "report"}.get(content, "patch of that form")
+        written = {"record": "record", "page": "report", "sarif": "SARIF log"}.get(content, "patch of that form")
         raise ConfigError(f"{option} {path} holds no {written}, and would be overwritten; name another file")
 
 

@@ -1,4 +1,4 @@
-"""``ampdbg report``: renders a record again, as text or JSON, to stdout or a file."""
+"""``ampdbg report``: renders a record again, in any format, to stdout or a file."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from ampdbg.report.formats import FORMATS, written
 
 from . import options
 from .output import PLAIN, look_of, typed_as, write_result
+
+CONTENTS: dict[str, options.Content] = {"json": "record", "sarif": "sarif", "text": "page"}
+"""What is in a file of each format, before it is written over."""
 
 
 def _known(name: str) -> str:
@@ -37,8 +40,7 @@ def command(
     """Render a record again."""
     path = record or latest_record()
     if output is not None:
-        content: options.Content = "record" if format == "json" else "page"
-        options.check_place("--output", output, content, record=path, latest_record=LATEST)
+        options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
     shown = read_record(path)
     look = look_of(sys.stdout) if output is None else PLAIN
     text = written(shown, typed_as("CONFIG", path), look, format)

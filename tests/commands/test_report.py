@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ampdbg.record.file import from_json, to_json, write_record
+from ampdbg.report.formats import FORMATS
 from tests.commands.program import Here
 from tests.commands.suggestions import proven
 from tests.report.records import collapse, healthy
@@ -46,7 +47,7 @@ def test_json_is_the_record(here: Here) -> None:
     assert from_json(here("report", "r.json", "--format", "json").stdout) == collapse()
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_output_writes_a_file_and_nothing_else(form: str, here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     printed = here("report", "r.json", "--format", form).stdout
@@ -63,6 +64,7 @@ def test_output_takes_the_place_of_what_it_has_written_and_of_nothing_else(here:
     for form, refused in {
         "text": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
         "json": ("r.json", "link", "notes.txt", ".ampdbg/latest.json"),
+        "sarif": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
     }.items():
         for name in refused:
             before = Path(name).read_bytes()

@@ -1,0 +1,172 @@
+"""Findings as SARIF 2.1.0, which GitHub's code scanning and editors read: one alert at one line each."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ampdbg import __version__
+from ampdbg.escapes import harmless
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding, Severity
+from ampdbg.record.run import Record
+from ampdbg.report.explanation import explanation
+from ampdbg.report.view import Look, Typed, root_of
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+LEVELS: Mapping[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
+"""What SARIF calls a severity."""
+
+ROOT = "SRCROOT"
+"""The name by which SARIF knows the folder that files are named from."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One finding at one place.
+
+    ``path`` is as it was given, relative to the working folder or absolute; "" where no file is to blame. ``line`` and
+    ``column`` count from 1; 0 says that it is not known. ``module`` is the qualified name of the model's module.
+    """
+
+    code: str
+    level: Severity
+    message: str
+    path: str = ""
+    line: int = 0
+    column: int = 0
+    text: str = ""
+    module: str = ""
+
+
+def write(record: Record, typed: Typed, look: Look) -> str:
+    """The findings of the record that stand for themselves, each with what follows from it in its message."""
+    return to_json(log(list(alerts(record)), typed.folder))
+
+
+def to_json(log: Mapping[str, Any]) -> str:
+    """A log as text, in ASCII: what would command a terminal is an escape."""
+    return json.dumps(log, indent=1, allow_nan=False) + "\n"
+
+
+def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
+    """The alerts as one SARIF log; files below ``folder`` are named from there, as code scanning needs them."""
+    codes = sorted({alert.code for alert in found})
+    driver = {"name": "ampdbg", "version": __version__, "rules": [_rule(code) for code in codes]}
+    run: dict[str, Any] = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "results": [_result(alert, codes.index(alert.code), folder) for alert in found],
+    }
+    if folder:
+        run["originalUriBaseIds"] = {ROOT: {"uri": _file_uri(folder).rstrip("/") + "/"}}
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def alerts(record: Record) -> Iterator[Alert]:
+    """The findings that stand for themselves. One without a line of code is put on the first of what was run."""
+    roots = [root_of(record.findings, index) for index in range(len(record.findings))]
+    for index, finding in enumerate(record.findings):
+        if roots[index] != index:
+            continue
+        effects = [record.findings[other] for other, root in enumerate(roots) if root == index != other]
+        source = finding.source
+        yield Alert(
+            finding.code,
+            finding.severity,
+            _message(finding, effects),
+            source.file if source else _what_ran(record),
+            source.line if source else 1,
+            text=source.text.strip() if source else "",
+            module=finding.module,
+        )
+
+
+def _message(finding: Finding, effects: Sequence[Finding]) -> str:
+    lines = [f"{finding.message} (step {finding.step}, {finding.phase})"]
+    lines += [f"Remedy: {finding.remedy}"] if finding.remedy else []
+    lines += [f"Then {effect.code} at step {effect.step}: {effect.message}" for effect in effects]
+    return "\n".join(lines)
+
+
+def _what_ran(record: Record) -> str:
+    """The script, or the file of the config that builds the model, as it is named from where the run was started."""
+    if record.script is not None:
+        return "" if record.script.is_module else record.script.name
+    model = record.config.get("model")
+    target = model.get("target") if isinstance(model, Mapping) else None
+    file = str(target or "").rpartition(":")[0]
+    return os.path.join(record.config_folder, file) if file.endswith(".py") else ""
+
+
+def _result(alert: Alert, rule: int, folder: str) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "ruleId": alert.code,
+        "ruleIndex": rule,
+        "level": LEVELS[alert.level],
+        "message": {"text": _text(alert.message)},
+    }
+    where: dict[str, Any] = {}
+    if alert.path:
+        where["physicalLocation"] = {"artifactLocation": _artifact(alert.path, folder)}
+        if alert.line > 0:
+            where["physicalLocation"]["region"] = _region(alert)
+    if alert.module:
+        where["logicalLocations"] = [{"fullyQualifiedName": harmless(alert.module), "kind": "module"}]
+    if where:
+        result["locations"] = [where]
+    return result
+
+
+def _region(alert: Alert) -> dict[str, Any]:
+    column = {"startColumn": alert.column} if alert.column > 0 else {}
+    snippet = {"snippet": {"text": harmless(alert.text)}} if alert.text else {}
+    return {"startLine": alert.line, **column, **snippet}
+
+
+def _artifact(path: str, folder: str) -> dict[str, str]:
+    """Below the folder a relative reference, elsewhere the whole address of the file."""
+    full = os.path.normpath(os.path.join(folder, path)) if folder else path
+    if folder and Path(full).is_relative_to(folder):
+        return {"uri": _quoted(Path(full).relative_to(folder).as_posix()), "uriBaseId": ROOT}
+    return {"uri": _file_uri(full) if os.path.isabs(full) else _quoted(Path(full).as_posix())}
+
+
+def _file_uri(path: str) -> str:
+    """As :meth:`pathlib.Path.as_uri`, also of halves of characters."""
+    posix = Path(path).as_posix()
+    return f"file://{'' if posix.startswith('/') else '/'}{_quoted(posix, but='/:')}"
+
+
+def _quoted(path: str, but: str = "/") -> str:
+    """A reference; in a relative one the name before a colon would be a scheme."""
+    return quote(path.encode("utf-8", "surrogatepass"), safe=but)
+
+
+def _text(message: str) -> str:
+    """A message in which readers find neither a placeholder nor a link (SARIF 2.1.0, sections 3.11.5 and 3.11.6)."""
+    shown = harmless(message, but="\n").replace("{", "{{").replace("}", "}}")
+    return shown.replace("](", "] (")
+
+
+def _rule(code: str) -> dict[str, Any]:
+    """What is known of a code; of one that another version has added, its name."""
+    if code not in CODES:
+        return {"id": code}
+    entry = explanation(code)
+    said = {"What it means": entry.meaning, "What fixes it": entry.remedy, "What looks alike": entry.alike}
+    markdown = "\n\n".join(f"## {title}\n\n{text}" for title, text in said.items())
+    return {
+        "id": code,
+        "shortDescription": {"text": _text(entry.title)},
+        "fullDescription": {"text": _text(" ".join(entry.meaning.split("\n\n")[0].split()))},
+        "help": {"text": _text(f"{entry.meaning}\n\n{entry.remedy}"), "markdown": markdown},
+        "defaultConfiguration": {"level": LEVELS[CODES[code].severity]},
+        "properties": {"tags": ["precision", "pytorch"]},
+    }

@@ -1,0 +1,155 @@
+"""SARIF: what code scanning reads, held against the standard's own schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft4Validator
+
+from ampdbg.record.codes import CODES
+from ampdbg.record.file import read_record
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import Record, ScriptRun
+from ampdbg.report.formats import written
+from ampdbg.report.formats.sarif import Alert, alerts, log, to_json
+from ampdbg.report.view import Look, Typed
+from tests.report.records import healthy, run
+from tests.report.runs import RECORDS, RUNS
+from tests.test_escapes import HOSTILE, record_of
+
+SCHEMA = json.loads((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+LOOK = Look(80, color=False, unicode=True)
+
+
+def mistakes(document: object) -> list[str]:
+    """Where the document is not what the schema says."""
+    return [f"{error.json_path}: {error.message}" for error in Draft4Validator(SCHEMA).iter_errors(document)]
+
+
+def written_log(record: Record, folder: str = "/home/me") -> Any:
+    text = written(record, Typed("config.yaml", "r.json", folder), LOOK, "sarif")
+    assert text.isascii()
+    return json.loads(text)
+
+
+def found(record: Record, folder: str = "/home/me") -> list[dict[str, Any]]:
+    (only,) = written_log(record, folder)["runs"]
+    results: list[dict[str, Any]] = only["results"]
+    return results
+
+
+OVERFLOW = Finding(
+    code="forward-overflow",
+    severity="error",
+    step=3,
+    phase="forward",
+    message="bmm in blocks.0.attn reaches 183,300 in FP32",
+    remedy="run this op in FP32",
+    module="blocks.0.attn",
+    source=Source("/home/me/src/my model.py", 49, "attend", "    y = q @ k"),
+)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_record_makes_a_valid_log(name: str) -> None:
+    assert mistakes(written_log(read_record(RECORDS / f"{name}.json"))) == []
+
+
+def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:
+    every = [Alert(code, "warning", "m", "a.py", 1, 2, "x", "net") for code in (*CODES, "from-the-future")]
+    document = log(every, "/home/me")
+    assert mistakes(document) == []
+    rules = document["runs"][0]["tool"]["driver"]["rules"]
+    assert {rule["id"] for rule in rules if "help" in rule} == set(CODES)
+    assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in document["runs"][0]["results"])
+
+
+def test_the_schema_refuses_what_is_none() -> None:
+    document = log([Alert("true-nan", "error", "m", "a.py", 1)], "")
+    document["runs"][0]["results"][0]["level"] = "fatal"
+    assert len(mistakes(document)) == 1
+
+
+def test_a_healthy_run_has_no_results() -> None:
+    assert found(healthy()) == []
+
+
+def test_an_alert_stands_at_its_line_in_the_repository() -> None:
+    (result,) = found(run([], findings=(OVERFLOW,)))
+    assert (result["ruleId"], result["level"]) == ("forward-overflow", "error")
+    assert result["message"]["text"] == (
+        "bmm in blocks.0.attn reaches 183,300 in FP32 (step 3, forward)\nRemedy: run this op in FP32"
+    )
+    assert result["locations"] == [
+        {
+            "physicalLocation": {
+                "artifactLocation": {"uri": "src/my%20model.py", "uriBaseId": "SRCROOT"},
+                "region": {"startLine": 49, "snippet": {"text": "y = q @ k"}},
+            },
+            "logicalLocations": [{"fullyQualifiedName": "blocks.0.attn", "kind": "module"}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "folder", "uri"),
+    [
+        ("src/a.py", "/home/me", "src/a.py"),
+        ("../you/a.py", "/home/me", "file:///home/you/a.py"),
+        ("/opt/lib/a b.py", "/home/me", "file:///opt/lib/a%20b.py"),
+        ("/home/me/c:d/é.py", "/home/me", "c%3Ad/%C3%A9.py"),
+        ("a.py", "", "a.py"),
+    ],
+)
+def test_a_file_is_named_from_the_folder(path: str, folder: str, uri: str) -> None:
+    document = log([Alert("true-nan", "error", "m", path, 1)], folder)
+    assert mistakes(document) == []
+    place = document["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert place["uri"] == uri
+    assert ("uriBaseId" in place) == (bool(folder) and not uri.startswith("file:"))
+
+
+def test_what_follows_from_a_finding_is_part_of_it() -> None:
+    effect = Finding("scale-collapse", "error", 3, "backward", "the loss scale keeps falling", root=0)
+    (result,) = found(run([], findings=(OVERFLOW, effect)))
+    assert result["message"]["text"].endswith("\nThen scale-collapse at step 3: the loss scale keeps falling")
+
+
+def test_a_finding_without_a_line_stands_on_what_was_run() -> None:
+    bare = replace(OVERFLOW, source=None)
+    (of_config,) = alerts(run([], findings=(bare,), config_folder="configs"))
+    assert (of_config.path, of_config.line) == ("configs/model.py", 1)
+    (of_script,) = alerts(run([], findings=(bare,), script=ScriptRun("train.py")))
+    assert of_script.path == "train.py"
+    of_package = run([], findings=(bare,), config={"model": {"target": "torchvision.models:resnet18"}})
+    assert "physicalLocation" not in found(of_package)[0]["locations"][0]
+
+
+def test_no_message_holds_a_placeholder_or_a_link() -> None:
+    (result,) = log([Alert("true-nan", "error", "x {0} [see](http://x) {a}")], "")["runs"][0]["results"]
+    assert result["message"]["text"] == "x {{0}} [see] (http://x) {{a}}"
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_names_of_the_users_world_are_data(text: str) -> None:
+    document = written_log(record_of(text))
+    assert mistakes(document) == []
+    for string in strings(document):
+        assert string.replace("\n", "").isprintable()
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_a_log_is_text_in_ascii() -> None:
+    assert json.loads(to_json({"a": "é\u202e"})) == {"a": "é\u202e"}
+    assert to_json({"a": "é\u202e"}).isascii()
