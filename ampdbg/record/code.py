@@ -1,0 +1,64 @@
+"""What an entry of the catalogue of codes says of a finding (no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ampdbg.record.findings import Phase, Severity
+
+
+@dataclass(frozen=True)
+class Code:
+    """What is known of a finding by its code alone.
+
+    Attributes:
+        name: the public name, as in records and ``ampdbg explain``.
+        family: the heading that it is listed under.
+        verdict: the record's verdict where this is the root finding.
+        remedy: what cures it.
+        headline: the report's first sentence, a template of :data:`FACTS`; empty where the explanation's title says it.
+        information: the same where the finding is no more than information.
+        pin_helps: running modules in FP32 may cure its step.
+        counts_against_a_patch: a run with the patch that shows it disproves the patch; what no pin could cure does not.
+        passes: nor does it where the run goes on: its last steps are finite and taken.
+        fails_in_fp32: its step fails in FP32 as well.
+        keeps_scale: its step has to be cured at its own loss scale, since a lower one would cure it too.
+        erases_itself: the step's loss and gradients are finite.
+        in_range_table: the table of ``ampdbg ranges`` shows it.
+        why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
+        changes_function: the remedy changes what the model computes.
+        is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
+        remedy_at: by a part of the op's name, a remedy that fits that op better.
+        remedy_near_one: what cures it where the line takes from 1 what is near it.
+        severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
+        harmless_share: a misuse in a smaller share of the steps is no more than information.
+    """
+
+    name: str
+    family: str
+    verdict: Literal["precision", "other", "inconclusive"]
+    remedy: str
+    headline: str
+    information: str = ""
+    pin_helps: bool = False
+    counts_against_a_patch: bool = True
+    passes: bool = False
+    fails_in_fp32: bool = False
+    keeps_scale: bool = False
+    erases_itself: bool = False
+    in_range_table: bool = False
+    why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
+    changes_function: bool = False
+    is_a_constant: bool = False
+    remedy_at: tuple[tuple[str, str], ...] = ()
+    remedy_near_one: str = ""
+    severity: Severity = "error"
+    phase: Phase | None = None
+    message: str = ""
+    harmless_share: float = 0.0
+
+
+FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles")
+"""What a headline may name: the finding's step, phase and module; how many steps were skipped; what losses are not
+finite; how far the loss scale fell; the first and the last scale; and whether it has settled."""

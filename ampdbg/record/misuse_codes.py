@@ -1,0 +1,154 @@
+"""The catalogue's codes of misuse: calls in the wrong order, autocast and scaler set up wrongly (no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ampdbg.record.code import Code
+from ampdbg.record.findings import Phase, Severity
+
+CALLS = "Misuse: calls in the wrong order"
+SETUP = "Misuse: autocast and scaler set up wrongly"
+
+
+def _misuse(
+    name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", harmless: float = 0.0
+) -> Code:
+    """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
+    code = Code(name, family, "other", remedy, "", counts_against_a_patch=False)
+    return replace(code, phase=phase, message=message, severity=severity, harmless_share=harmless)
+
+
+MISUSES = (
+    _misuse(
+        "misuse-clip-scaled",
+        CALLS,
+        "optimizer",
+        "the code clips gradients that still carry the loss scale, and so to far less than the limit it sets",
+        "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
+    ),
+    _misuse(
+        "misuse-unscale-twice",
+        CALLS,
+        "optimizer",
+        "the code calls unscale_ on gradients that it has unscaled already",
+        "call scaler.unscale_(optimizer) once between backward() and scaler.step(optimizer), which unscales by itself",
+    ),
+    _misuse(
+        "misuse-accumulate",
+        CALLS,
+        "optimizer",
+        "the code calls unscale_ or update between micro-batches whose gradients add up: their sum mixes scales",
+        "call unscale_, clipping, step and update only after the last micro-batch of each step",
+    ),
+    _misuse(
+        "misuse-bare-step",
+        CALLS,
+        "optimizer",
+        "the code calls optimizer.step() beside the scaler: nothing unscales the gradients or withholds bad ones",
+        "replace it by scaler.step(optimizer), followed by scaler.update()",
+    ),
+    _misuse(
+        "misuse-unused-optimizer",
+        CALLS,
+        "optimizer",
+        "the code calls scaler.step(optimizer) for an optimizer none of whose parameters has a gradient",
+        "step only the optimizers that the backward pass of this iteration has reached",
+    ),
+    _misuse(
+        "misuse-no-update",
+        CALLS,
+        "optimizer",
+        "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
+        "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
+    ),
+    _misuse(
+        "misuse-many-updates",
+        CALLS,
+        "optimizer",
+        "scaler.update() comes before the step of an optimizer, which then unscales its gradients by the new scale",
+        "call scaler.update() once, after the steps of all optimizers",
+        "warning",
+    ),
+    _misuse(
+        "misuse-stale-gradients",
+        CALLS,
+        "backward",
+        "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
+        "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
+    ),
+    _misuse(
+        "misuse-scheduler-on-skip",
+        CALLS,
+        "optimizer",
+        "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
+        "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
+        "warning",
+        harmless=0.05,
+    ),
+    _misuse(
+        "misuse-gradient-penalty",
+        CALLS,
+        "backward",
+        "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
+        "divide what torch.autograd.grad returns by scaler.get_scale() before the penalty, inside autocast",
+    ),
+    _misuse(
+        "misuse-no-scaler",
+        SETUP,
+        "backward",
+        "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
+        "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
+        "warning",
+    ),
+    _misuse(
+        "misuse-scaler-bfloat16",
+        SETUP,
+        "backward",
+        "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
+        "leave the scaler out, or make it with enabled=False",
+        "warning",
+    ),
+    _misuse(
+        "misuse-half-parameters",
+        SETUP,
+        "optimizer",
+        "the parameters are float16, and so are their gradients, which a scaler does not unscale",
+        "keep the parameters in float32 (no model.half()) and let autocast lower the ops",
+    ),
+    _misuse(
+        "misuse-custom-function",
+        SETUP,
+        "backward",
+        "an autograd.Function without custom_fwd and custom_bwd meets mixed dtypes under autocast",
+        "decorate forward with torch.amp.custom_fwd(device_type=..., cast_inputs=torch.float32) and backward with "
+        "torch.amp.custom_bwd(device_type=...)",
+    ),
+    _misuse(
+        "misuse-backward-in-autocast",
+        SETUP,
+        "backward",
+        "the code calls backward() inside autocast, which belongs around the forward pass and the loss alone",
+        "end the autocast block before backward(): each backward op runs in the dtype of its forward op",
+        "warning",
+    ),
+    replace(
+        _misuse(
+            "not-half",
+            SETUP,
+            "forward",
+            "no op ran in FP16 or bfloat16: autocast had no effect on the device, and GradScaler is disabled",
+            "run it on a GPU, or with ampdbg run --emulate on this machine: these steps say nothing about FP16",
+            "warning",
+        ),
+        verdict="inconclusive",
+        headline="The code asks for half precision, and every step ran in FP32.",
+    ),
+    _misuse(
+        "misuse-bce",
+        SETUP,
+        "forward",
+        "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
+        "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
+    ),
+)
