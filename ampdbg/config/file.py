@@ -162,7 +162,7 @@ class Place(NamedTuple):
 _SAID_AS = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 
 # What pydantic adds to a location: which kind of a union was tried, and that a key is meant, not its value.
-_MARKERS = ("<mapping>", "<number>", "[key]")
+_MARKERS = ("<mapping>", "<number>", "<path>", "[key]")
 
 
 @dataclass(frozen=True)

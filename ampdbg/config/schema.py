@@ -59,7 +59,7 @@ def _target(value: str, info: ValidationInfo) -> str:
     return value
 
 
-def _checkpoint(value: Path, info: ValidationInfo) -> Path:
+def _saved_file(value: Path, info: ValidationInfo) -> Path:
     if info.context:
         absent = why_no_file(info.context["folder"] / value, str(value), f"*{value.suffix}")
         if absent:
@@ -71,6 +71,14 @@ def _scale_kind(value: object) -> str:
     return "<mapping>" if isinstance(value, (Mapping, LossScale)) else "<number>"
 
 
+def _checkpoint_kind(value: object) -> str:
+    return "<mapping>" if isinstance(value, (Mapping, CheckpointFiles)) else "<path>"
+
+
+def _one_or_several(value: object) -> object:
+    return value if value is None or isinstance(value, (list, tuple)) else (value,)
+
+
 Number = Annotated[float, BeforeValidator(_not_boolean)]
 Count = Annotated[
     int, BeforeValidator(_not_boolean), Field(ge=1, lt=2**63, description="a whole number of at least 1, below 2**63")
@@ -79,6 +87,12 @@ Scale = Annotated[
     Number,
     # GradScaler keeps the scale in float32.
     Field(ge=FLOAT32.smallest_normal, le=FLOAT32.largest, description="a positive number that float32 can hold"),
+]
+SAVED = "the path of a .pt or .safetensors file, relative to the config"
+SavedFile = Annotated[Path, AfterValidator(_saved_file), PlainSerializer(Path.as_posix)]
+SavedFiles = Annotated[
+    Annotated[tuple[SavedFile, ...], BeforeValidator(_one_or_several)] | None,
+    Field(description=f"{SAVED}, or a list of them"),
 ]
 Flag = Annotated[bool | None, Field(strict=True, description="true, false, or null for the level's default")]
 Empty = BeforeValidator(_empty_section)
@@ -102,6 +116,15 @@ class OptimizerSpec(TargetSpec):
     groups: Annotated[Literal["parameter", "module", "single"], Field(description="parameter, module or single")] = (
         "parameter"
     )
+
+
+class CheckpointFiles(_Section):
+    """What a training script has saved, by what it is of: each file is that part, or has it under a usual name."""
+
+    model: Annotated[SavedFile | None, Field(description=SAVED)] = None
+    optimizer: SavedFiles = None
+    scaler: Annotated[SavedFile | None, Field(description=SAVED)] = None
+    scheduler: SavedFiles = None
 
 
 class LossScale(_Section):
@@ -209,9 +232,14 @@ class ConfigFile(_Section):
     step: TargetSpec | None = None
     optimizer: Annotated[OptimizerSpec, Empty] = OptimizerSpec()
     checkpoint: Annotated[
-        Annotated[Path, AfterValidator(_checkpoint), PlainSerializer(Path.as_posix)] | None,
-        Field(description="the path of a .pt or .safetensors file, relative to the config"),
+        Annotated[
+            Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
+            Discriminator(_checkpoint_kind),
+        ]
+        | None,
+        Field(description=f"{SAVED}, or a mapping of {', '.join(CheckpointFiles.model_fields)} to such paths"),
     ] = None
+    scheduler: TargetSpec | None = None
     precision: Annotated[Precision, Empty] = Precision()
     train: Annotated[Train, Empty] = Train()
 
@@ -221,12 +249,14 @@ class Config(ConfigFile):
 
     ``folder`` is the config's folder, what ``FILE.py`` targets and ``checkpoint`` are relative to. ``start`` is the
     working folder when the config was read. Both are absolute, since the user's code may change the working folder.
+    ``continues_scale`` says whether a loss scale goes on from the checkpoint's, or begins with the config's own.
     ``places`` says where each key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``.
     """
 
     folder: Path
     start: Path
     places: Mapping[str, str] = {}
+    continues_scale: bool = True
 
     def where(self, key: str) -> str:
         """``"config.yaml:3: model.target"``: how a message names a key, by its own line or the one of its section."""
@@ -247,7 +277,7 @@ class Config(ConfigFile):
 
     def resolved(self) -> dict[str, Any]:
         """All keys with defaults filled in, as plain data; paths stay as they were written."""
-        return self.model_dump(mode="json", exclude={"folder", "start", "places"})
+        return self.model_dump(mode="json", exclude={"folder", "start", "places", "continues_scale"})
 
     def folder_from_start(self) -> str:
         """The config's folder as a record names it: relative to where the run was started, with forward slashes."""

@@ -227,7 +227,7 @@ def _memory(run: Run, use: PassUse) -> StepMemory:
 
 def _timed(run: Run) -> tuple[float, int]:
     """The median seconds of a GPU's step, and the peak of its memory; an emulated step's would say nothing of one."""
-    scaler, every, seconds = run.mode.scaler(), batches_of_steps(run), []
+    scaler, every, seconds = run.scaler(), batches_of_steps(run), []
     for number, batches in zip(range(WARM_UP + TIMED), every, strict=False):
         if number == WARM_UP:
             torch.cuda.reset_peak_memory_stats(run.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +36,13 @@ class LossScaler(torch.amp.GradScaler):
         super().update(new_scale)
         if new_scale is None and self._scale is not None and self._bounds != (None, None):
             self._scale.clamp_(*self._bounds)
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Goes on as a GradScaler of this ``state_dict()`` would, within the bounds; a static scale does not."""
+        least, most = self._bounds
+        if least is None or least != most:
+            scale = max(least or 0.0, min(float(state["scale"]), most or math.inf))
+            self.load_state_dict({**state, "scale": scale})
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

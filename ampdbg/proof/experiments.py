@@ -90,8 +90,9 @@ def _seen(job: Job, file: Path, observer: Observer) -> Seen:
             ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
             uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
             eval_failure = raised_in_eval_mode(run, steps[0])
+        begins_at = run.scaler().get_scale()
     if is_patched:
-        runs = {"patched": trained_with_the_patch(job, tried, observer)}
+        runs = {"patched": trained_with_the_patch(job, tried, observer, begins_at)}
     else:
         runs = reference_runs(job, uses, observer)
     return Seen(
@@ -239,21 +240,25 @@ LONGEST_EXTRA_RUN = 120.0
 """Seconds that the training run may take which shows how far apart two runs in FP32 are."""
 
 
-def trained_with_the_patch(job: Job, tried: Sequence[Tried], observer: Observer) -> Trained:
+def trained_with_the_patch(
+    job: Job, tried: Sequence[Tried], observer: Observer, begins_at: float | None = None
+) -> Trained:
     """Its dynamic loss scale begins no higher than where it would settle: skipped steps prove nothing.
 
     Args:
         job: the proof's.
         tried: the failing steps with the patch, each at a loss scale that its gradients bear.
         observer: sees that it begins.
+        begins_at: the loss scale that it would begin with, where a checkpoint has another than the config.
     """
     observer.stage(f"{job.train_steps} steps with the patch")
     precision, borne = job.config.precision, min(one.scale for one in tried)
     scale = precision.loss_scale
-    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or scale.init <= borne:
+    if precision.format is not FLOAT16 or not isinstance(scale, LossScale) or (begins_at or scale.init) <= borne:
         return _trained(job)
     settled = precision.model_copy(update={"loss_scale": scale.model_copy(update={"init": borne})})
-    trained = _trained(replace(job, config=job.config.model_copy(update={"precision": settled})))
+    changed = job.config.model_copy(update={"precision": settled, "continues_scale": False})
+    trained = _trained(replace(job, config=changed))
     return replace(trained, begun_at=borne)
 
 

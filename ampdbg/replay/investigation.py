@@ -229,7 +229,7 @@ class Investigator:
         if self._on_investigated is None or self._latest is None:
             return
         steps = self._watcher.steps
-        scale = steps[-1].scale if steps else self._run.mode.scaler().get_scale()
+        scale = steps[-1].scale if steps else self._run.scaler().get_scale()
         with self._watcher.paused():
             made = investigate(self._run, self._latest, "loss", scale, before=steps, observer=self._observer)
             self._on_investigated(self._latest, scale, made)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode, mode_of
 from ampdbg.replay.random_state import seeded
 from ampdbg.workload.build import Workload, build_workload
@@ -31,6 +32,13 @@ class Run:
     device: torch.device
     mode: PrecisionMode
     started: float
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """The loss scaler of the run; a dynamic one goes on from the checkpoint's."""
+        scaler, state = self.mode.scaler(), self.workload.scaler_state
+        if state is not None and self.config.continues_scale and isinstance(scaler, LossScaler):
+            scaler.continue_from(state)
+        return scaler
 
     @property
     def elapsed(self) -> float:
@@ -54,8 +62,17 @@ def prepared(config: Config) -> Iterator[Run]:
         workload, mode = build_workload(config, device), mode_of(config.precision, device)
         stack.enter_context(mode.converted(workload.model))
         stack.enter_context(mode.pinned(workload.model, config.precision.pins))
+        if config.checkpoint and config.precision.has_half_weights and mode.updates_half_weights():
+            _fit_states(workload.optimizers)
         with workload.user.reading("running the workload"):
             yield Run(config, workload, device, mode, started)
+
+
+def _fit_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """A checkpoint's states, that were fitted to weights of another dtype, get the one that the weights have now."""
+    for optimizer in optimizers:
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 Losses = Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounded
 from ampdbg.record.run import Step
 from ampdbg.replay.run import loss_of, prepared, run_pass
-from ampdbg.training.loop import update_weights
+from ampdbg.training.loop import take_step
 
 OfAStep = TypeVar("OfAStep")
 
@@ -62,14 +62,14 @@ def fp32_losses(
     with prepared(config.model_copy(update={"precision": level})) as run:
         if is_rounded:
             _round_weights(run.workload.model, low)
-        without_scale = run.mode.scaler()
+        without_scale = run.scaler()
         batches, losses = run.workload.batches(), []
         for number in range(config.train.steps):
             run.workload.clear_gradients()
             of_step = tuple(itertools.islice(batches, config.train.accumulate))
             losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:
-                update_weights(run, without_scale)
+                take_step(run, without_scale)
     return tuple(losses)
 
 

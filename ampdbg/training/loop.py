@@ -86,7 +86,7 @@ def train_prepared(
         command,
         watcher,
         ending,
-        unseen=replace(unseen, notes=(*unseen.notes, *notes, *watcher.notes)),
+        unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes)),
         investigations=tuple(investigator.found),
         half_updates=updates.seen,
     )
@@ -155,7 +155,7 @@ def batches_of_steps(run: Run) -> Iterator[tuple[Any, ...]]:
 
 def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: ComparedUpdates) -> Iterator[Unseen]:
     """Trains the steps; yields what the first one left untouched, after each."""
-    scaler = run.mode.scaler()
+    scaler = run.scaler()
     unseen = Unseen()
     for number, batches in zip(range(run.config.train.steps), batches_of_steps(run), strict=False):
         snapshot = investigator.snapshot(batches)
@@ -167,7 +167,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         of_losses, of_gradients = finite[: len(losses)], finite[len(losses) :]
         investigator.before_update(snapshot, all(of_losses), all(of_gradients), scaler.get_scale())
         updates.before_update()
-        update_weights(run, scaler)
+        take_step(run, scaler)
         with watcher.paused():
             updates.after_update(number)
         investigator.after_update(snapshot, watcher.log.latest())
@@ -198,6 +198,12 @@ def update_weights(run: Run, scaler: torch.amp.GradScaler) -> None:
         run.mode.step(scaler, run.workload.optimizers, run.config.train.clip_grad_norm)
 
 
+def take_step(run: Run, scaler: torch.amp.GradScaler) -> None:
+    """As :func:`update_weights`; the learning-rate schedules follow where a step was taken."""
+    with run.workload.scheduled():
+        update_weights(run, scaler)
+
+
 def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record:
     """Trains ``train.steps - 1`` steps as configured and measures the ranges of the next.
 
@@ -220,14 +226,15 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
             snapshot = _up_to_last_step(run, watcher)
             with watcher.paused():
                 ranges, unseen = shadow_step(run, snapshot)
+            unseen = replace(unseen, notes=(*unseen.notes, *run.workload.notes))
         return _record(run, "ranges", watcher, ending, sites=sites_of(ranges), unseen=unseen)
 
 
 def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
     """Trains all steps but the last, which is about to run then."""
-    scaler, last = run.mode.scaler(), run.config.train.steps - 1
+    scaler, last = run.scaler(), run.config.train.steps - 1
     every = batches_of_steps(run)
     for _ in range(last):
         accumulate_gradients(run, watcher, scaler, next(every))
-        update_weights(run, scaler)
+        take_step(run, scaler)
     return take_snapshot(run.workload.model, last, next(every))

@@ -75,6 +75,7 @@ def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None
         "step": None,
         "optimizer": {"target": "torch.optim:AdamW", "args": {}, "groups": "parameter"},
         "checkpoint": "w.pt",
+        "scheduler": None,
         "precision": {
             "dtype": "float16",
             "level": "O1",
@@ -225,6 +226,7 @@ SECTIONS = st.fixed_dictionaries(
             }
         ),
         "checkpoint": st.none(),
+        "scheduler": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
         "precision": precisions(("O0", "O1"), st.none()) | precisions(("O2", "O3"), st.none() | st.booleans()),
         "train": st.fixed_dictionaries(
             {

@@ -80,7 +80,8 @@ VALID: tuple[dict[str, Any], ...] = (
         "data": {"target": "w.py:Batches", "args": {}},
         "loss": {"target": "torch.nn.functional:cross_entropy", "args": {"reduction": "mean"}},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}, "groups": "module"},
-        "checkpoint": None,
+        "checkpoint": {"model": None, "optimizer": None, "scaler": None, "scheduler": None},
+        "scheduler": {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 2}},
         "precision": {
             "dtype": "float16",
             "level": "O1",

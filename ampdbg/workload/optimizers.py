@@ -1,0 +1,240 @@
+"""The optimizers of a run and their learning-rate schedules: made as a config says, or as a LightningModule does."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ampdbg.config.schema import Config
+from ampdbg.errors import WorkloadError
+from ampdbg.workload.targets import Found, a
+from ampdbg.workload.user_code import UserCode
+
+
+def groups_of(model: nn.Module, grouping: str) -> list[dict[str, Any]]:
+    """The trainable parameters in named groups: one for each, one for each module, or a single one."""
+    if grouping == "single":
+        return [{"params": [parameter for _, parameter in trainable(model)], "name": "all"}]
+    groups: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in trainable(model):
+        owner = name.rpartition(".")[0] or "(root)"
+        groups.setdefault(name if grouping == "parameter" else owner, []).append(parameter)
+    return [{"params": parameters, "name": name} for name, parameters in groups.items()]
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that require a gradient, each once, by qualified name."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What trains a model: its optimizers, every parameter group of which has a ``name``, and their schedules."""
+
+    optimizers: tuple[Optimizer, ...]
+    schedules: tuple[Schedule, ...] = ()
+
+
+def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, user: UserCode) -> Training:
+    """The optimizers and schedules of a run; ``found`` is what the config's targets name.
+
+    An ``optimizer`` or a ``scheduler`` that is written in the config comes before the model's
+    ``configure_optimizers``. What that, or a function that takes the model, has grouped itself is left as it is.
+
+    Raises:
+        WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.
+        UserCodeError: making it raised.
+    """
+    configure, own = getattr(model, "configure_optimizers", None), f"{type(model).__name__}.configure_optimizers()"
+    schedules: tuple[Schedule, ...] = ()
+    if callable(configure) and "optimizer" not in config.model_fields_set:
+        with user.running(own):
+            made = configure()
+        optimizers = _optimizers_over(model, made, own)
+        schedules = tuple(_schedules_in(made, optimizers, own))
+    else:
+        try:
+            made = _made(model, found["optimizer"], config.optimizer.groups)
+            optimizers = _optimizers_over(model, made, found["optimizer"].named)
+        except WorkloadError as error:
+            hint = f". It comes before {own}; leave the key out to use that" if callable(configure) else ""
+            raise WorkloadError(f"{error}{hint}") from None
+    if "scheduler" in found:
+        schedules = tuple(_schedule_of(found["scheduler"], optimizer) for optimizer in optimizers)
+    return Training(optimizers, schedules)
+
+
+def _optimizers_over(model: nn.Module, made: Any, source: str) -> tuple[Optimizer, ...]:
+    optimizers = optimizers_in(made)
+    if not optimizers:
+        raise WorkloadError(f"{source} gave {a(made)}; needed: a torch.optim.Optimizer, or a list of them")
+    bare = [type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "param_groups")]
+    if bare:
+        raise WorkloadError(f"{source} gave a {bare[0]} whose __init__ does not call super().__init__()")
+    _check_owner(model, optimizers, source)
+    _name_groups(model, optimizers)
+    return optimizers
+
+
+def _made(model: nn.Module, found: Found, grouping: str) -> Any:
+    if isinstance(found.value, Optimizer):
+        found.refuse_arguments()
+        return found.value
+    if not callable(found.value):
+        raise found.refuse(f"is {a(found.value)}; needed: an Optimizer class, or a function that returns an optimizer")
+    if _first_parameter(found.value) == "model" and not isinstance(found.value, type):
+        return found.made(model, names=("model",))
+    return found.made(groups_of(model, grouping), names=("params",))
+
+
+def _first_parameter(function: Callable[..., Any]) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except (ValueError, TypeError):  # some builtins have no signature
+        return ""
+
+
+def optimizers_in(made: Any) -> tuple[Optimizer, ...]:
+    """The optimizers in any of the shapes that Lightning's ``configure_optimizers`` may return; empty for others.
+
+    An optimizer; a list or tuple of them; ``(optimizer, scheduler)``, or lists of both;
+    a dict with ``"optimizer"``; a list of such dicts.
+    """
+    if isinstance(made, Optimizer):
+        return (made,)
+    if isinstance(made, Mapping):
+        return optimizers_in(made.get("optimizer"))
+    if isinstance(made, Sequence) and not isinstance(made, str):
+        if _is_pair(made):
+            return optimizers_in(made[0])
+        inner = [optimizers_in(item) for item in made]
+        return tuple(optimizer for found in inner for optimizer in found) if all(inner) else ()
+    return ()
+
+
+def _check_owner(model: nn.Module, optimizers: Sequence[Optimizer], source: str) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            kind = type(optimizer).__name__
+            raise WorkloadError(
+                f"{source}: the {kind} holds no parameter of the model; needed: an optimizer over the model that "
+                "the config builds. Write a function optimizer(model) that makes it"
+            )
+
+
+def _name_groups(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Names the groups that have no name after the parameters in them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        if not group.get("name"):
+            inside = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            group["name"] = _name_of(inside) or f"group {index}"
+
+
+def _name_of(names: Sequence[str]) -> str:
+    """``head.weight`` alone; ``blocks.*`` (12) for what has a common module; else the first and how many more."""
+    if len(names) < 2:
+        return "".join(names)
+    common = os.path.commonprefix([name.split(".") for name in names])  # noqa: RUF071 - of lists, not of strings
+    if common:
+        return f"{'.'.join(common)}.* ({len(names)})"
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+# The learning-rate schedules
+
+
+@dataclass
+class Schedule:
+    """A scheduler that is stepped after each so many (``every``) steps that its ``optimizer`` has taken.
+
+    With 0 it is not stepped here, and ``note`` says why.
+    """
+
+    scheduler: Any
+    optimizer: Any
+    every: int = 1
+    note: str = ""
+    taken: int = 0
+
+    def step_was_taken(self) -> None:
+        """Steps it where it is its turn."""
+        self.taken += 1
+        if self.every and self.taken % self.every == 0:
+            self.scheduler.step()
+
+
+@contextlib.contextmanager
+def steps_noted(optimizers: Iterable[Optimizer]) -> Iterator[set[int]]:
+    """The optimizers, by ``id``, that have taken a step while this was entered: a loss scaler withholds some."""
+    taken: set[int] = set()
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused one is called all the same, and looks itself
+        if found_inf is None or not bool(found_inf):
+            taken.add(id(optimizer))
+
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(optimizer.register_step_post_hook(note).remove)
+        yield taken
+
+
+def _schedule_of(found: Found, optimizer: Optimizer) -> Schedule:
+    if not callable(found.value):
+        raise found.refuse(f"is {a(found.value)}; needed: an LRScheduler class, or a function that returns one")
+    made = found.made(optimizer, names=("optimizer",))
+    if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+        raise found.refuse(f"gave {a(made)}; needed: an LRScheduler that is stepped after each step, without a metric")
+    if made.optimizer is not optimizer:
+        raise found.refuse(f"gave {a(made)} of another optimizer; needed: one of the optimizer that it is called with")
+    return Schedule(made, optimizer)
+
+
+def _schedules_in(made: Any, optimizers: Sequence[Optimizer], source: str) -> Iterator[Schedule]:
+    """The schedules among what ``configure_optimizers`` returned; Lightning steps one once an epoch, unless told."""
+    own = {id(optimizer) for optimizer in optimizers}
+    for given in _schedulers_in(made):
+        told = given if isinstance(given, Mapping) else {"scheduler": given}
+        scheduler, frequency = told.get("scheduler"), told.get("frequency", 1)
+        if isinstance(frequency, bool) or not isinstance(frequency, int) or frequency < 1:
+            raise WorkloadError(f"{source} gave the frequency {frequency!r:.80}; needed: a whole number of at least 1")
+        optimizer = getattr(scheduler, "optimizer", None)
+        why = ""
+        if not isinstance(scheduler, LRScheduler) or id(optimizer) not in own:
+            why = "it is no LRScheduler over an optimizer of the run"
+        elif isinstance(scheduler, ReduceLROnPlateau):
+            why = "it waits for the metric of a validation"
+        elif told.get("interval", "epoch") != "step":
+            why = "it waits for the end of an epoch"
+        note = f"the {type(scheduler).__name__} of {source} is not stepped: {why}; the learning rate stays as it is"
+        yield Schedule(scheduler, optimizer, 0 if why else frequency, note if why else "")
+
+
+def _schedulers_in(made: Any) -> Iterator[Any]:
+    """The schedulers in the shapes that :func:`optimizers_in` takes, each by itself or in Lightning's mapping."""
+    if isinstance(made, Mapping):
+        if made.get("lr_scheduler") is not None:
+            yield made["lr_scheduler"]
+    elif isinstance(made, Sequence) and not isinstance(made, str):
+        if _is_pair(made):
+            yield from made[1] if isinstance(made[1], (list, tuple)) else filter(None, (made[1],))
+        else:
+            for item in made:
+                yield from _schedulers_in(item)
+
+
+def _is_pair(made: Sequence[Any]) -> bool:
+    """Whether these are optimizers on the left and schedulers on the right."""
+    return len(made) == 2 and (isinstance(made[0], (list, tuple)) or isinstance(made[1], LRScheduler))

@@ -1,0 +1,204 @@
+"""Runs that go on from a training checkpoint: bit by bit as if they had never been interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes.watch import watch
+from ampdbg.record.run import Record, Step
+from ampdbg.replay.run import Run, prepared
+from ampdbg.training.fp32_twin import fp32_losses
+from ampdbg.training.loop import accumulate_gradients, batches_of_steps, take_step, train
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)).relu())
+
+def data(start=0):
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(16, 6, generator=generator), torch.randn(16, 1, generator=generator)) for _ in range(40)]
+    return batches[start:]
+
+def loss(output, target):
+    return (output.float() - target).square().mean()
+
+def two(model):
+    return [torch.optim.AdamW(model.body.parameters(), lr=0.03), torch.optim.SGD(model.head.parameters(), 0.1, 0.9)]
+
+def warming(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight
+
+def ones():
+    return [(torch.ones(4, 4), torch.zeros(4, 4))]
+
+def faint(output, target):
+    return output.float().sum() * 1e-6
+"""
+
+BEFORE, AFTER = 7, 8
+
+
+def config(folder: Path, *overrides: str, **keys: Any) -> Any:
+    (folder / "work.py").write_text(WORKLOAD)
+    spec = {
+        "model": {"target": "work.py:Net"},
+        "data": {"target": "work.py:data"},
+        "loss": {"target": "work.py:loss"},
+        "train": {"device": "cpu", "steps": BEFORE + AFTER},
+        **keys,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(spec))
+    return load_config(folder / "config.yaml", overrides)
+
+
+def checkpoint_after(checked: Any, steps: int) -> dict[str, Any]:
+    """What a script would have saved that trains as the config says."""
+    with prepared(checked) as run:
+        scaler, every = run.scaler(), batches_of_steps(run)
+        with watch(run.workload.model, run.workload.optimizers) as watcher:
+            for _ in range(steps):
+                accumulate_gradients(run, watcher, scaler, next(every))
+                take_step(run, scaler)
+        return saved(run, scaler)
+
+
+def saved(run: Run, scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    workload = run.workload
+    return {
+        "model": workload.model.state_dict(),
+        "optimizer": [optimizer.state_dict() for optimizer in workload.optimizers],
+        "scaler": scaler.state_dict(),
+        "scheduler": [schedule.scheduler.state_dict() for schedule in workload.schedules],
+    }
+
+
+def numbers(steps: tuple[Step, ...]) -> list[tuple[float, float, float | None, bool]]:
+    return [(step.loss, step.scale, step.grad_norm, step.skipped) for step in steps]
+
+
+# The scale grows every third step, and is skipped at 2**17.
+SCALE = {"loss_scale": {"init": 65536, "growth_interval": 3}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "AdamW": {"precision": SCALE},
+    "SGD": {"precision": SCALE, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.1, "momentum": 0.9}}},
+    "two optimizers": {"precision": SCALE, "optimizer": {"target": "work.py:two"}},
+    "a scheduler": {"precision": SCALE, "scheduler": {"target": "work.py:warming"}},
+    "a one-cycle schedule": {
+        "scheduler": {"target": "torch.optim.lr_scheduler:OneCycleLR", "args": {"max_lr": 0.1, "total_steps": 15}},
+    },
+    "a scheduler and two optimizers": {
+        "optimizer": {"target": "work.py:two"},
+        "scheduler": {"target": "work.py:warming"},
+    },
+    "bfloat16": {"precision": {"dtype": "bfloat16"}},
+    "O3 in bfloat16": {"precision": {"level": "O3", "dtype": "bfloat16"}},
+    "RMSprop": {"optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": 0.01, "centered": True}}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_goes_on_from_a_checkpoint_is_bit_by_bit_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    whole = config(tmp_path, **VARIANTS[name])
+    torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
+    uninterrupted = train(whole, replays=0)
+    rest = [f"train.steps={AFTER}", f"data.args.start={BEFORE}", "checkpoint=run.pt"]
+    continued = train(config(tmp_path, *rest, **VARIANTS[name]), replays=0)
+    assert numbers(continued.steps) == numbers(uninterrupted.steps[BEFORE:])
+    anew = train(config(tmp_path, *rest, "checkpoint={model: run.pt}", **VARIANTS[name]), replays=0)
+    assert numbers(anew.steps) != numbers(continued.steps)
+
+
+def test_the_files_of_a_checkpoint_may_be_several(tmp_path: Path) -> None:
+    whole = config(tmp_path, **VARIANTS["a scheduler"])
+    content = checkpoint_after(whole, BEFORE)
+    torch.save(content["model"], tmp_path / "pytorch_model.bin.pt")
+    torch.save(content["optimizer"][0], tmp_path / "optimizer.pt")
+    torch.save(content["scaler"], tmp_path / "scaler.pt")
+    torch.save(content["scheduler"][0], tmp_path / "scheduler.pt")
+    files = "{model: pytorch_model.bin.pt, optimizer: optimizer.pt, scaler: scaler.pt, scheduler: [scheduler.pt]}"
+    rest = [f"train.steps={AFTER}", f"data.args.start={BEFORE}", f"checkpoint={files}"]
+    continued = train(config(tmp_path, *rest, **VARIANTS["a scheduler"]), replays=0)
+    assert numbers(continued.steps) == numbers(train(whole, replays=0).steps[BEFORE:])
+
+
+def test_an_fp32_twin_goes_on_from_it_too(tmp_path: Path) -> None:
+    fp32 = {"precision": {"level": "O0"}, "scheduler": {"target": "work.py:warming"}}
+    whole = config(tmp_path, **fp32)
+    torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")
+    rest = [f"train.steps={AFTER}", f"data.args.start={BEFORE}", "checkpoint=run.pt"]
+    assert fp32_losses(config(tmp_path, *rest, **fp32)) == fp32_losses(whole)[BEFORE:]
+
+
+# What only shows with a state that is warm
+
+
+def scanned(folder: Path, *overrides: str, **keys: Any) -> Record:
+    return diagnose(train(config(folder, *overrides, **keys)))
+
+
+LINE = {"model": {"target": "work.py:Line"}, "data": {"target": "work.py:ones"}}
+GROUP = {"lr": 1.0, "momentum": 0.99, "dampening": 0, "weight_decay": 0, "nesterov": False, "params": [0]}
+
+
+def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> None:
+    # The momentum carries the weight from 1 to 90,000 within two steps: x * weight is beyond FP16.
+    state = {"state": {0: {"momentum_buffer": torch.full((4,), -45000.0)}}, "param_groups": [GROUP]}
+    torch.save({"model": {"weight": torch.ones(4)}, "optimizer": state}, tmp_path / "run.pt")
+    sgd = {"target": "torch.optim:SGD", "args": {"lr": 1.0, "momentum": 0.99}}
+    keys = {**LINE, "loss": {"target": "work.py:faint"}, "optimizer": sgd, "train": {"device": "cpu", "steps": 4}}
+    keys["step"] = {"target": "half.py:step"}
+    (tmp_path / "half.py").write_text(
+        "def step(model, batch):\n    return (batch[0].half() * model.weight.half()).float().mean() * 1e-3\n"
+    )
+    assert scanned(tmp_path, "checkpoint={model: run.pt}", **keys).verdict == "healthy"
+    warm = scanned(tmp_path, "checkpoint=run.pt", **keys)
+    assert warm.verdict == "precision"
+    assert warm.findings[0].code == "forward-overflow"
+    assert warm.findings[0].step == 2
+
+
+def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8).state_dict()
+    torch.save({"model": {"weight": torch.ones(4)}, "scaler": scaler}, tmp_path / "run.pt")
+    (tmp_path / "half.py").write_text(
+        "def step(model, batch):\n    return (batch[0].half() * model.weight.half()).float().mean() * 1e-5\n"
+    )
+    keys = {**LINE, "step": {"target": "half.py:step"}, "train": {"device": "cpu", "steps": 6}}
+    assert scanned(tmp_path, "checkpoint={model: run.pt}", **keys).verdict == "healthy"
+    warm = scanned(tmp_path, "checkpoint=run.pt", **keys)
+    assert [step.scale for step in warm.steps] == [2.0**-8] * 6
+    assert warm.verdict == "precision"
+    static = scanned(tmp_path, "checkpoint=run.pt", "precision.loss_scale=1024", **keys)
+    assert {step.scale for step in static.steps} == {1024.0}
+
+
+def test_a_growth_tracker_goes_on_counting(tmp_path: Path) -> None:
+    scaler = {**torch.amp.GradScaler("cpu").state_dict(), "_growth_tracker": 1998}
+    torch.save({"model": checkpoint_after(config(tmp_path), 0)["model"], "scaler": scaler}, tmp_path / "run.pt")
+    record = train(config(tmp_path, "checkpoint=run.pt", "train.steps=3"), replays=0)
+    assert [step.scale for step in record.steps] == [65536.0, 65536.0, 131072.0]
