@@ -13,6 +13,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+INSTALLED = re.compile(
+    r"(?<![\w.\-/\\])(?:[A-Za-z]:)?[/\\](?:[^\s/\\:'\"]+[/\\])*(?:site|dist)-packages[/\\](?=[^\s/\\])"
+)
+"""What stands before the name of a package in the path of a file of its."""
+
 
 def printable(text: str, but: str = "") -> str:
     """``text`` with every character escaped that does not print, but those in ``but``."""
@@ -27,13 +32,16 @@ def printable(text: str, but: str = "") -> str:
 def harmless(thing: T, folder: str = "", but: str = "") -> T:
     """``thing``, a text or data that holds texts, with all of them :func:`printable`.
 
-    Files below ``folder`` are named as they are typed there.
+    Files below ``folder`` are named as they are typed there, and where there is one also files of installed packages
+    by their package: ``transformers/models/opt/modeling_opt.py``.
     """
     start = folder.rstrip("/\\")
     below = re.compile(r"(?<![\w.\-/\\])" + re.escape(start) + r"[/\\](?=[^\s/\\])") if start else None
 
     def shown(value: Any) -> Any:
         if isinstance(value, str):
+            if start and "-packages" in value:
+                value = INSTALLED.sub("", value)
             return printable(below.sub("", value) if below and start in value else value, but)
         if isinstance(value, tuple):
             made = tuple(map(shown, value))

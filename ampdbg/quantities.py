@@ -13,14 +13,15 @@ WRITTEN_OUT = 10_000_000
 
 
 def number(value: float | None) -> str:
-    """Whole numbers and four significant digits: ``65,504``, ``183,300``, ``2.31``; ``-`` for what was not measured."""
+    """Whole numbers and four digits: ``65,504``, ``183,300``, ``2.31``, ``1.2e9``; ``-`` for what was not measured."""
     if value is None:
         return "-"
     if math.isnan(value):
         return "NaN"
     size = abs(value)
     if not 1000 <= size < WRITTEN_OUT:
-        return f"{value:.4g}"
+        digits, _, exponent = f"{value:.4g}".partition("e")
+        return f"{digits}e{int(exponent)}" if exponent else digits
     return f"{value:,.0f}" if value == round(value) else f"{float(f'{value:.4g}'):,.0f}"
 
 
@@ -47,7 +48,7 @@ def share(part: float, whole: float = 1.0) -> str:
 
 def percent(part: float) -> str:
     """A percentage with two digits, however small it is; ``-`` of what is not finite."""
-    return f"{100 * part:.2g}%" if math.isfinite(part) else "-"
+    return f"{number(float(f'{100 * part:.2g}'))}%" if math.isfinite(part) else "-"
 
 
 def counted(count: int, noun: str) -> str:
@@ -83,7 +84,7 @@ def shown(value: object, most: int = 60) -> str:
 
 def duration(seconds: float | None) -> str:
     """``31 ms``, ``1.4 s``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 0.9995:
         return f"{1000 * seconds:.3g} ms"

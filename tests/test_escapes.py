@@ -93,6 +93,26 @@ def test_files_below_the_folder_are_named_from_there() -> None:
     assert harmless(text, "/home/me") == "model.py:4 and /home/me2/x.py, /mnt/home/me/y.py; /home/me/ alone"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "/venv/lib/python3.12/site-packages/transformers/models/opt/modeling_opt.py:244 in forward",
+            "transformers/models/opt/modeling_opt.py:244 in forward",
+        ),
+        ("at /usr/lib/python3/dist-packages/timm/a.py", "at timm/a.py"),
+        (r"C:\Python\Lib\site-packages\timm\a.py", r"timm\a.py"),
+        ("/home/me/venv/lib/site-packages/timm/a.py", "timm/a.py"),
+        ("/home/my self/lib/site-packages/timm/a.py", "/home/my self/lib/site-packages/timm/a.py"),
+        ("/home/you/site-packages-of-mine/a.py", "/home/you/site-packages-of-mine/a.py"),
+        ("the folder /lib/site-packages/ alone", "the folder /lib/site-packages/ alone"),
+    ],
+)
+def test_files_of_installed_packages_are_named_by_their_package(text: str, shown: str) -> None:
+    assert harmless(text, "/home/me") == shown
+    assert harmless(text) == text  # a command to copy keeps its paths
+
+
 def test_what_is_harmless_stays_the_same_object() -> None:
     record = record_of("net")
     assert harmless(record) is record

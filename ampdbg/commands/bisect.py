@@ -36,7 +36,7 @@ def command(
         with progress.shown(run.quiet, max_trials) as observer:
             given = read_given(config, module, **run.changes)  # imports the module, which may change the folder
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
-        show(searched, given, stdout, asked_for=run.record, as_json=run.json)
+        show(searched, given, stdout, run=run)
     return exit_code(searched)
 
 

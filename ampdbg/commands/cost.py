@@ -49,5 +49,5 @@ def command(
         given = read_given(config, **run.changes)
         with progress.shown(run.quiet) as observer:
             compared = api.cost(given, memory=memory, observer=observer)
-        show(compared, given, stdout, asked_for=run.record, as_json=run.json)
+        show(compared, given, stdout, run=run)
     return EXIT_INTERRUPTED if compared.interrupted else EXIT_HEALTHY

@@ -20,10 +20,11 @@ from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
-Content = Literal["record", "page", "sarif", "diff", "module", "yaml", "json"]
+Content = Literal["record", "page", "markdown", "sarif", "diff", "module", "yaml", "json"]
 
 _BEGINS: Mapping[Content, bytes] = {
     "page": "(✓|✗|\\?|!) ".encode(),
+    "markdown": "### (✓|✗|\\?|!) ".encode(),
     "sarif": rb'\{\s*"\$schema": "[^"]*sarif-schema',
     "diff": rb"# Keeps .*\n(#.*\n)*diff --git ",
     "module": rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ',
@@ -32,6 +33,13 @@ _BEGINS: Mapping[Content, bytes] = {
 """How a file begins that an option has written, where it is not JSON."""
 
 _FORMATS: Mapping[Content, str] = {"record": RECORD_FORMAT, "json": "ampdbg.patch"}
+
+_CALLED: Mapping[Content, str] = {
+    "record": "record",
+    "page": "report",
+    "markdown": "report in Markdown",
+    "sarif": "SARIF log",
+}
 
 
 def check_place(option: str, path: Path, content: Content, **others: Path | None) -> None:
@@ -54,7 +62,7 @@ def check_place(option: str, path: Path, content: Content, **others: Path | None
             is_what = f"is the file of the {what.replace('_', ' ')}"
             raise ConfigError(f"{option} {path} {is_what}, and would be overwritten; name another file")
     if not _is_free(path, content):
-        written = {"record": "record", "page": "report", "sarif": "SARIF log"}.get(content, "patch of that form")
+        written = _CALLED.get(content, "patch of that form")
         raise ConfigError(f"{option} {path} holds no {written}, and would be overwritten; name another file")
 
 
@@ -93,6 +101,7 @@ RecordFile = Annotated[
         help="Write the record here, not into .ampdbg/.",
     ),
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found out, not the story alone.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
 
 
@@ -114,6 +123,7 @@ class RunOptions:
     record: RecordFile = None
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")] = False
+    verbose: Verbose = False
     debug: Debug = False
 
     @property

@@ -20,6 +20,8 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Order, Typed
 
+from .options import RunOptions
+
 PLAIN_WIDTH = 80
 MAX_WIDTH = 140
 
@@ -196,19 +198,18 @@ def show(
     given: Given,
     stdout: TextIO,
     *,
-    asked_for: Path | None,
-    as_json: bool,
+    run: RunOptions,
     order: Order = "tightest",
-    top: int = 10,
+    top: int | None = None,
 ) -> None:
-    """Saves the record, and prints it or its page; ``order`` and ``top`` are those of a range profile.
+    """Saves the record, and prints it or its page as ``run`` has it; ``order`` and ``top`` are a range profile's.
 
     Raises:
         RecordError: it could not be written where it was asked for.
         AmpdbgError: stdout cannot be written.
     """
-    saved = save(record, asked_for)
-    typed = replace(typed_as(given.typed, saved.path), order=order, top=top)
-    write_result(written(record, typed, look_of(stdout), "json" if as_json else "text"), stdout)
+    saved = save(record, run.record)
+    typed = replace(typed_as(given.typed, saved.path), order=order, top=top, verbose=run.verbose)
+    write_result(written(record, typed, look_of(stdout), "json" if run.json else "text"), stdout)
     if saved.failure is not None:
         raise saved.failure

@@ -23,7 +23,9 @@ def command(
         int, typer.Option("--steps", metavar="N", min=1, help="Measure the N-th step, trained up to it.")
     ] = 1,
     order: Annotated[Order, typer.Option("--order", help="How the sites are listed.")] = "tightest",
-    top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")] = 10,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")
+    ] = None,
     *,
     run: options.RunOptions,
 ) -> int:
@@ -36,5 +38,5 @@ def command(
         given = read_given(config, **replace(run, steps=steps if steps > 1 else None).changes)
         with progress.shown(run.quiet) as observer:
             measured = api.ranges(given, observer=observer)
-        show(measured, given, stdout, asked_for=run.record, as_json=run.json, order=order, top=top)
+        show(measured, given, stdout, run=run, order=order, top=top)
     return exit_code(measured, "warning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from ampdbg.report.formats import FORMATS, written
 from . import options
 from .output import PLAIN, look_of, typed_as, write_result
 
-CONTENTS: dict[str, options.Content] = {"json": "record", "sarif": "sarif", "text": "page"}
+CONTENTS: dict[str, options.Content] = {"json": "record", "markdown": "markdown", "sarif": "sarif", "text": "page"}
 """What is in a file of each format, before it is written over."""
 
 
@@ -35,6 +36,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write it here, not to stdout.")
     ] = None,
+    verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
     """Render a record again."""
@@ -43,7 +45,7 @@ def command(
         options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
     shown = read_record(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    text = written(shown, typed_as("CONFIG", path), look, format)
+    text = written(shown, replace(typed_as("CONFIG", path), verbose=verbose), look, format)
     if output is None:
         write_result(text, sys.stdout)
     else:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TextIO, cast
 
@@ -42,6 +43,7 @@ def command(
     ] = "warning",
     record: options.RecordFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No report on stderr; only the record.")] = False,
+    verbose: options.Verbose = False,
     debug: options.Debug = False,
 ) -> int:
     """Run a training script as it is, and watch it.
@@ -58,7 +60,8 @@ def command(
             with _working_in(started):
                 saved = save(seen, record)
             if not quiet:
-                say(written(seen, typed_as(typed, saved.path), look_of(stderr), "text").rstrip("\n"))
+                page = replace(typed_as(typed, saved.path), verbose=verbose)
+                say(written(seen, page, look_of(stderr), "text").rstrip("\n"))
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
 

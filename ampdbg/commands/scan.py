@@ -42,7 +42,7 @@ def command(
         given = read_given(config, **run.changes)
         with progress.shown(run.quiet) as observer:
             scanned = api.scan(given, replays=replays, observer=observer)
-        show(scanned, given, stdout, asked_for=run.record, as_json=run.json)
+        show(scanned, given, stdout, run=run)
     return exit_code(scanned, fail_on)
 
 

@@ -80,6 +80,7 @@ def command(
                 handed_over=str(file or ""),
                 is_applied=apply,
                 is_record=given.record is not None,
+                verbose=run.verbose,
             )
             say(written(found, typed, look_of(sys.stderr), "text").rstrip())
         write_result(to_json(found) if run.json else text or b"" if is_printed else b"", stdout)

@@ -12,11 +12,14 @@ from ampdbg.record.pins import Outcome, Search, Trial
 from ampdbg.record.run import Record
 
 from . import scan, view
-from .pins import cost_sentence, pin_table, pins_yaml, proof_table
+from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table
 from .view import line, ran_on, with_option
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8
 """Of a long search so many trials are listed."""
+
+MOST_FACTS, MOST_TO_PASTE = 1, 3
+"""Of what there is to say of the set, and of the lines for the config, so many stand in a story."""
 
 SHOWN_PINS = 2
 LONG_NAME = 24
@@ -88,7 +91,23 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (" · ".join(_facts(ended)), *ran_on(record)),
         typed.record_path,
         next_command(ended),
+        story=tuple(_story(ended)),
     )
+
+
+def _story(ended: EndedSearch) -> Iterator[view.Section]:
+    record, search = ended.record, ended.search
+    if search.message and not _is_said_elsewhere(ended):
+        yield view.Paragraph((line(_as_sentence(search.message)),))
+    if record.pins:
+        yield pin_lines(record)
+    elif record.findings:
+        yield view.Findings(record.findings, is_brief=True)
+    facts = tuple(_about_the_set(ended))[:MOST_FACTS]
+    if facts:
+        yield view.Paragraph(facts)
+    if ended.names and ended.holds and len(ended.names) <= MOST_TO_PASTE:
+        yield view.Snippet("In the config", tuple(pins_yaml(ended.names, record.config)))
 
 
 def _sections(ended: EndedSearch) -> Iterator[view.Section]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 
 from ampdbg.diagnosis.producers import limit_of, op_name
 from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
+from ampdbg.record.findings import Source
 from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof
 from ampdbg.record.run import Record
 
-from .view import Column, Line, Table, Words, line, more
+from .view import Column, Line, Paragraph, Table, Words, line, more
 
 MAX_PINS = 16
 """So many are explained; all are among the lines for the config."""
@@ -24,6 +26,9 @@ PIN_COLUMNS = (
     Column("FLOPs", "number", is_spare=True),
     Column("activations", "number", is_spare=True),
 )
+
+MOST_IN_BRIEF = 4
+"""So many have a line in a story."""
 
 PLAIN_YAML = re.compile(r"[A-Za-z_][\w.]*(:own)?|:own")
 """Names that YAML reads as they stand; ``"*"`` and numbers it does not. A config reads more as numbers (``1e5``) than
@@ -44,8 +49,29 @@ def pin_table(record: Record) -> Table:
         why = _same_line(pin, record) if first in lines else _why(pin, record)
         rows.append((_pin(pin), why, *_costs(pin.cost)))
         lines |= {first} - {None}
-    title = "The set" if any(pin.source is None for pin in record.pins) else "The lines"
-    return Table(title, PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
+    return Table(_title(record), PIN_COLUMNS, tuple(rows), below=more(len(record.pins) - MAX_PINS))
+
+
+def pin_lines(record: Record) -> Paragraph:
+    """The set in a line a pin: what it is, and the first op that it cures."""
+    lines: list[Line] = []
+    for pin in record.pins[:MOST_IN_BRIEF]:
+        site = pin.sites[0] if pin.sites else None
+        code = record.findings[pin.reason].code if pin.reason is not None and pin.reason < len(record.findings) else ""
+        place = _base(site.source) if site is not None and site.source is not None else ""
+        value = f"{number(site.value)} in FP32" if site is not None and site.value is not None else ""
+        why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
+        lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
+    return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
+
+
+def _title(record: Record) -> str:
+    return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
+
+
+def _base(source: Source) -> str:
+    """The place by the name of its file, in as few characters as a name has."""
+    return f"{PurePath(source.file).name}:{source.line}"
 
 
 def _pin(pin: Pin) -> tuple[Line, ...]:
@@ -142,6 +168,19 @@ def _scalar(name: str) -> str:
 
 
 # What proves it
+
+
+def proof_line(proof: Proof) -> Line:
+    """The proof in a line; where it failed, what did."""
+    failed = [step for step in proof.steps if not step.passed]
+    if failed:
+        said = "; ".join(f"{step.name}: {step.detail}" if step.detail else step.name for step in failed)
+        return line(
+            Words("✗ ", "bad"),
+            f"{len(proof.steps) - len(failed)} of {counted(len(proof.steps), 'check')} passed; {said}",
+        )
+    names = listed([step.name for step in proof.steps], 3)
+    return line(Words("✓ ", "good"), f"{counted(len(proof.steps), 'check')} passed: {names}")
 
 
 def proof_table(proof: Proof) -> Table:

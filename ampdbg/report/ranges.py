@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, module_windows, window
@@ -18,6 +20,12 @@ from .view import line, more, ran_on, with_option
 
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
+
+SHOWN = 10
+"""So many sites and modules are listed."""
+
+BRIEF_SITES, BRIEF_MODULES, BESIDE_FINDINGS = 5, 2, 3
+"""So many sites and modules stand in a story, and so many sites in one that has findings."""
 
 SHOWN_LINES = 5
 """So many of the tightest sites show the text of their line."""
@@ -48,7 +56,33 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
         _next_command(record, typed),
+        story=tuple(_story(record, typed)),
     )
+
+
+def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
+    yield from raised(record)
+    others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
+    if others:
+        yield view.Findings(others, is_brief=True)
+    if not record.sites or record.error:
+        return
+    top = typed.top or (BESIDE_FINDINGS if others else BRIEF_SITES)
+    full = _site_table(record.sites, replace(typed, top=top))
+    shown = [at for at, column in enumerate(SITE_COLUMNS) if column.kind != "histogram"]
+    rows = tuple(tuple(_first_line(row[at]) for at in shown) for row in full.rows)
+    yield replace(full, columns=tuple(SITE_COLUMNS[at] for at in shown), rows=rows, below=full.below[-1:])
+    windows = sorted(module_windows(record.sites), key=_width)
+    if windows and not others:  # a finding says what bounds them
+        yield replace(_window_table(window(record.sites), windows, typed.top or BRIEF_MODULES), below=())
+
+
+def _first_line(cell: view.Cell) -> view.Cell:
+    """A cell without the code below its place, and the place by the name of its file."""
+    if not isinstance(cell, tuple):
+        return cell
+    said = "".join(words.text for words in cell[0].words)
+    return line(re.sub(r"[^\s]*[/\\](?=[^/\\\s]+:\d+$)", "", said))
 
 
 def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
@@ -60,7 +94,7 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
         yield _site_table(record.sites, typed)
         windows = sorted(module_windows(record.sites), key=_width)
         if windows:
-            yield _window_table(window(record.sites), windows, typed.top)
+            yield _window_table(window(record.sites), windows, typed.top or SHOWN)
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
@@ -119,7 +153,7 @@ def _scales(whole: Window) -> str:
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
-    tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[: typed.top]
+    tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[: typed.top or SHOWN]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[:SHOWN_LINES]}

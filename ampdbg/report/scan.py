@@ -39,7 +39,14 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (" · ".join(_facts(record)), *ran_on(record)),
         typed.record_path,
         next_command(record, typed),
+        story=tuple(_story(record)),
     )
+
+
+def _story(record: Record) -> Iterator[view.Section]:
+    yield from raised(record)
+    if record.findings:
+        yield view.Findings(record.findings, is_brief=True)
 
 
 def _sections(record: Record) -> Iterator[view.Section]:

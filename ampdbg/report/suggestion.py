@@ -17,12 +17,15 @@ from ampdbg.record.pins import Form, Handover, in_words
 from ampdbg.record.run import Record
 
 from . import bisection
-from .pins import cost_sentence, pin_table, pins_yaml, proof_table
-from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Snippet, Typed, line, ran_on
+from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_line, proof_table
+from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Snippet, Typed, line, more, ran_on
 
 FORMAT, VERSION = "ampdbg.patch", 1
 
 OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
+
+MOST_IN_BRIEF = 3
+"""So many of the patch's places, and of other remedies, stand in a story."""
 
 MANY = 6
 """Beyond so many pins the comments count them."""
@@ -37,7 +40,11 @@ def page(record: Record, typed: Typed) -> Page:
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
-        shown = replace(ended, sections=(*ended.sections, *_unproven(handed), *_remedies(notes)))
+        shown = replace(
+            ended,
+            sections=(*ended.sections, *_unproven(handed), *_remedies(notes)),
+            story=(*ended.story, *_remedies(notes[:MOST_IN_BRIEF])),
+        )
         if not handed.files:
             return shown
         head = headline(record, handed)
@@ -48,6 +55,7 @@ def page(record: Record, typed: Typed) -> Page:
         tuple(ran_on(record)),
         typed.record_path,
         next_command(record, handed, typed),
+        story=tuple(_story(record, handed)),
     )
 
 
@@ -55,6 +63,18 @@ def _unproven(handed: Handover) -> Iterator[Section]:
     """The patch of a proof that was interrupted, to be read: what is handed over, is proven."""
     for file in handed.files:
         yield Snippet("The patch, not proven", tuple(file.diff.splitlines()))
+
+
+def _story(record: Record, handed: Handover) -> Iterator[Section]:
+    yield Findings(record.findings, is_brief=True) if handed.pins_nothing else pin_lines(record)
+    if handed.files:
+        units = [line(unit.title) for unit in handed.units]
+        yield Paragraph((*units[:MOST_IN_BRIEF], *more(len(units) - MOST_IN_BRIEF)), "The patch")
+    elif handed.refused and record.verification is None and not _is_by_name(record, handed):
+        yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
+    if record.verification is not None:
+        yield Paragraph((proof_line(record.verification),), "The proof")
+    yield from _remedies(handed.notes[:MOST_IN_BRIEF])
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:

@@ -89,9 +89,10 @@ class Prose:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the diagnosis found."""
+    """What the diagnosis found; ``is_brief`` gives all but the first that stands for itself a line."""
 
     findings: tuple[Finding, ...]
+    is_brief: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,18 @@ class NextCommand:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report shows of a record, in order; ``footer`` says what ran, where, and where its record is."""
+    """All that a report shows of a record, in order; ``footer`` says what ran, where, and where its record is.
+
+    The ``story`` is what stands in the place of the sections where one screen of 80 × 24 has to do; where there is
+    none, the sections are short enough.
+    """
 
     headline: Headline | None
     sections: tuple[Section, ...]
     footer: tuple[str, ...] = ()
     record_path: str = ""
     next_command: NextCommand | None = None
+    story: tuple[Section, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,19 +143,20 @@ class Typed:
     """What the record does not know: how the ``config`` and the options were typed, and where the record was written.
 
     Both are quoted for a shell. ``folder`` is where the command was typed: files below it are named from there.
-    ``order`` and ``top`` are those of the sites and modules that a range profile lists. What ``suggest-fp32`` hands
-    over is in the file ``handed_over`` and, if ``is_applied``, in the user's files. ``is_record`` says that a record
-    was given for a config.
+    ``order`` and ``top``, where it was given, are those of the sites and modules that a range profile lists. What
+    ``suggest-fp32`` hands over is in the file ``handed_over`` and, if ``is_applied``, in the user's files.
+    ``is_record`` says that a record was given for a config. ``verbose`` asks for all sections, not the story alone.
     """
 
     config: str = "CONFIG"
     record_path: str = ""
     folder: str = ""
     order: Order = "tightest"
-    top: int = 10
+    top: int | None = None
     handed_over: str = ""
     is_applied: bool = False
     is_record: bool = False
+    verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,14 @@ def root_of(findings: Sequence[Finding], index: int) -> int:
             return min(path)
         path.add(root)
         index = root
+
+
+def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[Finding, ...]]]:
+    """Every finding that stands for itself, with those that it explains."""
+    roots = [root_of(findings, index) for index in range(len(findings))]
+    for index, finding in enumerate(findings):
+        if roots[index] == index:
+            yield finding, tuple(findings[other] for other, root in enumerate(roots) if root == index != other)
 
 
 def more(count: int, noun: str = "") -> tuple[Line, ...]:

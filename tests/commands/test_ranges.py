@@ -17,7 +17,7 @@ HEALTHY = FIVE.replace("h * 300.0", "h * 1.0")
 
 def test_five_overflows_are_named_and_the_exit_code_is_1(here: Here) -> None:
     config(here.folder)
-    result = here("ranges", "c.yaml", "--quiet")
+    result = here("ranges", "c.yaml", "--quiet", "-v")
     assert result.code == 1
     assert result.stdout.startswith("? 5 places would overflow in FP16; behind the first inf an FP16 run would hide")
     listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
@@ -44,9 +44,11 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here) ->
 
 def test_the_record_renders_again_to_the_same_table(here: Here) -> None:
     config(here.folder)
-    first = here("ranges", "c.yaml", "--quiet", "--record", "r.json").stdout
-    again = here("report", "r.json").stdout
-    assert [line for line in again.splitlines() if "│" in line] == [line for line in first.splitlines() if "│" in line]
+    first = here("ranges", "c.yaml", "--quiet", "--record", "r.json", "-v").stdout
+    again = here("report", "r.json", "-v").stdout
+    rows = [line for line in again.splitlines() if "│" in line]
+    assert rows == [line for line in first.splitlines() if "│" in line]
+    assert rows
 
 
 def test_json_is_the_record(here: Here) -> None:
@@ -60,7 +62,7 @@ def test_json_is_the_record(here: Here) -> None:
 
 def test_order_and_top_choose_what_is_listed(here: Here) -> None:
     config(here.folder)
-    text = here("ranges", "c.yaml", "--quiet", "--order", "execution", "--top", "2").stdout
+    text = here("ranges", "c.yaml", "--quiet", "--order", "execution", "--top", "2", "-v").stdout
     assert "Tightest against FP16's limit, in order of execution" in text
     assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
 

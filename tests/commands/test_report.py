@@ -37,7 +37,7 @@ def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
 
 def test_a_suggestion_is_shown_with_its_search_and_its_proof(here: Here) -> None:
     write_record(proven(), Path("record.json"))
-    text = here("report", "record.json").stdout
+    text = here("report", "record.json", "-v").stdout
     assert text.index("The set") < text.index("The trials") < text.index("The proof")
     assert "the failing step (3)" in text
 
@@ -64,6 +64,7 @@ def test_output_takes_the_place_of_what_it_has_written_and_of_nothing_else(here:
     for form, refused in {
         "text": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
         "json": ("r.json", "link", "notes.txt", ".ampdbg/latest.json"),
+        "markdown": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
         "sarif": ("r.json", "other.json", "link", "notes.txt", ".ampdbg/latest.json"),
     }.items():
         for name in refused:

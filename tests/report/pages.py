@@ -19,7 +19,9 @@ def rendered(
     record_path: str = ".ampdbg/r.json",
     folder: str = "/home/me",
     order: Literal["tightest", "execution"] = "tightest",
-    top: int = 10,
+    top: int | None = None,
+    verbose: bool = True,
 ) -> str:
-    """The record's page, for a terminal of that look."""
-    return write(record, Typed(config, record_path, folder, order, top), Look(width, color, unicode))
+    """The record's page, for a terminal of that look; its story where it is not ``verbose``."""
+    typed = Typed(config, record_path, folder, order, top, verbose=verbose)
+    return write(record, typed, Look(width, color, unicode))

@@ -132,7 +132,7 @@ def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
         return plain(searched(FOUND, pins=(pin,)))
 
     assert "-70,000 in FP32, above FP16's" in shown(-7e4)
-    assert "1e-09 in FP32, below FP16's" in shown(1e-9)
+    assert "1e-9 in FP32, below FP16's" in shown(1e-9)
     assert "12 in FP32\n" in shown(12.0)
 
 

@@ -117,8 +117,8 @@ def test_a_warning_or_what_is_not_known_is_no_failure(level: LevelCost, said: st
         (0.0, 0.0, "0%"),
         (0.01, math.nan, "1%*"),
         (0.01, None, "1%*"),
-        (1e-7, 0.0, "1e-05%"),
-        (1e-7, None, "1e-05%"),
+        (1e-7, 0.0, "1e-5%"),
+        (1e-7, None, "1e-5%"),
         (1e-5, 0.0, "0.001%*"),
     ],
 )

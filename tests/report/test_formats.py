@@ -15,11 +15,11 @@ from tests.report.pages import rendered
 from tests.report.records import healthy
 
 LOOK = Look(80, color=False, unicode=True)
-TYPED = Typed("config.yaml", ".ampdbg/r.json", "/home/me")
+TYPED = Typed("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
 
 
 def test_text_is_the_page_and_json_the_record() -> None:
-    assert formats.FORMATS == ("json", "sarif", "text")
+    assert formats.FORMATS == ("json", "markdown", "sarif", "text")
     assert formats.written(healthy(), TYPED, LOOK, "text") == rendered(healthy())
     assert formats.written(healthy(), TYPED, LOOK, "json") == to_json(healthy())
 

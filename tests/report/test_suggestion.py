@@ -43,7 +43,7 @@ def proven() -> Record:
     return replace(found(), verification=PASSED)
 
 
-TYPED = Typed(record_path="r.json", folder="/home/me")
+TYPED = Typed(record_path="r.json", folder="/home/me", verbose=True)
 PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
 
 

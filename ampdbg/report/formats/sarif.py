@@ -16,7 +16,7 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Record
 from ampdbg.report.explanation import explanation
-from ampdbg.report.view import Look, Typed, root_of
+from ampdbg.report.view import Look, Typed, with_effects
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -71,11 +71,7 @@ def log(found: Sequence[Alert], folder: str) -> dict[str, Any]:
 
 def alerts(record: Record) -> Iterator[Alert]:
     """The findings that stand for themselves. One without a line of code is put on the first of what was run."""
-    roots = [root_of(record.findings, index) for index in range(len(record.findings))]
-    for index, finding in enumerate(record.findings):
-        if roots[index] != index:
-            continue
-        effects = [record.findings[other] for other, root in enumerate(roots) if root == index != other]
+    for finding, effects in with_effects(record.findings):
         source = finding.source
         yield Alert(
             finding.code,

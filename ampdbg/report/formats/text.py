@@ -50,14 +50,17 @@ NARROW = 70
 
 CODE_SPAN = r"`[^`]+`"
 
+MOST_IN_BRIEF = 3
+"""So many findings but the first have a line in a story."""
+
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
-    """The record's page."""
-    return draw(page_of(record, typed), look)
+    """The record's page: its story, or where that was asked for all of it."""
+    return draw(page_of(record, typed), look, is_brief=not typed.verbose)
 
 
-def draw(page: view.Page, look: view.Look) -> str:
-    """The page in ``look.width`` columns, with an empty line between sections.
+def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
+    """The page in ``look.width`` columns, with an empty line between sections; ``is_brief`` draws its story alone.
 
     Only what is there to be copied is wider. ``unicode=False`` draws with ASCII alone.
     """
@@ -75,7 +78,7 @@ def draw(page: view.Page, look: view.Look) -> str:
         _environ={},
     )
     with console.capture() as capture:
-        for number, part in enumerate(_parts(page, look.width)):
+        for number, part in enumerate(_parts(page, look.width, is_brief=is_brief and bool(page.story))):
             if number:
                 console.print()
             console.print(part, crop=False)
@@ -83,13 +86,13 @@ def draw(page: view.Page, look: view.Look) -> str:
     return text if look.unicode else text.translate(ASCII)
 
 
-def _parts(page: view.Page, width: int) -> Iterator[RenderableType]:
+def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[RenderableType]:
     if page.headline is not None:
         yield _headline(page.headline)
-    for section in page.sections:
+    for section in page.story if is_brief else page.sections:
         title = "" if isinstance(section, view.Findings) else section.title
         yield Group(*([Text(title, style="bold")] if title else []), *_drawn(section, width))
-    last = list(_end(page))
+    last = list(_end(page, is_brief=is_brief))
     if last:
         yield Group(*last)
 
@@ -98,10 +101,12 @@ def _headline(headline: view.Headline) -> Text:
     return Text(f"{SIGNS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
 
 
-def _end(page: view.Page) -> Iterator[RenderableType]:
+def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
     yield from (Text(fact, style="dim") for fact in page.footer)
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
+        if is_brief:
+            yield _verbatim(f"All of it: ampdbg report {page.record_path} -v", "dim")
     if page.next_command is not None:
         yield Text.assemble(("Next: ", "bold"), page.next_command.why)
         yield _verbatim(page.next_command.command, "bold cyan", INDENT)
@@ -136,7 +141,7 @@ def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
         case view.Table():
             return _table(section, width)
         case view.Findings():
-            return _findings(section.findings)
+            return _findings(section)
         case view.Prose():
             return _prose(section.markdown)
 
@@ -174,13 +179,24 @@ def _cell(cell: view.Cell) -> RenderableType:
     return _line(cell) if isinstance(cell, view.Line) else Group(*map(_line, cell))
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+def _findings(section: view.Findings) -> Iterator[RenderableType]:
     """Every finding that stands for itself, each with what follows from it in a line below."""
-    roots = [view.root_of(findings, index) for index in range(len(findings))]
-    for index, finding in enumerate(findings):
-        if roots[index] == index:
-            yield from _finding(finding)
-            yield from (_follow_up(findings[other]) for other, root in enumerate(roots) if root == index != other)
+    groups = list(view.with_effects(section.findings))
+    for number, (finding, effects) in enumerate(groups):
+        if section.is_brief and number:
+            break
+        yield from _finding(finding)
+        yield from map(_follow_up, effects)
+    if section.is_brief:
+        yield from map(_one_line, (finding for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]))
+        yield from (_line(one) for one in view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
+
+
+def _one_line(finding: Finding) -> RenderableType:
+    style = SEVERITY_STYLE[finding.severity]
+    text = Text.assemble((finding.severity, f"bold {style}"), " ", (finding.code, style), f" · {finding.message}")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def _finding(finding: Finding) -> Iterator[RenderableType]:

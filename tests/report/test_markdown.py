@@ -1,0 +1,157 @@
+"""Markdown for an issue, rendered by GitHub's own parser: short, folded, and every name as text."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import cmarkgfm
+import pytest
+from cmarkgfm.cmark import Options
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampdbg.record.file import read_record
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
+from ampdbg.report.formats import written
+from ampdbg.report.formats.markdown import MOST_CHARACTERS, escaped
+from ampdbg.report.view import Look, Typed
+from tests.report.records import run
+from tests.report.runs import RECORDS, RUNS
+from tests.test_escapes import HOSTILE, record_of
+
+LOOK = Look(80, color=False, unicode=True)
+
+MARKUP = {
+    "a script": "<script>alert(1)</script>",
+    "the end of a script": "net</script></details><h1>x",
+    "an image": '<img src=x onerror="alert(1)">',
+    "a link": "[net](http://example.com/x)",
+    "a bare link": "http://example.com/x and www.example.com",
+    "an image in Markdown": "![net](http://example.com/x.png)",
+    "code": "`net` ``x`` ```y",
+    "emphasis": "**net** __x__ ~~y~~ *z*",
+    "a row of a table": "net | x | y",
+    "a heading": "# net",
+    "a quotation": "> net",
+    "an item": "- net",
+    "a numbered item": "1. net",
+    "a rule": "---",
+    "an entity": "&lt;net&gt; &amp;",
+    "a mention": "@octocat and @org/team",
+    "an issue": "#123 and GH-7",
+    "an emoji": ":smile: :+1:",
+    "a formula": "$x^2$ and $$y$$",
+    "a comment": "<!-- net",
+    "backslashes": "\\net\\*x*",
+}
+
+
+def rendered(text: str) -> str:
+    """As GitHub's parser has it, raw HTML with it."""
+    shown: str = cmarkgfm.github_flavored_markdown_to_html(text, options=Options.CMARK_OPT_UNSAFE)
+    return shown
+
+
+class Reader(HTMLParser):
+    """The tags of a page, and what a reader sees of it."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def markdown(record: Record) -> str:
+    return written(record, Typed("config.yaml", "r.json", "/home/me"), LOOK, "markdown")
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.replace("\u200b", "").split())
+
+
+OURS = {
+    "h3",
+    "p",
+    "strong",
+    "code",
+    "pre",
+    "ul",
+    "li",
+    "details",
+    "summary",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+}
+OURS |= {"br", "sub", "span"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
+    text = markdown(read_record(RECORDS / f"{name}.json"))
+    page = Reader(rendered(text))
+    assert len(text) < 20_000
+    assert set(page.tags) <= OURS
+    assert page.tags[0] == "h3"
+    assert text.count("<details>") == text.count("</details>") == page.tags.count("details")
+
+
+def test_the_story_is_open_and_the_rest_is_folded() -> None:
+    page = rendered(markdown(read_record(RECORDS / "scan_forward_overflow.json")))
+    opened = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
+    assert "reaches 8,747,140 in FP32" in opened
+    assert "ampdbg bisect config.yaml" in opened
+    assert "attn.qkv.weight" not in opened
+    assert "<td>attn.qkv.weight</td>" in page
+
+
+def test_a_patch_is_a_diff_that_can_be_copied() -> None:
+    page = rendered(markdown(read_record(RECORDS / "suggestion.json")))
+    (diff,) = re.findall(r'<pre lang="diff"><code>(.*?)</code></pre>', page, flags=re.DOTALL)
+    assert "\n+                scores = q.float() @ k.float().transpose(-2, -1)" in html.unescape(diff)
+
+
+@pytest.mark.parametrize("text", [*HOSTILE.values(), *MARKUP.values()], ids=[*HOSTILE, *MARKUP])
+def test_a_name_is_shown_and_does_nothing(text: str) -> None:
+    said = markdown(record_of(text))
+    page = rendered(said)
+    assert all(line.isprintable() for line in said.splitlines())
+    assert set(Reader(page).tags) <= OURS
+    assert "href" not in page
+    outside = re.sub(r"<(pre|code).*?</\1>", "", page, flags=re.DOTALL)
+    assert not re.search(r"@\w|#\d|GH-\d|:smile:|:\+1:", Reader(outside).text)
+
+
+@pytest.mark.parametrize("text", MARKUP.values(), ids=MARKUP)
+def test_what_is_escaped_reads_as_it_was(text: str) -> None:
+    for page in (escaped(text), f"| a |\n| --- |\n| {escaped(text)} |"):
+        assert squeezed(text) in squeezed(Reader(rendered(page)).text)
+
+
+@given(st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=126), min_size=1))
+def test_any_text_reads_as_it_was(text: str) -> None:
+    assert squeezed(Reader(rendered(escaped(text))).text) == squeezed(text)
+
+
+def test_what_an_issue_has_no_room_for_is_left_out_and_named() -> None:
+    many = tuple(Finding("true-nan", "error", step, "forward", "x" * 900) for step in range(200))
+    text = markdown(run([], findings=(*many,), error="y" * 200_000))
+    assert len(text) < MOST_CHARACTERS + 1000 < 65_000 + 1
+    assert rendered(text)
+    long = replace(record_of("n" * 100_000), error="")
+    assert len(markdown(long)) < 65_000
