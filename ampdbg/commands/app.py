@@ -17,7 +17,7 @@ from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import bisect, cost, doctor, explain, ranges, report, run, scan, suggest_fp32
+from . import bisect, compare, cost, doctor, explain, ranges, report, run, scan, suggest_fp32
 from .failure import guarded
 from .output import end_streams, say, write_result
 
@@ -28,6 +28,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "suggest-fp32": suggest_fp32.command,
     "cost": cost.command,
     "run": run.command,
+    "compare": compare.command,
     "report": report.command,
     "explain": explain.command,
     "doctor": doctor.command,

@@ -32,7 +32,7 @@ LATEST = FOLDER / "latest.json"
 
 def to_json(record: Record) -> str:
     """The record as one strict JSON object, keys in the order of the fields."""
-    data = _finite(_adapter().dump_python(record, warnings=False))
+    data = strict(_adapter().dump_python(record, warnings=False))
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     # The user's messages may hold half of a surrogate pair, which UTF-8 does not have.
     text = text.encode("utf-8", "replace").decode("utf-8") + "\n"
@@ -180,14 +180,14 @@ def _adapter() -> TypeAdapter[Record]:
     return TypeAdapter(Record)
 
 
-def _finite(value: Any) -> Any:
-    """Plain data with every infinity and NaN as a string."""
+def strict(value: Any) -> Any:
+    """Plain data with every infinity and NaN as a string, as JSON has it."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [strict(item) for item in value]
     return value
 
 

@@ -1,0 +1,104 @@
+"""``ampdbg compare``: two records of one command; the exit code is 1 where it got worse."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ampdbg.diagnosis.comparison import Comparison
+from ampdbg.errors import EXIT_FOUND, EXIT_HEALTHY, RecordError
+from ampdbg.escapes import harmless
+from ampdbg.record.file import read_record, strict
+
+from . import options
+from .output import look_of, write_result
+
+Form = Literal["text", "json", "markdown", "sarif"]
+
+
+def _number(value: float) -> float:
+    if math.isnan(value):
+        raise typer.BadParameter("got nan; allowed: a number of bits, 0 or more")
+    return value
+
+
+RECORD = "A record file, as every run writes one into .ampdbg/."
+
+
+def command(
+    then: Annotated[Path, typer.Argument(metavar="THEN", help=RECORD, show_default=False)],
+    now: Annotated[Path, typer.Argument(metavar="NOW", help=RECORD, show_default=False)],
+    within: Annotated[
+        float,
+        typer.Option(
+            "--within",
+            metavar="BITS",
+            min=0.0,
+            callback=_number,
+            help="Headroom and loss scales may lose so many bits.",
+        ),
+    ] = 1.0,
+    format_: Annotated[Form, typer.Option("--format", help="What to print it as; sarif has what is new.")] = "text",
+    verbose: options.Verbose = False,
+    debug: options.Debug = False,
+) -> int:
+    """Compare two records: what got worse.
+
+    Findings, what overflows, headroom and the loss scales that work, in THEN and in NOW, two records of one command.
+    The exit code is 1 where NOW is worse: a finding or an overflow more, or more bits lost than --within allows.
+    """
+    compared = Comparison(read_record(then), read_record(now), within)
+    _check(compared, then, now)
+    write_result(FORMATS[format_](compared, str(then), str(now), verbose), sys.stdout)
+    return EXIT_FOUND if compared.is_worse else EXIT_HEALTHY
+
+
+def _check(compared: Comparison, then: Path, now: Path) -> None:
+    """Refuses what says nothing: two commands find different things in one code."""
+    ran = [record.command for record in (compared.then, compared.now)]
+    if ran[0] != ran[1]:
+        raise RecordError(
+            f"{then} is of ampdbg {ran[0]} and {now} of ampdbg {ran[1]}; compare takes two records of one command"
+        )
+
+
+def _text(compared: Comparison, then: str, now: str, verbose: bool) -> str:
+    from ampdbg.report.comparison import page
+    from ampdbg.report.formats.text import draw
+
+    return draw(harmless(page(compared, then, now), str(Path.cwd())), look_of(sys.stdout), is_brief=not verbose)
+
+
+def _json(compared: Comparison, then: str, now: str, verbose: bool) -> str:
+    from ampdbg.report.comparison import data
+
+    return json.dumps(strict(data(compared, then, now)), indent=1, allow_nan=False) + "\n"
+
+
+def _markdown(compared: Comparison, then: str, now: str, verbose: bool) -> str:
+    from ampdbg.report.comparison import page
+    from ampdbg.report.formats.markdown import draw
+
+    return draw(harmless(page(compared, then, now), str(Path.cwd())))
+
+
+def _sarif(compared: Comparison, then: str, now: str, verbose: bool) -> str:
+    from ampdbg.report.formats import sarif
+
+    new = replace(compared.now, findings=compared.appeared)
+    return sarif.to_json(sarif.log(list(sarif.alerts(new)), str(Path.cwd())))
+
+
+FORMATS: dict[Form, Callable[[Comparison, str, str, bool], str]] = {
+    "text": _text,
+    "json": _json,
+    "markdown": _markdown,
+    "sarif": _sarif,
+}

@@ -1,0 +1,193 @@
+"""Two runs of one command compared: what was found, what overflows, headroom and loss scales, then and now."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ampdbg.diagnosis.ranges import Window, module_windows, window
+from ampdbg.record.findings import Finding, Phase
+from ampdbg.record.run import Record, Site
+
+LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
+"""Loss scales beyond these are not compared: below the first nobody trains, and above the second no gain is left
+(Apex's own most)."""
+
+Place = tuple[Phase, str, str]
+"""Phase, module and op: lines move between two versions of a code."""
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """How many places overflow where ``site`` is an example: of now, or where there is none any more, of then."""
+
+    site: Site
+    then: int
+    now: int
+
+
+@dataclass(frozen=True)
+class Tightness:
+    """The headroom of a module's forward pass in bits, at its tightest; ``site`` is the one of now."""
+
+    module: str
+    then: float
+    now: float
+    site: Site
+
+    @property
+    def lost(self) -> float:
+        """Bits; negative where some were won."""
+        return self.then - self.now
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The loss scales that work for a module, or for the whole model where it is ""."""
+
+    module: str
+    then: Window
+    now: Window
+
+    @property
+    def lost(self) -> float:
+        """By how many bits an end of the window came in."""
+        (low, high), (lower, higher) = _ends(self.now), _ends(self.then)
+        return max(low - lower, higher - high)
+
+    @property
+    def won(self) -> float:
+        """By how many bits an end of it went out."""
+        (low, high), (lower, higher) = _ends(self.now), _ends(self.then)
+        return max(lower - low, high - higher)
+
+
+def _ends(one: Window) -> tuple[float, float]:
+    return tuple(math.log2(min(max(end, LEAST_SCALE), MOST_SCALE)) for end in (one.floor, one.ceiling))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``then`` and ``now``, records of one command; a change of at most ``within`` bits is none."""
+
+    then: Record
+    now: Record
+    within: float
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether both hold what ``ampdbg ranges`` measures."""
+        return bool(self.then.sites and self.now.sites)
+
+    @cached_property
+    def appeared(self) -> tuple[Finding, ...]:
+        """Findings of now that then had not: those that stand for themselves, and are no mere information."""
+        return tuple(_beyond(self.now, self.then))
+
+    @cached_property
+    def gone(self) -> tuple[Finding, ...]:
+        """The findings of then that now has not."""
+        return tuple(_beyond(self.then, self.now))
+
+    @cached_property
+    def overflows(self) -> tuple[Overflow, ...]:
+        """Each place where an overflow starts, then or now."""
+        if not self.has_ranges:
+            return ()
+        starts = [[site for site in record.sites if site.overflow == "starts"] for record in (self.then, self.now)]
+        then, now = (Counter(map(_place, sites)) for sites in starts)
+        example = {_place(site): site for sites in starts for site in reversed(sites)}
+        return tuple(Overflow(site, then[place], now[place]) for place, site in example.items())
+
+    @cached_property
+    def headrooms(self) -> tuple[Tightness, ...]:
+        """Of each module that both have, the one that lost most first."""
+        then, now = (_tightest(record.sites) for record in (self.then, self.now))
+        both = (
+            Tightness(module, then[module].headroom_bits, site.headroom_bits, site)
+            for module, site in now.items()
+            if module in then
+        )
+        return tuple(sorted(both, key=lambda one: -one.lost))
+
+    @cached_property
+    def windows(self) -> tuple[Windows, ...]:
+        """Of the whole model, and then of each module that both have, the one that lost most first."""
+        if not self.has_ranges:
+            return ()
+        then, now = ({one.module: one for one in module_windows(record.sites)} for record in (self.then, self.now))
+        both = [Windows(module or "(root)", then[module], one) for module, one in now.items() if module in then]
+        whole = Windows("", window(self.then.sites), window(self.now.sites))
+        return (whole, *sorted(both, key=lambda one: -one.lost))
+
+    @property
+    def began(self) -> tuple[Overflow, ...]:
+        """Where more overflows now."""
+        return tuple(one for one in self.overflows if one.now > one.then)
+
+    @property
+    def ceased(self) -> tuple[Overflow, ...]:
+        """Where less overflows now."""
+        return tuple(one for one in self.overflows if one.now < one.then)
+
+    @property
+    def tighter(self) -> tuple[Tightness, ...]:
+        """The modules that lost more headroom than is allowed."""
+        return tuple(one for one in self.headrooms if one.lost > self.within)
+
+    @property
+    def narrower(self) -> Windows | None:
+        """The loss scales of the whole model, where they are fewer by more than is allowed: a scaler has but one."""
+        return next((one for one in self.windows[:1] if one.lost > self.within), None)
+
+    @property
+    def broke(self) -> bool:
+        """Whether an error stops the run that did not stop it then."""
+        return bool(self.now.error) and not self.then.error
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether anything got worse by more than is allowed."""
+        return bool(self.broke or self.appeared or self.began or self.tighter or self.narrower)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether something got better, whatever got worse."""
+        gains = any(-one.lost > self.within for one in self.headrooms)
+        return bool(self.gone or self.ceased or gains or any(one.won > self.within for one in self.windows[:1]))
+
+
+def _beyond(one: Record, other: Record) -> Iterator[Finding]:
+    """The findings of the first record that the second has not, or has fewer times."""
+    left = Counter(map(_key, _counted(other)))
+    for finding in _counted(one):
+        if left[_key(finding)]:
+            left[_key(finding)] -= 1
+        else:
+            yield finding
+
+
+def _counted(record: Record) -> Iterator[Finding]:
+    return (finding for finding in record.findings if finding.root is None and finding.severity != "info")
+
+
+def _key(finding: Finding) -> tuple[str, str, str, str]:
+    return finding.code, finding.module, finding.op, finding.parameter
+
+
+def _place(site: Site) -> Place:
+    return site.phase, site.module, site.op
+
+
+def _tightest(sites: Iterable[Site]) -> dict[str, Site]:
+    """The tightest site of each module's forward pass; those of nothing but zeros have no headroom to speak of."""
+    found: dict[str, Site] = {}
+    for site in sites:
+        if site.phase == "forward" and math.isfinite(site.headroom_bits):
+            known = found.get(site.module)
+            if known is None or site.headroom_bits < known.headroom_bits:
+                found[site.module] = site
+    return found

@@ -1,0 +1,156 @@
+"""``ampdbg compare``: two records, what got worse, and the exit code of a gate in CI."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import cmarkgfm
+import pytest
+
+from ampdbg.record.file import write_record
+from tests.commands.program import Here, start
+from tests.report.records import collapse, healthy
+from tests.report.test_sarif import mistakes
+from tests.test_escapes import HOSTILE, record_of
+
+CONFIG = """
+model: {target: "net.py:Net"}
+data: {target: "net.py:batches"}
+loss: {target: "torch.nn.functional:mse_loss"}
+train: {steps: 3, device: cpu}
+"""
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 1)
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h).float()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 16, generator=generator), torch.zeros(8, 1)) for _ in range(3)]
+"""
+ENERGY = "h = 300.0 * self.body(x)\n        h = h * h"
+"""Reaches 183,000, and FP16 ends at 65,504."""
+
+
+def commit(folder: Path, code: str, name: str) -> None:
+    (folder / "net.py").write_text(code, encoding="utf-8")
+    who = ("-c", "user.name=me", "-c", "user.email=me@example.com")
+    subprocess.run(["git", "add", "net.py"], cwd=folder, check=True)
+    subprocess.run(["git", *who, "commit", "-qm", name], cwd=folder, check=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two records of each command, from a commit and from the one after it, which adds an overflow."""
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    (tmp_path / "c.yaml").write_text(CONFIG, encoding="utf-8")
+    for name, code in (("then", NET), ("now", NET.replace("h = self.body(x)", ENERGY))):
+        commit(tmp_path, code, name)
+        for verb in ("scan", "ranges"):
+            start(tmp_path, verb, "c.yaml", "--quiet", "--record", f"{verb}-{name}.json")
+    return tmp_path
+
+
+def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repository: Path) -> None:
+    worse = start(repository, "compare", "ranges-then.json", "ranges-now.json")
+    assert (worse.code, worse.stderr) == (1, "")
+    headline = " ".join(worse.stdout.partition("\n\n")[0].split())
+    assert headline.startswith("✗ Worse: forward-overflow")
+    assert "more would overflow; head lost " in headline
+    assert re.search(r"✗  \(root\) · mul · net.py:13 +0 +1\n", worse.stdout)
+    assert re.search(r"✗  head +1[0-9]\.\d +-?\d\.\d\n", worse.stdout)
+    assert "✗  the whole model" in worse.stdout
+
+    better = start(repository, "compare", "ranges-now.json", "ranges-then.json")
+    assert better.code == 0
+    assert better.stdout.startswith("✓ Better: ")
+    assert "✗" not in better.stdout
+
+
+def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repository: Path) -> None:
+    given = ("compare", "scan-then.json", "scan-now.json")
+    text = start(repository, *given)
+    assert text.code == 1
+    assert text.stdout.startswith("✗ Worse: forward-overflow appeared.\n")
+    assert "  net.py:13 in forward\n    h = h * h\n" in text.stdout
+
+    markdown = start(repository, *given, "--format", "markdown")
+    assert markdown.code == 1
+    assert "<h3>✗ Worse: forward-overflow appeared.</h3>" in cmarkgfm.github_flavored_markdown_to_html(markdown.stdout)
+
+    sarif = json.loads(start(repository, *given, "--format", "sarif").stdout)
+    assert mistakes(sarif) == []
+    (result,) = sarif["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("net.py", 13)
+    back = json.loads(start(repository, "compare", *given[:0:-1], "--format", "sarif").stdout)
+    assert back["runs"][0]["results"] == []
+
+
+def test_a_commit_that_moves_lines_and_renames_a_variable_is_not_worse(repository: Path) -> None:
+    moved = NET.replace("import torch\n", "import torch\n\n# A comment.\n").replace("h = self", "hidden = self")
+    commit(repository, moved.replace("head(h)", "head(hidden)"), "moved")
+    start(repository, "ranges", "c.yaml", "--quiet", "--record", "moved.json")
+    result = start(repository, "compare", "ranges-then.json", "moved.json")
+    assert result.code == 0
+    assert result.stdout.startswith("✓ Not worse, within 1 bit.\n")
+
+
+def test_json_is_one_strict_object(repository: Path) -> None:
+    result = start(repository, "compare", "ranges-then.json", "ranges-now.json", "--format", "json")
+    data = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert result.code == 1
+    assert (data["format"], data["version"], data["worse"], data["within"]) == ("ampdbg.comparison", 1, True, 1.0)
+    assert "forward-overflow" in [finding["code"] for finding in data["appeared"]]
+    assert {"phase": "forward", "module": "", "op": "aten.mul.Tensor", "then": 0, "now": 1} in data["overflows"]
+    assert {one["module"] for one in data["headroom_bits"]} == {"body", "head"}
+    assert data["loss_scales"][0]["module"] == ""
+
+
+def test_what_was_not_measured_is_said(here: Here) -> None:
+    write_record(healthy(), Path("a.json"))
+    write_record(collapse(), Path("b.json"))
+    result = here("compare", "a.json", "b.json", "-v")
+    assert result.code == 1
+    assert "Note: records of ampdbg ranges also hold headroom and the loss scales that work." in result.stdout
+    assert "verdict" in result.stdout
+
+
+def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -> None:
+    from dataclasses import replace
+
+    write_record(healthy(), Path("a.json"))
+    write_record(replace(healthy(), command="bisect"), Path("b.json"))
+    result = here("compare", "a.json", "b.json")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: a.json is of ampdbg scan and b.json of ampdbg bisect; compare takes two records of one command\n"
+    )
+    assert here("compare", "a.json", "absent.json").stderr.startswith("error: absent.json: cannot be read: ")
+    assert here("compare", "a.json").code == 2
+    for bits in ("nan", "-1", "few"):
+        assert here("compare", "a.json", "a.json", "--within", bits).code == 2
+
+
+@pytest.mark.parametrize("form", ["text", "json", "markdown", "sarif"])
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_no_format_lets_a_name_out_of_its_place(form: str, text: str, here: Here) -> None:
+    write_record(healthy(), Path("a.json"))
+    write_record(record_of(text), Path("b.json"))
+    result = here("compare", "a.json", "b.json", "--format", form)
+    assert result.code == 1
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+    assert not any(line.startswith("✓ Healthy") for line in result.stdout.split("\n"))
