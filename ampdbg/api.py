@@ -27,6 +27,7 @@ from ampdbg.given import Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.quantities import byte_count
 from ampdbg.record.file import latest_record
+from ampdbg.record.listings import with_listings
 from ampdbg.record.pins import EVERYTHING, Form, Strategy
 from ampdbg.record.run import Record
 
@@ -50,7 +51,7 @@ def scan(
     from ampdbg.training.loop import train
 
     with _diagnosed("scan", diagnose):
-        return diagnose(train(checked, observer=observer, replays=replays))
+        return with_listings(diagnose(train(checked, observer=observer, replays=replays)))
 
 
 def run(
@@ -88,8 +89,10 @@ def run(
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.script.session import watch_script
 
-    seen = watch_script(given, emulate=emulate, ended=lambda record: ended(diagnose(record)), observer=observer)
-    return diagnose(seen)
+    def shown(record: Record) -> Record:
+        return with_listings(diagnose(record))
+
+    return shown(watch_script(given, emulate=emulate, ended=lambda record: ended(shown(record)), observer=observer))
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
@@ -121,7 +124,7 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
     from ampdbg.training.loop import profile_ranges
 
     with _diagnosed("ranges", diagnose_ranges):
-        return diagnose_ranges(profile_ranges(checked, observer=observer))
+        return with_listings(diagnose_ranges(profile_ranges(checked, observer=observer)))
 
 
 def bisect(
@@ -152,7 +155,7 @@ def bisect(
     from ampdbg.pinning.bisection import bisect_run
 
     with _diagnosed("bisect", diagnose):
-        return bisect_run(checked, strategy=strategy, max_trials=max_trials, observer=observer)
+        return with_listings(bisect_run(checked, strategy=strategy, max_trials=max_trials, observer=observer))
 
 
 def cost(
@@ -223,13 +226,14 @@ def suggest_fp32(
             max_trials=max_trials,
             observer=observer,
         )
+    record = with_listings(found.record)  # before the files are written
     if apply:
         try:
             write_edits(found.edits, force=force)
         except PatchError as error:
-            error.record = found.record
+            error.record = record
             raise
-    return found.record
+    return record
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:
@@ -249,7 +253,7 @@ def _diagnosed(command: str, diagnose: Callable[[Record], Record]) -> Iterator[N
             yield
         except AmpdbgError as error:
             if isinstance(error.record, Record):
-                error.record = replace(diagnose(error.record), command=command)
+                error.record = with_listings(replace(diagnose(error.record), command=command))
             raise
         finally:
             forget_user_modules()

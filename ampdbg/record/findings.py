@@ -28,6 +28,15 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """Lines of a file as they stood when the record was made, the ``first`` counted from 1."""
+
+    file: str
+    first: Count
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing that went wrong (or, for ``info``, that is worth knowing).
 

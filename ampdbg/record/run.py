@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from ampdbg.record.cost import Costs
-from ampdbg.record.findings import Count, Exponent, Finding, Phase, Source
+from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
 
 RECORD_FORMAT = "ampdbg.record"
@@ -329,6 +329,7 @@ class Record:
     stopped it; ``steps`` has what was seen by then.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
+    ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
 
     command: str
@@ -351,6 +352,7 @@ class Record:
     misuses: tuple[Misuse, ...] = ()
     half_updates: HalfUpdates | None = None
     script: ScriptRun | None = None
+    listings: tuple[Listing, ...] = ()
     groups: tuple[str, ...] = ()
     planned_steps: Count = 0
     interrupted: bool = False
