@@ -9,8 +9,7 @@ import shlex
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, Use
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
-from .output import save, say
+from .output import failure_of_page, save, say, typed_as
 
 
 def guarded(command: Callable[..., int]) -> Callable[..., None]:
@@ -39,7 +38,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)
-            _keep(error, options.get("record"))
+            _keep(error, options)
         except KeyboardInterrupt:
             say("interrupted: nothing was recorded")
             code = EXIT_INTERRUPTED
@@ -59,11 +58,15 @@ def _explain(error: AmpdbgError, debug: bool) -> int:
     return error.exit_code
 
 
-def _keep(error: AmpdbgError, path: Path | None) -> None:
-    """Writes the record that an error carries, and says where it is."""
+def _keep(error: AmpdbgError, options: Mapping[str, Any]) -> None:
+    """Writes the record that an error carries, and its page where one was asked for, and says where it is."""
     if not isinstance(error.record, Record):
         return
-    saved = save(error.record, path)
+    saved = save(error.record, options.get("record"))
+    typed = typed_as(shlex.quote(str(options.get("config") or "CONFIG")), saved.path)
+    no_page = failure_of_page(error.record, typed, options.get("html"))
+    if no_page is not None:
+        say(f"warning: no page was written: {no_page}; choose another place with --html FILE")
     if saved.failure is not None:
         say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
     if saved.handed_over is not None:

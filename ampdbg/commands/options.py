@@ -20,11 +20,12 @@ from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
-Content = Literal["record", "page", "markdown", "sarif", "diff", "module", "yaml", "json"]
+Content = Literal["record", "page", "html", "markdown", "sarif", "diff", "module", "yaml", "json"]
 
 _BEGINS: Mapping[Content, bytes] = {
     "page": "(✓|✗|\\?|!) ".encode(),
     "markdown": "### (✓|✗|\\?|!) ".encode(),
+    "html": rb"<!doctype html>\n<!-- A report of ampdbg ",
     "sarif": rb'\{\s*"\$schema": "[^"]*sarif-schema',
     "diff": rb"# Keeps .*\n(#.*\n)*diff --git ",
     "module": rb'# Keeps .*\n(#.*\n)*\n"""Keeps modules in FP32 ',
@@ -37,6 +38,7 @@ _FORMATS: Mapping[Content, str] = {"record": RECORD_FORMAT, "json": "ampdbg.patc
 _CALLED: Mapping[Content, str] = {
     "record": "record",
     "page": "report",
+    "html": "HTML page",
     "markdown": "report in Markdown",
     "sarif": "SARIF log",
 }
@@ -86,6 +88,12 @@ def _checked_record(value: Path | None) -> Path | None:
     return value
 
 
+def check_page(path: Path | None, **others: Path | None) -> None:
+    """Of a page that was asked for, as :func:`check_place`."""
+    if path is not None:
+        check_place("--html", path, "html", **others)
+
+
 CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
@@ -100,6 +108,10 @@ RecordFile = Annotated[
         callback=_checked_record,
         help="Write the record here, not into .ampdbg/.",
     ),
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", dir_okay=False, help="Write the report as one HTML page here, too."),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found out, not the story alone.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
@@ -121,6 +133,7 @@ class RunOptions:
         typer.Option("--set", metavar="KEY=VALUE", help="Set any config key: dotted.key=YAML. Repeatable."),
     ] = None
     record: RecordFile = None
+    html: HtmlFile = None
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of the report.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no hints on stderr.")] = False
     verbose: Verbose = False
@@ -150,7 +163,9 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(command)
     def typed(**options: Any) -> int:
         _check_folders()
-        run = RunOptions(**{name: options.pop(name) for name in shared})
+        run = RunOptions(**{name: options[name] for name in shared})
+        check_page(run.html, record=run.record, config=options.get("config"), output=options.get("output"))
+        options = {name: value for name, value in options.items() if name not in shared}
         return command(**options, run=run)
 
     given = [option for name, option in own.parameters.items() if name != "run"]

@@ -15,7 +15,7 @@ from typing import TextIO
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.files import replace_file
 from ampdbg.given import Given
-from ampdbg.record.file import LATEST, add_record, write_record
+from ampdbg.record.file import LATEST, add_record, write_atomically, write_record
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Order, Typed
@@ -193,6 +193,16 @@ def _handed_over(record: Record, beside: Path) -> Path | None:
     return file
 
 
+def failure_of_page(record: Record, typed: Typed, file: Path | None) -> RecordError | None:
+    """Writes the HTML page where it was asked for; why it could not be written must not cost what is printed."""
+    if file is not None:
+        try:
+            write_atomically(file, written(record, typed, PLAIN, "html"))
+        except RecordError as error:
+            return error
+    return None
+
+
 def show(
     record: Record,
     given: Given,
@@ -202,14 +212,16 @@ def show(
     order: Order = "tightest",
     top: int | None = None,
 ) -> None:
-    """Saves the record, and prints it or its page as ``run`` has it; ``order`` and ``top`` are a range profile's.
+    """Saves the record and its HTML page, and prints it or its text; ``order`` and ``top`` are a range profile's.
 
     Raises:
-        RecordError: it could not be written where it was asked for.
+        RecordError: it or its HTML page could not be written where it was asked for.
         AmpdbgError: stdout cannot be written.
     """
     saved = save(record, run.record)
     typed = replace(typed_as(given.typed, saved.path), order=order, top=top, verbose=run.verbose)
+    no_page = failure_of_page(record, typed, run.html)
     write_result(written(record, typed, look_of(stdout), "json" if run.json else "text"), stdout)
-    if saved.failure is not None:
-        raise saved.failure
+    for failure in (saved.failure, no_page):
+        if failure is not None:
+            raise failure

@@ -16,7 +16,13 @@ from ampdbg.report.formats import FORMATS, written
 from . import options
 from .output import PLAIN, look_of, typed_as, write_result
 
-CONTENTS: dict[str, options.Content] = {"json": "record", "markdown": "markdown", "sarif": "sarif", "text": "page"}
+CONTENTS: dict[str, options.Content] = {
+    "html": "html",
+    "json": "record",
+    "markdown": "markdown",
+    "sarif": "sarif",
+    "text": "page",
+}
 """What is in a file of each format, before it is written over."""
 
 

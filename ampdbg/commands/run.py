@@ -22,7 +22,7 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 
 from . import options
-from .output import look_of, save, say, typed_as
+from .output import failure_of_page, look_of, save, say, typed_as
 from .scan import FailOn, exit_code
 
 
@@ -42,6 +42,7 @@ def command(
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
     ] = "warning",
     record: options.RecordFile = None,
+    html: options.HtmlFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No report on stderr; only the record.")] = False,
     verbose: options.Verbose = False,
     debug: options.Debug = False,
@@ -53,17 +54,21 @@ def command(
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
+    options.check_page(html, record=record, script=None if is_module else Path(script))
+    command_typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
 
     def tell(seen: Record) -> None:
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
                 saved = save(seen, record)
+                typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
+                no_page = failure_of_page(seen, typed, html)
             if not quiet:
-                page = replace(typed_as(typed, saved.path), verbose=verbose)
-                say(written(seen, page, look_of(stderr), "text").rstrip("\n"))
+                say(written(seen, typed, look_of(stderr), "text").rstrip("\n"))
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
+            if no_page is not None:
+                say(f"warning: no page was written: {no_page}; choose another place with --html FILE")
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)

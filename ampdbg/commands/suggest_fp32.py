@@ -19,7 +19,7 @@ from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
 
 from . import bisect, options, progress
-from .output import Saved, look_of, results_only, save, say, typed_as, write_result
+from .output import Saved, failure_of_page, look_of, results_only, save, say, typed_as, write_result
 
 
 @options.with_run_options
@@ -74,18 +74,20 @@ def command(
         warning = suggestion.warning_of_piping(found.handover)
         if warning and is_printed and not run.json and not stdout.isatty():
             say(warning)  # also with --quiet: git itself would say nothing
+        typed = replace(
+            typed_as(given.typed, saved.path),
+            handed_over=str(file or ""),
+            is_applied=apply,
+            is_record=given.record is not None,
+            verbose=run.verbose,
+        )
+        no_page = failure_of_page(found, typed, run.html)
         if text is None or not run.quiet:
-            typed = replace(
-                typed_as(given.typed, saved.path),
-                handed_over=str(file or ""),
-                is_applied=apply,
-                is_record=given.record is not None,
-                verbose=run.verbose,
-            )
             say(written(found, typed, look_of(sys.stderr), "text").rstrip())
         write_result(to_json(found) if run.json else text or b"" if is_printed else b"", stdout)
-    if saved.failure is not None:
-        raise saved.failure
+    for failure in (saved.failure, no_page):
+        if failure is not None:
+            raise failure
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
 
 

@@ -55,7 +55,7 @@ class EndedSearch:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the set, as the config takes them."""
-        return tuple(pin.name for pin in self.record.pins if pin.source is None)
+        return names_of(self.record)
 
     @property
     def some(self) -> str:
@@ -74,6 +74,11 @@ class EndedSearch:
         """Whether the last trial of the whole set, on the failing step itself, was healthy."""
         last = next((trial for trial in reversed(self.record.trials) if _is_of_the_set(trial, self.names)), None)
         return last is None or last.healthy
+
+
+def names_of(record: Record) -> tuple[str, ...]:
+    """The names of the record's set, as the config takes them."""
+    return tuple(pin.name for pin in record.pins if pin.source is None)
 
 
 def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
@@ -132,7 +137,7 @@ def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
     if search.losses:
         yield _loss_table(ended)
     if record.trials:
-        yield _trial_table(record.trials, ended.names)
+        yield trial_table(record)
     if record.verification is not None:
         yield proof_table(record.verification)
 
@@ -206,13 +211,14 @@ def result_text(trial: Trial) -> str:
     return f"{failed}: {trial.why}" if trial.why else failed
 
 
-def _trial_table(trials: Sequence[Trial], names: tuple[str, ...]) -> view.Table:
-    """The trials; in a narrow terminal what each was for is left to the record."""
+def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
+    """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
+    trials, names = record.trials, names_of(record)
     rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
-    is_long = len(trials) > FIRST_TRIALS + LAST_TRIALS + 1
+    is_long = len(trials) > first + LAST_TRIALS + 1
     if is_long:
-        left = line(f"{len(trials) - FIRST_TRIALS - LAST_TRIALS:,} more", tone="faint")
-        rows[FIRST_TRIALS:-LAST_TRIALS] = [("…", "", left, "")]
+        left = line(f"{len(trials) - first - LAST_TRIALS:,} more", tone="faint")
+        rows[first:-LAST_TRIALS] = [("…", "", left, "")]
     return view.Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
 
 

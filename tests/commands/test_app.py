@@ -64,7 +64,7 @@ WRONG = {
     "an unknown policy": (("scan", "a.yaml", "--policy", "cpu"), "'cpu' is not one of 'cuda', 'native'"),
     "an unknown threshold": (("scan", "a.yaml", "--fail-on", "info"), "'error', 'warning', 'never'"),
     "a folder for the record": (("scan", "a.yaml", "--record", "."), "--record"),
-    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are json, markdown, sarif, text"),
+    "an unknown format": (("report", "--format", "pdf"), "got 'pdf'; allowed are html, json, markdown, sarif, text"),
     "an option that turns the text": (
         ("scan", "a.yaml", "--\u202ename\x1b[2J"),
         r"No such option: --\u202ename\x1b[2J",

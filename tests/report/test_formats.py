@@ -19,7 +19,7 @@ TYPED = Typed("config.yaml", ".ampdbg/r.json", "/home/me", verbose=True)
 
 
 def test_text_is_the_page_and_json_the_record() -> None:
-    assert formats.FORMATS == ("json", "markdown", "sarif", "text")
+    assert formats.FORMATS == ("html", "json", "markdown", "sarif", "text")
     assert formats.written(healthy(), TYPED, LOOK, "text") == rendered(healthy())
     assert formats.written(healthy(), TYPED, LOOK, "json") == to_json(healthy())
 

@@ -1,0 +1,255 @@
+"""A record as one HTML page that opens offline: what the terminal says, and what only a picture shows.
+
+The page is made of ``page.html``, ``page.css`` and the scripts of this folder, and holds all of them; its
+content-security policy lets it load nothing and run nothing else. Data is compressed; of large records less detail is
+kept, and the page says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from ampdbg import __version__
+from ampdbg.escapes import harmless
+from ampdbg.quantities import counted
+from ampdbg.record.findings import Finding
+from ampdbg.record.run import Record
+from ampdbg.report import bisection, suggestion, view
+from ampdbg.report.formats import page_of
+from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
+
+from .charts import Detail, Names, clipped, range_map, timeline
+from .places import listings, module_tree
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+MOST_BYTES = 12_000_000
+"""A page is never larger: what browsers open at once, and issue trackers take."""
+
+DETAILS = (
+    Detail(sites=20_000, modules=4_000, steps=4_000, findings=200, rows=500, lines=8_000, characters=2_000),
+    Detail(sites=5_000, modules=1_000, steps=1_000, findings=50, rows=100, lines=2_000, characters=500),
+    Detail(sites=500, modules=200, steps=200, findings=10, rows=20, lines=200, characters=100),
+)
+"""The levels of detail: the first is taken that fits."""
+
+SCRIPTS = ("page.js", "timeline.js", "range_map.js", "sites.js", "modules.js", "source.js")
+"""In the order in which they stand in the page."""
+
+
+def write(record: Record, typed: view.Typed, look: view.Look) -> str:
+    """The record as a page, in as much detail as fits into :data:`MOST_BYTES`."""
+    text = ""
+    for detail in DETAILS:
+        text = _page(record, typed, detail)
+        if len(text.encode("utf-8", "replace")) <= MOST_BYTES:
+            break
+    return text
+
+
+def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
+    names, page = Names(), page_of(record, typed)
+    drawn, steps = range_map(record, names, detail), timeline(record, detail)
+    tree, code = module_tree(record, names, detail), listings(record, names, typed.folder, detail)
+    findings = harmless(record.findings[: detail.findings], typed.folder)
+    data: dict[str, Any] = {
+        "sites": drawn.columns,
+        "modules": tree,
+        "files": code,
+        "timeline": steps,
+        "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
+    }
+    data["names"] = names.shown(typed.folder, detail.characters)
+    style, script = _file("page.css"), "".join(map(_file, SCRIPTS))
+    text: str = (
+        _templates(detail.characters)
+        .get_template("page.html")
+        .render(
+            page=page,
+            record=record,
+            version=__version__,
+            style=style,
+            script=script,
+            style_hash=_hash(style),
+            script_hash=_hash(script),
+            data=_packed(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()),
+            levels=_packed(drawn.levels),
+            findings=tuple(_with_followers(findings)),
+            sections=tuple(_sections(record, typed, page, detail)),
+            patch=_patch(record, typed),
+            facts=tuple(_facts(record, typed)),
+            config=_config(record, typed),
+            has=_holds(record, data),
+            left_out=_left_out(record, data, detail),
+        )
+    )
+    return text
+
+
+def _at_line(at: int, finding: Finding, record: Record, names: Names) -> dict[str, Any]:
+    """A finding for the script; its file is named as the record names it, and so found among the files."""
+    source = record.findings[at].source
+    return {
+        "file": names.number(source.file) if source else -1,
+        "line": source.line if source else 0,
+        "step": finding.step,
+        "code": finding.code,
+        "severity": finding.severity,
+        "message": finding.message,
+    }
+
+
+# The parts that need no script
+
+
+@dataclass(frozen=True)
+class Root:
+    """A finding that stands for itself, its place in the record, and what follows from it."""
+
+    at: int
+    finding: Finding
+    followers: tuple[tuple[int, Finding], ...]
+
+
+def _with_followers(findings: Sequence[Finding]) -> Iterator[Root]:
+    roots = [view.root_of(findings, at) for at in range(len(findings))]
+    for at, finding in enumerate(findings):
+        if roots[at] == at:
+            yield Root(
+                at,
+                finding,
+                tuple((other, findings[other]) for other in range(len(findings)) if roots[other] == at != other),
+            )
+
+
+def _sections(record: Record, typed: view.Typed, page: view.Page, detail: Detail) -> Iterator[view.Section]:
+    """The terminal's, but for what the page draws itself; with all of the trials."""
+    for section in page.sections:
+        if isinstance(section, (view.Findings, view.ScaleChart)):
+            continue
+        if not isinstance(section, view.Table):
+            yield section
+        elif section.columns != bisection.TRIAL_COLUMNS:
+            left = view.more(len(section.rows) - detail.rows)
+            yield replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left))
+    if record.trials:
+        yield harmless(bisection.trial_table(record, detail.rows), typed.folder)
+
+
+@dataclass(frozen=True)
+class ShownPatch:
+    """What a suggestion hands over, as it is shown: ``is_exact`` says that the shown text can be copied as it is."""
+
+    lines: tuple[str, ...]
+    is_exact: bool
+    folder: str
+
+
+def _patch(record: Record, typed: view.Typed) -> ShownPatch | None:
+    content = suggestion.content(record)
+    if content is None or record.handover is None:
+        return None
+    text = content.decode("utf-8", "replace")
+    shown = harmless(text, but="\n\t")
+    folder = record.handover.folder if record.handover.form == "diff" else ""
+    return ShownPatch(tuple(shown.split("\n")), shown.encode() == content, harmless(folder))
+
+
+def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
+    """What ran, when and on what."""
+    ran = record.environment
+    device = f"{ran.device} ({ran.device_name})" if ran.device_name else ran.device
+    facts = {
+        "Command": f"ampdbg {record.command}",
+        "Made": record.created,
+        "ampdbg": ran.ampdbg,
+        "torch": ran.torch,
+        "Python": ran.python,
+        "Platform": ran.platform,
+        "Device": device,
+        "Autocast policy": f"{ran.policy}, emulated" if ran.emulated else ran.policy,
+        "Record": typed.record_path,
+    }
+    yield from ((name, harmless(text)) for name, text in facts.items() if text)
+
+
+def _config(record: Record, typed: view.Typed) -> str:
+    import yaml
+
+    plain = json.loads(json.dumps(record.config, default=str))
+    return harmless(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), typed.folder, but="\n") if plain else ""
+
+
+def _holds(record: Record, data: Mapping[str, Any]) -> dict[str, bool]:
+    """Which of the drawn parts there is something to draw in."""
+    return {
+        "timeline": data["timeline"] is not None,
+        "sites": bool(record.sites),
+        "modules": len(data["modules"]["name"]) > 1,
+        "files": bool(data["files"]),
+        "costs": record.costs is not None and any(one.memory for one in record.costs.levels),
+    }
+
+
+def _left_out(record: Record, data: Mapping[str, Any], detail: Detail) -> dict[str, str]:
+    """For each part of which the page does not show all, what it leaves out."""
+    tree, steps = data["modules"], data["timeline"] or dict.fromkeys(("shown", "kept", "ran"), 0)
+    is_thinned = steps["shown"] < steps["kept"]
+    which_steps = "of each stretch its ends and extremes" if is_thinned else "all that were not healthy among them"
+    findings = min(detail.findings, len(record.findings))
+    counts = {
+        "sites": (len(data["sites"]["line"]), len(record.sites), "sites are drawn: those nearest to a limit"),
+        "modules": (len(tree["name"]), tree["every"], "modules are listed: those with findings or the least room"),
+        "steps": (steps["shown"], steps["ran"], f"steps are drawn: {which_steps}"),
+        "findings": (findings, len(record.findings), "findings are listed: the first ones"),
+    }
+    said = {part: f"{few:,} of {every:,} {what}." for part, (few, every, what) in counts.items() if few < every}
+    lines = sum(file["left_out"] for file in data["files"])
+    return said | ({"lines": f"{counted(lines, 'line')} are left out."} if lines else {})
+
+
+# The page
+
+
+def _templates(characters: int) -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    templates = Environment(
+        loader=FunctionLoader(_file),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: clipped(value, characters) if type(value) is str else value,
+    )
+    filters: dict[str, Callable[..., Any]] = {"kind": _kind, "bar": exponent_bar, "blocks": blocks}
+    templates.filters |= filters
+    templates.globals |= {"signs": SIGNS}
+    return templates
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return files(__name__).joinpath(name).read_text("utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _packed(data: bytes) -> str:
+    """Compressed, the same bytes for the same data."""
+    return base64.b64encode(gzip.compress(data, mtime=0)).decode()

@@ -1,0 +1,103 @@
+"""``--html FILE``: on every command that makes a record, beside what it prints, also where the run failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampdbg import api
+from ampdbg.commands.app import COMMANDS
+from ampdbg.errors import UserCodeError
+from ampdbg.given import Given
+from ampdbg.record.file import write_record
+from ampdbg.record.run import Record
+from tests.commands.program import Here, start
+from tests.report.records import collapse, healthy
+
+MAKE_A_RECORD = ("scan", "ranges", "bisect", "cost", "suggest-fp32", "run")
+
+PAGE = "<!doctype html>\n<!-- A report of ampdbg "
+
+
+@pytest.fixture(autouse=True)
+def _config(here: Here) -> None:
+    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
+    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+
+
+@pytest.fixture
+def _healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command comes to a healthy record at once."""
+
+    def made(given: Given, **options: Any) -> Record:
+        options["observer"].start(1)
+        return healthy()
+
+    for name in ("scan", "ranges", "bisect", "cost", "suggest_fp32"):
+        monkeypatch.setattr(api, name, made)
+
+
+@pytest.mark.usefixtures("_healthy")
+@pytest.mark.parametrize("command", ["scan", "ranges", "bisect", "cost", "suggest-fp32"])
+def test_each_command_writes_its_page_and_prints_as_it_would(command: str, here: Here) -> None:
+    typed = (command, "c.yaml", "--quiet", "--record", "r.json")
+    alone, result = here(*typed), here(*typed, "--html", "out/page.html")
+    assert result == alone
+    text = Path("out/page.html").read_text(encoding="utf-8")
+    assert text.startswith(PAGE)
+    assert "c.yaml" in text
+
+
+def test_every_command_that_makes_a_record_has_the_option(here: Here) -> None:
+    for name in COMMANDS:
+        assert ("--html" in here(name, "--help").stdout) == (name in MAKE_A_RECORD), name
+
+
+@pytest.mark.usefixtures("_healthy")
+def test_it_takes_the_place_of_a_page_and_of_nothing_else(here: Here) -> None:
+    assert here("scan", "c.yaml", "--html", "page.html").code == 0
+    assert here("scan", "c.yaml", "--html", "page.html").code == 0
+    for name in ("c.yaml", "net.py"):
+        before = Path(name).read_bytes()
+        result = here("scan", "c.yaml", "--html", name)
+        assert (result.code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"error: --html {name} ")
+        assert Path(name).read_bytes() == before
+    result = here("scan", "c.yaml", "--record", "new", "--html", "new")
+    assert result.stderr == "error: --html new is the file of the record, and would be overwritten; name another file\n"
+
+
+@pytest.mark.usefixtures("_healthy")
+def test_a_page_that_cannot_be_written_does_not_cost_the_report(here: Here) -> None:
+    Path("file").write_text("", encoding="utf-8")
+    result = here("scan", "c.yaml", "--quiet", "--html", "file/page.html")
+    assert result.code == 2
+    assert result.stdout.startswith("✓ Healthy")
+    assert result.stderr.startswith("error: file/page.html: cannot be written: ")
+
+
+def test_an_error_of_the_users_code_leaves_the_page_of_the_steps_before_it(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(given: Given, **options: Any) -> Record:
+        error = UserCodeError("step 3 raised ValueError")
+        error.record = collapse()
+        raise error
+
+    monkeypatch.setattr(api, "scan", fails)
+    assert here("scan", "c.yaml", "--html", "page.html").code == 2
+    assert Path("page.html").read_text(encoding="utf-8").startswith(PAGE)
+
+
+def test_report_writes_one_too(here: Here) -> None:
+    write_record(collapse(), Path("r.json"))
+    assert here("report", "r.json", "--format", "html").stdout.startswith(PAGE)
+
+
+def test_a_script_that_was_watched_leaves_its_page(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained')\n", encoding="utf-8")
+    result = start(tmp_path, "run", "--html", "page.html", "train.py")
+    assert result.stdout == "trained\n"
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith(PAGE)

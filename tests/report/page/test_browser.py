@@ -1,0 +1,281 @@
+"""The HTML page in a real browser: what moves, what leads where, by keyboard; light, dark, printed, at three widths."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ampdbg.diagnosis.ranges import window
+from ampdbg.record.run import Record, Site
+from tests.report.page.browser import Tab, browser, installed
+from tests.report.page.samples import HOSTILE, golden_record, hostile, large, write_page
+from tests.report.records import healthy
+from tests.report.runs import RUNS
+
+PROGRAM = installed()
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed (Debian's package: chromium)")
+
+WIDTHS = (390, 900, 1440)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    assert PROGRAM is not None
+    with browser(PROGRAM) as opened:
+        yield opened
+
+
+@pytest.fixture
+def shown(tab: Tab, tmp_path: Path) -> Iterator[Tab]:
+    """The page of a range profile in the browser; at the end nothing may have been complained of, nor loaded."""
+    tab.problems.clear()
+    tab.requests.clear()
+    tab.see()
+    yield tab
+    assert tab.problems == []
+    assert {address.partition(":")[0] for address in tab.requests} <= {"file"}
+    assert len(tab.requests) <= 1 + tab.requests.count("about:blank")
+
+
+RANGES = "ranges_example"
+
+
+def open_page(tab: Tab, record: Record, folder: Path, width: int = 1280) -> None:
+    tab.open(write_page(record, folder / "page.html"), width)
+
+
+def is_marked(site: Site, power: int) -> str:
+    """What a loss scale of 2**power does to a site, by the record's own window of it."""
+    if site.phase == "forward":
+        return "over" if site.overflow else ""
+    scale = 2.0**power
+    if site.scale_ceiling is not None and scale > site.scale_ceiling:
+        return "over"
+    return "under" if site.scale_floor is not None and scale < site.scale_floor and not site.is_noise else ""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_page_is_drawn_without_a_complaint(name: str, shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, golden_record(name), tmp_path)
+    assert shown.ask("document.documentElement.dataset.done") == "true"
+    assert shown.ask("document.getElementById('trouble').hidden")
+
+
+def test_the_slider_marks_what_the_records_windows_say(shown: Tab, tmp_path: Path) -> None:
+    record = golden_record(RANGES)
+    open_page(shown, record, tmp_path)
+    low, count = shown.ask("[page.sites.scales.low, page.sites.scales.words.length]")
+    whole = window(record.sites)
+    seen = set()
+    for power in range(low, low + count):
+        shown.ask(
+            f"(() => {{ const it = byId('scale'); it.value = {power}; it.dispatchEvent(new Event('input')); }})()"
+        )
+        states = shown.ask("page.sites.line.map((_, site) => state(site))")
+        assert states == [is_marked(site, power) for site in record.sites], power
+        says = shown.ask("byId('scale-says').textContent")
+        gradients = [state for state, site in zip(states, record.sites, strict=True) if site.phase == "backward"]
+        assert says.startswith(f"{gradients.count('over')} of {len(gradients)} gradients overflow")
+        is_usable = not any(gradients)
+        assert is_usable == (whole.floor <= 2.0**power <= whole.ceiling)
+        seen.add(tuple(states))
+    assert len(seen) > 3, "the marks do not move"
+
+
+def test_the_slider_moves_what_is_drawn_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, golden_record(RANGES), tmp_path)
+    shown.ask("byId('scale').focus()")
+    before, picture = shown.ask("[page.power, byId('map').toDataURL()]")
+    shown.press("ArrowRight")
+    after, moved = shown.ask("[page.power, byId('map').toDataURL()]")
+    assert after == before + 1
+    assert moved != picture
+    shown.press("Home")
+    assert shown.ask("page.power === page.sites.scales.low")
+    assert shown.ask("byId('scale').getAttribute('aria-valuetext') === byId('scale-value').textContent")
+
+
+def test_sites_are_found_by_module_op_and_line(shown: Tab, tmp_path: Path) -> None:
+    record = golden_record(RANGES)
+    open_page(shown, record, tmp_path)
+    module = record.sites[0].module
+    expected = sum(module in site.module for site in record.sites)
+    shown.ask(
+        f"(() => {{ byId('find').value = {json.dumps(module)}; byId('find').dispatchEvent(new Event('input')); }})()"
+    )
+    shown.wait_for(f"byId('found').textContent.startsWith('{expected} of {len(record.sites)} sites')")
+    rows = shown.ask("[...document.querySelectorAll('#sites .row')].map((row) => row.textContent)")
+    assert rows
+    assert all(module in row for row in rows)
+    shown.ask("(() => { byId('find').value = 'no such thing'; byId('find').dispatchEvent(new Event('input')); })()")
+    shown.wait_for("byId('found').textContent.startsWith('0 of ')")
+
+
+def test_only_those_in_danger_are_those_that_are_marked(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, golden_record("ranges_overflow"), tmp_path)
+    shown.click("#only-marked")
+    marked = shown.ask("page.sites.line.filter((_, site) => mark(site)).length")
+    assert marked > 0
+    assert shown.ask("byId('found').textContent").startswith(f"{marked} of ")
+
+
+def test_a_finding_leads_to_its_line(shown: Tab, tmp_path: Path) -> None:
+    record = golden_record("ranges_overflow")
+    source = record.findings[0].source
+    assert source is not None
+    open_page(shown, record, tmp_path)
+    shown.click("#finding-0 a[data-line]")
+    assert shown.ask("document.querySelector('.code .here').dataset.line") == str(source.line)
+    assert source.text.strip() in shown.ask("document.querySelector('.code .here .text').textContent")
+    assert shown.ask("document.querySelector('.code .here').nextElementSibling.textContent").startswith(
+        "forward-overflow"
+    )
+    is_in_sight = """(() => { const row = document.querySelector('.code .here').getBoundingClientRect();
+        const box = byId('code').getBoundingClientRect(); return row.top >= box.top && row.bottom <= box.bottom; })()"""
+    assert shown.ask(is_in_sight)
+
+
+def test_sites_are_walked_and_opened_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+    record = golden_record(RANGES)
+    open_page(shown, record, tmp_path)
+    shown.ask("byId('sites').focus()")
+    for key, chosen in (
+        ("ArrowDown", 0),
+        ("ArrowDown", 1),
+        ("End", len(record.sites) - 1),
+        ("ArrowUp", len(record.sites) - 2),
+    ):
+        shown.press(key)
+        assert shown.ask("page.chosen") == chosen
+        assert shown.ask("byId('sites').getAttribute('aria-activedescendant')") == f"site-{chosen}"
+        assert shown.ask("document.querySelector('#sites [aria-selected=true]').dataset.site") == str(chosen)
+    shown.press("Enter")
+    source = record.sites[-2].source
+    assert source is not None
+    assert shown.ask("document.querySelector('.code .here').dataset.line") == str(source.line)
+
+
+def test_the_map_is_steered_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, golden_record(RANGES), tmp_path)
+    shown.ask("byId('map').focus()")
+    shown.press("ArrowRight")
+    assert shown.ask("page.chosen") == 0
+    assert shown.ask("byId('map-readout').textContent.length") > 20
+    shown.press("+")
+    size = shown.ask("map.to - map.from")
+    assert size < shown.ask("page.sites.line.length")
+    shown.press("0")
+    assert shown.ask("map.to - map.from === page.sites.line.length")
+
+
+def test_the_tree_folds_and_is_searched_by_keyboard(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, golden_record(RANGES), tmp_path)
+    rows = "document.querySelectorAll('#tree tbody tr').length"
+    everything = shown.ask(rows)
+    shown.ask("document.querySelector('#tree tbody tr').focus()")
+    shown.press("ArrowLeft")
+    assert shown.ask(rows) == 1
+    assert shown.ask("document.activeElement.getAttribute('aria-expanded')") == "false"
+    shown.press("ArrowRight")
+    assert shown.ask(rows) == everything
+    shown.press("ArrowDown")
+    assert shown.ask("document.activeElement.dataset.at") == "1"
+    shown.ask("byId('find-module').focus()")
+    for char in "attn":
+        shown.press(char)
+    names = shown.ask("[...document.querySelectorAll('#tree .module')].map((it) => it.textContent)")
+    assert names
+    assert len(names) < everything
+    assert any("attn" in name for name in names)
+
+
+def test_the_pointer_on_the_timeline_tells_values(shown: Tab, tmp_path: Path) -> None:
+    record = golden_record("scan_runaway_scale")
+    open_page(shown, record, tmp_path)
+    shown.ask("document.querySelector('#timeline svg').focus()")
+    shown.press("Home")
+    assert shown.ask("byId('timeline-readout').textContent").startswith(f"step {record.steps[0].step} · loss ")
+    skipped = next(at for at, step in enumerate(record.steps) if step.skipped)
+    for _ in range(skipped):
+        shown.press("ArrowRight")
+    assert "skipped" in shown.ask("byId('timeline-readout').textContent")
+    drawn = shown.ask("document.querySelectorAll('#timeline .skipped').length")
+    assert drawn == sum(step.skipped for step in record.steps)
+
+
+def test_names_of_the_users_world_are_shown_and_not_run(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, hostile(), tmp_path)
+    shown.click("#unfold")
+    for selector in ("#sites", "#tree", "#files button", "#map", "#timeline svg"):
+        shown.click(selector)
+    assert shown.ask("document.title").startswith("ampdbg suggest-fp32")
+    assert shown.ask("document.querySelectorAll('img, iframe, object, main script').length") == 0
+    text = shown.ask("document.body.innerText")
+    assert HOSTILE[1] in text
+    assert "\\x1b[31mred" in text
+    assert "\\u202egnp.exe" in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_its_window_and_can_be_read(scheme: str, width: int, shown: Tab, tmp_path: Path) -> None:
+    shown.see(scheme=scheme)
+    open_page(shown, golden_record("ranges_overflow"), tmp_path, width)
+    assert shown.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert shown.ask(CONTRAST) == []
+    shown.screenshot(tmp_path / "page.png", whole=True)
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+"""The texts that stand out from their ground by less than WCAG's 4.5 : 1."""
+
+
+def test_it_is_printed_light_and_whole(shown: Tab, tmp_path: Path) -> None:
+    shown.see(media="print", scheme="dark")
+    open_page(shown, golden_record("ranges_overflow"), tmp_path)
+    assert shown.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not shown.ask("byId('find').checkVisibility()")
+    assert not shown.ask("document.querySelector('.top').checkVisibility()")
+    assert shown.ask("byId('code').scrollHeight <= byId('code').clientHeight + 2"), "code is cut off"
+    shown.pdf(tmp_path / "page.pdf")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_without_scripts_headline_findings_and_patch_are_there(shown: Tab, tmp_path: Path) -> None:
+    shown.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        shown.call("Page.navigate", url=write_page(golden_record("suggestion"), tmp_path / "page.html").as_uri())
+        time.sleep(0.5)
+        document = shown.call("DOM.getDocument", depth=-1)["root"]
+        text = json.dumps(document, ensure_ascii=False)
+    finally:
+        shown.call("Emulation.setScriptExecutionDisabled", value=False)
+    record = golden_record("suggestion")
+    assert "are drawn by a script, which does not run here" in text
+    assert record.handover is not None
+    assert record.handover.files[0].path in text
+    assert "the patch for" in text
+
+
+def test_a_large_page_can_be_used_at_once(shown: Tab, tmp_path: Path) -> None:
+    """No time is asserted: that all sites and modules are there, and that only what is in sight is in the page."""
+    open_page(shown, large(20_000, 2000), tmp_path)
+    assert shown.ask("byId('found').textContent") == "20,000 of 20,000 sites"
+    assert shown.ask("page.levels.length") > 20_000
+    assert shown.ask("document.querySelectorAll('*').length") < 5000
+    shown.ask("byId('map').focus()")
+    shown.press("End")
+    assert shown.ask("page.chosen") == 19_999
+    assert shown.ask("document.querySelector('#sites [aria-selected=true]').dataset.site") == "19999"
+
+
+def test_a_page_without_sites_or_steps_says_so_by_leaving_them_out(shown: Tab, tmp_path: Path) -> None:
+    open_page(shown, replace(healthy(), steps=(), groups=()), tmp_path)
+    assert shown.ask("document.querySelector('#timeline, #ranges, #modules, #source')") is None

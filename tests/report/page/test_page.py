@@ -1,0 +1,242 @@
+"""The HTML page: what stands in it without its script, what it hands to that, how large it is, what it lets run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+from hypothesis import given, settings
+
+from ampdbg.diagnosis.ranges import module_windows, window
+from ampdbg.escapes import printable
+from ampdbg.record.file import from_json, to_json
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Record
+from ampdbg.report.formats import html as page_format
+from ampdbg.report.formats.html import MOST_BYTES, SCRIPTS
+from tests.report.page.samples import HOSTILE, Parsed, data_of, golden_record, hostile, html, large, unpacked
+from tests.report.pages import rendered
+from tests.report.records import healthy, healthy_step, run, skipped_step
+from tests.report.runs import RUNS
+from tests.strategies import records
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, however it is broken into lines and drawn."""
+    return re.findall(r"[\w.,:/()'-]*\w[\w.,:/()'-]*", text)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_says_what_the_terminal_says(name: str) -> None:
+    record = golden_record(name)
+    shown = " ".join(words(Parsed(html(record)).text))
+    for line in rendered(record, width=400).splitlines():
+        # What the script draws, and what stands in another order.
+        if re.search(
+            r"[┤└│━┃]|^ *(step|skipped|loss inf/NaN)  |ampdbg explain|^  *[\d…]+  |^(Record:|Loss scale$)", line
+        ):
+            continue
+        missing = [word for word in words(line) if word not in shown]
+        assert missing == [], line
+
+
+def test_headline_findings_and_patch_stand_in_the_page_itself() -> None:
+    record = golden_record("suggestion")
+    page = html(record)
+    shown = Parsed(page).text
+    assert record.handover is not None
+    assert all(line in shown for line in record.handover.files[0].diff.splitlines())
+    assert "<noscript>" in page
+    assert "Copy" in shown
+
+
+def test_all_that_may_run_is_its_own_script_and_nothing_may_be_loaded() -> None:
+    page = html(hostile())
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy
+    script, style = (
+        re.findall(r"<script>(.*?)</script>", page, re.DOTALL),
+        re.findall(r"<style>(.*?)</style>", page, re.DOTALL),
+    )
+    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in script + style]
+    assert len(hashes) == 2
+    assert policy[1] == (
+        f"default-src 'none'; script-src '{hashes[0]}'; style-src '{hashes[1]}'; base-uri 'none'; form-action 'none'"
+    )
+    names = {name for name, _ in Parsed(page).attributes}
+    assert not names & {"src", "style", "onload", "onerror", "onclick", "srcset", "action"}
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page), "an address to load from"
+
+
+def test_names_of_the_users_world_are_shown_and_never_markup() -> None:
+    page = html(hostile())
+    parsed, healthy_page = Parsed(page), Parsed(html(healthy()))
+    assert parsed.tags.count("script") == healthy_page.tags.count("script") == 3
+    assert not {"img", "iframe", "object", "embed", "link", "base", "form"} & set(parsed.tags)
+    for text in HOSTILE:
+        assert printable(f"message {text}") in parsed.text
+        assert printable(f"+{text}") in parsed.text
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    assert "49" not in re.findall(r"message (\d+)", parsed.text)
+
+
+def test_data_for_the_script_is_harmless_too() -> None:
+    data = data_of(html(hostile()))
+    texts = json.dumps(data, ensure_ascii=False)
+    assert texts.isprintable()
+    assert {printable(text) for text in HOSTILE} <= set(data["names"])
+
+
+def test_a_patch_that_is_shown_with_escapes_is_not_offered_for_copying() -> None:
+    assert "It has characters that are shown here as escapes" in html(hostile())
+    assert "It has characters that are shown here as escapes" not in html(golden_record("suggestion"))
+
+
+def test_the_sites_carry_the_windows_of_the_record() -> None:
+    record = golden_record("ranges_example")
+    sites = data_of(html(record))["sites"]
+    whole = window(record.sites)
+    assert 2.0 ** sites["window"]["floor"] == whole.floor
+    assert 2.0 ** sites["window"]["ceiling"] == whole.ceiling
+    assert sites["window"]["low"] == record.sites.index(whole.highest_floor) if whole.highest_floor else -1
+    scales = sites["scales"]
+    for at, (over, lost) in enumerate(zip(scales["overflow"], scales["lost"], strict=True)):
+        power = 2.0 ** (scales["low"] + at)
+        assert (over == 0 and lost == 0) == (whole.floor <= power <= whole.ceiling), power
+        gradients = [one for one in record.sites if one.phase == "backward"]
+        assert over == sum(one.scale_ceiling is not None and one.scale_ceiling < power for one in gradients)
+
+
+def test_the_tree_holds_the_windows_of_the_modules() -> None:
+    record = golden_record("ranges_example")
+    data = data_of(html(record))
+    tree = data["modules"]
+    rows = {data["names"][name]: at for at, name in enumerate(tree["name"])}
+    leaves = [one for one in module_windows(record.sites) if not any(f"{one.module}." in name for name in rows)]
+    assert leaves
+    for one in leaves:
+        at = rows[one.module]
+        assert 2.0 ** tree["floor"][at] == (one.floor or 2.0 ** tree["floor"][at]), one.module
+        assert tree["ceiling"][at] == (math.log2(one.ceiling) if math.isfinite(one.ceiling) else 9999)
+    whole = window(record.sites)
+    assert (2.0 ** tree["floor"][0], 2.0 ** tree["ceiling"][0]) == (whole.floor, whole.ceiling)
+
+
+def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
+    record = golden_record("ranges_example")
+    page = html(record)
+    levels, sites = unpacked(page, "levels"), data_of(page)["sites"]
+    start = 0
+    for site, count in zip(record.sites, sites["counts"], strict=True):
+        for level, values in zip(levels[start : start + count], site.exponents, strict=True):
+            share = values / sum(site.exponents)
+            assert (level == 0) == (share == 0)
+            if share > 2**-20:
+                assert 2 ** ((level - 255) / sites["per_bit"]) == pytest.approx(share, rel=0.03)
+        start += count
+    assert start == len(levels)
+
+
+def test_a_page_takes_little_room() -> None:
+    assert len(html(healthy()).encode()) < 200_000
+    assert len(html(golden_record("ranges_example")).encode()) < 200_000
+
+
+def test_twenty_thousand_sites_take_two_megabytes_and_more_are_left_out_with_a_word() -> None:
+    page = html(large(20_000, 2000))
+    assert len(page.encode()) < 2_000_000
+    assert "sites are drawn" not in page
+    record = large(30_000, 5000)
+    page = html(record)
+    assert len(page.encode()) < 2_500_000
+    sites = data_of(page)["sites"]
+    assert f"{len(sites['line']):,} of 30,000 sites are drawn" in page
+    assert "modules are listed" in page
+    assert sites["window"]["low"] >= 0, "a site that bounds the scales is left out"
+    whole = window(record.sites)
+    assert sites["scales"]["overflow"][int(math.log2(whole.ceiling)) + 1 - sites["scales"]["low"]] > 0
+    shown = [at for at, bits in enumerate(sites["bits"]) if bits < 1.0]
+    assert len(shown) == sum(site.headroom_bits < 1.0 for site in record.sites), "what is nearest to the limit is kept"
+
+
+def test_no_record_makes_a_page_that_is_too_large() -> None:
+    long = "x<&\"'" * 20_000
+    finding = replace(hostile().findings[0], message=long, module=long, remedy=long)
+    record = replace(
+        hostile(),
+        findings=(finding,) * 300,
+        trials=(Trial((long,), False, long, long),) * 400,
+        config={long: [long] * 20},
+        error=long,
+    )
+    assert len(html(record).encode()) < MOST_BYTES
+
+
+def test_a_long_run_keeps_its_ends_and_extremes() -> None:
+    steps = [replace(healthy_step(number), loss=1.0 + number % 7) for number in range(30_000)]
+    steps[12_345] = replace(steps[12_345], loss=99.0)
+    steps[20_001] = skipped_step(20_001, 32768.0, ())
+    page = html(run(steps))
+    timeline = data_of(page)["timeline"]
+    assert timeline["shown"] <= 4000
+    assert f"{timeline['shown']:,} of 30,000 steps are drawn" in page
+    assert {0, 12_345, 20_001, 29_999} <= set(timeline["step"])
+    assert max(timeline["series"][0]["values"]) == 99.0
+    assert timeline["series"][0]["words"][timeline["step"].index(12_345)] == "99"
+
+
+def test_infinite_and_missing_numbers_are_words_alone() -> None:
+    steps = [
+        healthy_step(0),
+        replace(skipped_step(1, 32768.0, ()), loss=math.nan),
+        replace(healthy_step(2), grad_norm=None),
+    ]
+    loss, scale, norm = data_of(html(run(steps)))["timeline"]["series"]
+    assert (loss["values"][1], loss["words"][1]) == (None, "NaN")
+    assert (norm["values"][1:], norm["words"][1:]) == ([None, None], ["inf", "-"])
+    assert scale["words"] == ["65,536", "32,768", "65,536"]
+
+
+def test_a_record_of_before_shows_the_lines_that_it_has() -> None:
+    record = replace(golden_record("ranges_example"), listings=())
+    (file,) = data_of(html(record))["files"]
+    known = {(one.source.line, one.source.text) for one in record.sites if one.source}
+    assert {(first, text) for first, texts in file["pieces"] for text in texts} == known
+
+
+def test_a_record_of_version_1_makes_a_page() -> None:
+    old = json.loads(to_json(golden_record("scan_forward_overflow")))
+    old["version"] = 1
+    del old["listings"]
+    assert "forward-overflow" in Parsed(html(from_json(json.dumps(old)))).text
+
+
+def test_all_trials_are_listed() -> None:
+    record = replace(golden_record("bisect_example"))
+    trials = tuple(Trial((f"layer{number}",), False, "the loss is NaN") for number in range(90))
+    text = Parsed(html(replace(record, trials=trials))).text
+    assert all(f"layer{number}" in text for number in range(90))
+
+
+def test_the_same_record_makes_the_same_page() -> None:
+    assert html(large(200, 20)) == html(large(200, 20))
+
+
+def test_what_the_page_is_made_of_comes_with_the_package() -> None:
+    for name in (*SCRIPTS, "page.html", "parts.html", "page.css"):
+        assert files(page_format).joinpath(name).is_file(), name
+
+
+@given(records())
+@settings(max_examples=60)
+def test_any_record_makes_a_page(record: Record) -> None:
+    page = html(record)
+    data_of(page)
+    assert page.startswith("<!doctype html>\n<!-- A report of ampdbg ")
