@@ -17,7 +17,7 @@ from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import bisect, compare, cost, doctor, explain, ranges, report, run, scan, suggest_fp32
+from . import bisect, compare, cost, doctor, explain, init, ranges, report, run, scan, schema, suggest_fp32
 from .failure import guarded
 from .output import end_streams, say, write_result
 
@@ -31,6 +31,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare.command,
     "report": report.command,
     "explain": explain.command,
+    "init": init.command,
+    "schema": schema.command,
     "doctor": doctor.command,
 }
 
@@ -57,7 +59,6 @@ def _build() -> typer.Typer:
     app = typer.Typer(
         name="ampdbg",
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode=None,  # rich help would cost 80 ms of import
         pretty_exceptions_enable=False,  # guarded() shows what is to be shown
         context_settings={"help_option_names": ["--help", "-h"]},

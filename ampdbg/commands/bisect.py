@@ -34,7 +34,8 @@ def command(
     """
     with results_only() as stdout:
         with progress.shown(run.quiet, max_trials) as observer:
-            given = read_given(config, module, **run.changes)  # imports the module, which may change the folder
+            taken = config if module is not None else options.default_config(config)
+            given = read_given(taken, module, **run.changes)  # imports the module, which may change the folder
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, run=run)
     return exit_code(searched)

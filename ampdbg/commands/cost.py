@@ -26,7 +26,7 @@ def _checked_size(value: str | None) -> str | None:
 
 @options.with_run_options
 def command(
-    config: options.ConfigFile,
+    config: options.OptionalConfig = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -46,7 +46,7 @@ def command(
     bfloat16: which of them train as FP32 does, the memory of a step, its FLOPs by dtype, and on a GPU its time.
     """
     with results_only() as stdout:
-        given = read_given(config, **run.changes)
+        given = read_given(options.config_or_default(config), **run.changes)
         with progress.shown(run.quiet) as observer:
             compared = api.cost(given, memory=memory, observer=observer)
         show(compared, given, stdout, run=run)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import explanation, explanation_page, explanations, listing_page
 from ampdbg.report.view import Look
 
@@ -20,9 +21,17 @@ TEXT_WIDTH = 80
 """Prose in longer lines is hard to read, however wide the terminal is."""
 
 
+def _codes(begun: str) -> list[str]:
+    """For the shell's completion."""
+    return [code for code in CODES if code.startswith(begun)]
+
+
 def command(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="A finding's code; without it, all codes are listed.")
+        str | None,
+        typer.Argument(
+            metavar="CODE", autocompletion=_codes, help="A finding's code; without it, all codes are listed."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     debug: options.Debug = False,

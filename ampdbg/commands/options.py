@@ -94,8 +94,10 @@ def check_page(path: Path | None, **others: Path | None) -> None:
         check_place("--html", path, "html", **others)
 
 
-CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again."
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
+CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run again; by default ampdbg.yaml."
+DEFAULT_CONFIG = Path("ampdbg.yaml")
+"""What ``ampdbg init`` writes."""
+
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
@@ -115,6 +117,26 @@ HtmlFile = Annotated[
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show all that was found out, not the story alone.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+
+
+def default_config(config: Path | None) -> Path | None:
+    """What was typed, else the config of this folder, if there is one."""
+    return DEFAULT_CONFIG if config is None and DEFAULT_CONFIG.is_file() else config
+
+
+def config_or_default(config: Path | None) -> Path:
+    """What was typed, else the config of this folder.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    found = default_config(config)
+    if found is None:
+        raise ConfigError(
+            "Missing argument 'CONFIG', and no ampdbg.yaml is here; ampdbg init writes one to start from, and "
+            "ampdbg run SCRIPT needs none"
+        )
+    return found
 
 
 @dataclass(frozen=True)

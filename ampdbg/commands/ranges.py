@@ -18,7 +18,7 @@ from .scan import exit_code
 
 @options.with_run_options
 def command(
-    config: options.ConfigFile,
+    config: options.OptionalConfig = None,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Measure the N-th step, trained up to it.")
     ] = 1,
@@ -35,7 +35,9 @@ def command(
     """
     with results_only() as stdout:
         # The first step, the default, is no reason for a scan of one step.
-        given = read_given(config, **replace(run, steps=steps if steps > 1 else None).changes)
+        given = read_given(
+            options.config_or_default(config), **replace(run, steps=steps if steps > 1 else None).changes
+        )
         with progress.shown(run.quiet) as observer:
             measured = api.ranges(given, observer=observer)
         show(measured, given, stdout, run=run, order=order, top=top)

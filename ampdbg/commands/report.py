@@ -32,12 +32,24 @@ def _known(name: str) -> str:
     return name
 
 
+def _formats(begun: str) -> list[str]:
+    """For the shell's completion."""
+    return [name for name in FORMATS if name.startswith(begun)]
+
+
 def command(
     record: Annotated[
         Path | None, typer.Argument(metavar="[RECORD]", help="A record file; by default .ampdbg/latest.json.")
     ] = None,
     format: Annotated[  # noqa: A002
-        str, typer.Option("--format", metavar="|".join(FORMATS), callback=_known, help="What to render it as.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="|".join(FORMATS),
+            callback=_known,
+            autocompletion=_formats,
+            help="What to render it as.",
+        ),
     ] = "text",
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", dir_okay=False, help="Write it here, not to stdout.")

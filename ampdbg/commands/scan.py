@@ -21,7 +21,7 @@ SEVERITIES: dict[FailOn, set[str]] = {"error": {"error"}, "warning": {"error", "
 
 @options.with_run_options
 def command(
-    config: options.ConfigFile,
+    config: options.OptionalConfig = None,
     replays: Annotated[
         int,
         typer.Option(
@@ -39,7 +39,7 @@ def command(
     Runs the workload of CONFIG under autocast and GradScaler and watches every step.
     """
     with results_only() as stdout:
-        given = read_given(config, **run.changes)
+        given = read_given(options.config_or_default(config), **run.changes)
         with progress.shown(run.quiet) as observer:
             scanned = api.scan(given, replays=replays, observer=observer)
         show(scanned, given, stdout, run=run)

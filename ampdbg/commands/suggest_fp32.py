@@ -14,7 +14,7 @@ from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError, PatchError
 from ampdbg.files import replace_file
 from ampdbg.given import Given, read_given
-from ampdbg.record.file import latest_record, to_json
+from ampdbg.record.file import LATEST, latest_record, to_json
 from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
 
@@ -50,7 +50,7 @@ def command(
         options.check_place("--output", output, format_, config=config, record=run.record)
         _check_writable(output)
     with results_only() as stdout:
-        given = read_given(latest_record() if config is None else config, **run.changes)
+        given = read_given(_given_or_latest(config), **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:
@@ -89,6 +89,11 @@ def command(
         if failure is not None:
             raise failure
     return EXIT_HEALTHY if text is not None else bisect.exit_code(found)
+
+
+def _given_or_latest(config: Path | None) -> Path:
+    """Where nothing was run here yet, the config of this folder is."""
+    return config or (options.default_config(None) if not LATEST.exists() else None) or latest_record()
 
 
 def _check(format_: Form, module: Path | None, *, apply: bool) -> None:

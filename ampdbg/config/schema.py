@@ -79,6 +79,21 @@ def _one_or_several(value: object) -> object:
     return value if value is None or isinstance(value, (list, tuple)) else (value,)
 
 
+class _Also:
+    """For the JSON schema: what a check of ours takes beside the type itself, such as nothing below a key."""
+
+    def __init__(self, *others: dict[str, Any]) -> None:
+        self._others = others
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        """The type's own schema, or one of the others."""
+        shown = handler(core)
+        about = {key: shown.pop(key) for key in ("description", "default") if key in shown}
+        return {"anyOf": [shown, *self._others], **about}
+
+
+NOTHING = _Also({"type": "null"})
+
 Number = Annotated[float, BeforeValidator(_not_boolean)]
 Count = Annotated[
     int, BeforeValidator(_not_boolean), Field(ge=1, lt=2**63, description="a whole number of at least 1, below 2**63")
@@ -91,10 +106,12 @@ Scale = Annotated[
 SAVED = "the path of a .pt or .safetensors file, relative to the config"
 SavedFile = Annotated[Path, AfterValidator(_saved_file), PlainSerializer(Path.as_posix)]
 SavedFiles = Annotated[
-    Annotated[tuple[SavedFile, ...], BeforeValidator(_one_or_several)] | None,
+    Annotated[tuple[SavedFile, ...], BeforeValidator(_one_or_several), _Also({"type": "string"})] | None,
     Field(description=f"{SAVED}, or a list of them"),
 ]
 Flag = Annotated[bool | None, Field(strict=True, description="true, false, or null for the level's default")]
+
+
 Empty = BeforeValidator(_empty_section)
 
 
@@ -106,7 +123,7 @@ class TargetSpec(_Section):
     """Something of the user's: where it is defined, and the keyword arguments it is called with."""
 
     target: Annotated[str, AfterValidator(_target), Field(description=TARGET_FORMS)]
-    args: Annotated[dict[str, Any], Empty, Field(description="a mapping of argument names to values")] = {}
+    args: Annotated[dict[str, Any], Empty, NOTHING, Field(description="a mapping of argument names to values")] = {}
 
 
 class OptimizerSpec(TargetSpec):
@@ -157,6 +174,7 @@ class Precision(_Section):
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
         Discriminator(_scale_kind),
+        NOTHING,
         Field(
             description="a positive number that float32 can hold (a static scale), or a mapping of "
             "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)"
@@ -166,6 +184,7 @@ class Precision(_Section):
         tuple[Annotated[str, Field(min_length=1)], ...],
         BeforeValidator(_not_text),
         BeforeValidator(lambda value: () if value is None else value),
+        NOTHING,
         Field(description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone"),
     ] = ()
     keep_norms_fp32: Flag = None
@@ -230,7 +249,7 @@ class ConfigFile(_Section):
     ]
     loss: TargetSpec | None = None
     step: TargetSpec | None = None
-    optimizer: Annotated[OptimizerSpec, Empty] = OptimizerSpec()
+    optimizer: Annotated[OptimizerSpec, Empty, NOTHING] = OptimizerSpec()
     checkpoint: Annotated[
         Annotated[
             Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
@@ -240,8 +259,8 @@ class ConfigFile(_Section):
         Field(description=f"{SAVED}, or a mapping of {', '.join(CheckpointFiles.model_fields)} to such paths"),
     ] = None
     scheduler: TargetSpec | None = None
-    precision: Annotated[Precision, Empty] = Precision()
-    train: Annotated[Train, Empty] = Train()
+    precision: Annotated[Precision, Empty, NOTHING] = Precision()
+    train: Annotated[Train, Empty, NOTHING] = Train()
 
 
 class Config(ConfigFile):

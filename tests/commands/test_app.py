@@ -69,7 +69,7 @@ WRONG = {
         ("scan", "a.yaml", "--\u202ename\x1b[2J"),
         r"No such option: --\u202ename\x1b[2J",
     ),
-    "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'?"),
+    "an unknown command": (("scam", "a.yaml"), "Did you mean 'scan'"),
 }
 
 

@@ -1,0 +1,33 @@
+"""``ampdbg init``: a commented config and a workload to start from."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ampdbg.errors import EXIT_HEALTHY
+
+from . import options
+from .output import write_result
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to, by default here.")] = Path(),
+    debug: options.Debug = False,
+) -> int:
+    """Write a config and a workload to start from.
+
+    ampdbg.yaml, with a comment for each key, and workload.py, a small model with its data. They run as they are:
+    ampdbg init && ampdbg scan
+    """
+    from ampdbg.config.starter import write_starter  # `ampdbg --help` need not wait for it
+
+    written = write_starter(folder)
+    there = f"cd {shlex.quote(str(folder))} && " if folder != Path() else ""
+    lines = [*map(str, written), f"Next: {there}ampdbg scan"]
+    write_result("\n".join(lines) + "\n", sys.stdout)
+    return EXIT_HEALTHY

@@ -1,0 +1,23 @@
+"""``ampdbg schema``: the JSON schema of the config, for editors that complete and check YAML by one."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from ampdbg.errors import EXIT_HEALTHY
+
+from . import options
+from .output import write_result
+
+
+def command(debug: options.Debug = False) -> int:
+    """Print the config's JSON schema.
+
+    For editors: ampdbg schema > ampdbg.schema.json, and as the first line of the config
+    # yaml-language-server: $schema=ampdbg.schema.json
+    """
+    from ampdbg.config.json_schema import json_schema  # pydantic, which `ampdbg --help` need not wait for
+
+    write_result(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", sys.stdout)
+    return EXIT_HEALTHY

@@ -1,0 +1,36 @@
+"""A config and a workload to start from, as ``ampdbg init`` writes them: they run as they are."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from ampdbg.errors import ConfigError
+
+CONFIG = Path("ampdbg.yaml")
+"""What commands take that are given no config."""
+
+FILES = {CONFIG.name: "ampdbg.yaml", "workload.py": "workload.py.txt"}
+"""What is written, and the file of this package that holds it: no code of ampdbg's."""
+
+
+def write_starter(folder: Path) -> list[Path]:
+    """Writes the files into ``folder``, which is made where it is missing, and nothing over what is there.
+
+    Raises:
+        ConfigError: one of them is there, or cannot be written.
+    """
+    there = [str(folder / name) for name in FILES if (folder / name).exists()]
+    if there:
+        is_there = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
+        raise ConfigError(f"{is_there}; ampdbg init writes over nothing: name another folder, ampdbg init FOLDER")
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in FILES.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
+            written.append(folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    return written

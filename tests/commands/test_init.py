@@ -1,0 +1,116 @@
+"""``ampdbg init``, ``schema`` and completion: what helps before the first run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampdbg.config.file import load_config
+from ampdbg.config.json_schema import json_schema
+from ampdbg.config.schema import ConfigFile
+from ampdbg.config.yaml_document import read_yaml
+from tests.commands.program import ROOT, Here, environment, start
+
+STARTER = ROOT / "ampdbg" / "config" / "starter"
+
+
+def test_init_and_scan_in_an_empty_folder_end_well(tmp_path: Path) -> None:
+    made = start(tmp_path, "init")
+    assert (made.code, made.stderr) == (0, "")
+    assert made.stdout == "ampdbg.yaml\nworkload.py\nNext: ampdbg scan\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ampdbg.yaml", "workload.py"]
+    scanned = start(tmp_path, "scan", "--quiet")
+    assert (scanned.code, scanned.stderr) == (0, "")
+    assert scanned.stdout.startswith("✓ Healthy: ")
+    assert scanned.stdout.endswith("  ampdbg scan ampdbg.yaml --steps 200\n")
+
+
+def test_every_command_that_runs_a_workload_takes_the_config_of_the_folder(tmp_path: Path) -> None:
+    start(tmp_path, "init")
+    for verb in ("ranges", "bisect", "suggest-fp32"):
+        result = start(tmp_path, verb, "--quiet", "--steps", "1", "--set", "model.args.width=8", "--record", "r.json")
+        assert result.code == 0, result
+    assert "Missing argument 'CONFIG'" in start(tmp_path / "..", "scan").stderr
+
+
+def test_into_another_folder_which_is_made(here: Here) -> None:
+    result = here("init", "a new one")
+    assert result.stdout.splitlines()[-1] == "Next: cd 'a new one' && ampdbg scan"
+    assert Path("a new one/ampdbg.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", ["ampdbg.yaml", "workload.py"])
+def test_nothing_is_written_over(name: str, here: Here) -> None:
+    Path(name).write_text("mine", encoding="utf-8")
+    result = here("init")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {name} is there already; ampdbg init writes over nothing")
+    assert [path.name for path in here.folder.iterdir()] == [name]
+    assert Path(name).read_text(encoding="utf-8") == "mine"
+
+
+def test_a_folder_that_cannot_be_made_is_named(here: Here) -> None:
+    Path("file").touch()
+    assert here("init", "file/below").stderr.startswith("error: file/below: cannot be written: ")
+
+
+def test_the_keys_behind_a_hash_show_their_defaults(here: Here) -> None:
+    here("init")
+    given = Path("ampdbg.yaml").read_text(encoding="utf-8")
+    uncommented = re.sub(r"^# ( *(?:\w+): .*)$", r"\1", given, flags=re.MULTILINE)
+    lines = [line for line in uncommented.splitlines() if not re.match(r"#|checkpoint:", line)]
+    data = read_yaml("\n".join(lines)).data
+    assert isinstance(data, dict)
+    defaults = ConfigFile.model_construct().model_dump(mode="json")
+    loss_scale = data["precision"].pop("loss_scale")
+    assert defaults["precision"].items() >= data["precision"].items()
+    assert defaults["precision"]["loss_scale"].items() >= loss_scale.items()
+    assert defaults["train"].items() >= {**data["train"], "steps": 50}.items()
+    assert set(data["train"]) == set(defaults["train"])
+    assert set(ConfigFile.model_fields) - {"scheduler"} == {
+        *data,
+        *re.findall(r"^# (\w+):", given, flags=re.MULTILINE),
+    } & set(ConfigFile.model_fields)
+    assert "#   target: torch.optim:AdamW" in given
+    assert load_config(Path("ampdbg.yaml")).train.steps == 20
+
+
+def test_the_workload_is_code_as_this_project_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "workload.py").write_bytes((STARTER / "workload.py.txt").read_bytes())
+    for check in (("check",), ("format", "--check")):
+        command = [sys.executable, "-m", "ruff", *check, "--isolated", "--line-length=120", "workload.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_schema_is_printed(here: Here) -> None:
+    result = here("schema")
+    assert (result.code, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == json_schema()
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ampdbg sc", {"scan", "schema"}),
+        ("ampdbg explain forward", {"forward-overflow"}),
+        ("ampdbg report --format m", {"markdown"}),
+        ("ampdbg scan --fail-on w", {"warning"}),
+    ],
+)
+def test_a_shell_completes_what_is_typed(typed: str, offered: set[str], tmp_path: Path) -> None:
+    words = {"_AMPDBG_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-c", "from ampdbg.commands.app import main; main()"],
+        cwd=tmp_path,
+        env=environment(**words),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert set(done.stdout.split()) == offered, done.stderr
