@@ -17,7 +17,7 @@ from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import bisect, compare, cost, doctor, explain, init, ranges, report, run, scan, schema, suggest_fp32
+from . import bisect, compare, cost, doctor, explain, init, lint, ranges, report, run, scan, schema, suggest_fp32
 from .failure import guarded
 from .output import end_streams, say, write_result
 
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "cost": cost.command,
     "run": run.command,
     "compare": compare.command,
+    "lint": lint.command,
     "report": report.command,
     "explain": explain.command,
     "init": init.command,

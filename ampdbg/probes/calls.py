@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
-from ampdbg.probes.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.probes.source_lines import innermost_line, source_of
 from ampdbg.probes.tensors import HALVES
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal

@@ -11,8 +11,8 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
+from ampdbg.call_order import Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
-from ampdbg.probes.call_order import Call, CallOrder, Hit
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
 from ampdbg.source.ownership import line_of_error

@@ -9,6 +9,7 @@ from ampdbg.record.findings import Phase, Severity
 
 CALLS = "Misuse: calls in the wrong order"
 SETUP = "Misuse: autocast and scaler set up wrongly"
+OLD = "Old spellings of mixed precision, found by ampdbg lint"
 
 
 def _misuse(
@@ -150,5 +151,59 @@ MISUSES = (
         "forward",
         "binary_cross_entropy on probabilities is unsafe in float16, and autocast refuses it",
         "return logits and use torch.nn.BCEWithLogitsLoss, which is safe under autocast",
+    ),
+    _misuse(
+        "misuse-autocast-float32",
+        SETUP,
+        "forward",
+        "autocast(dtype=torch.float32) is no FP32 region: on CUDA it lets half tensors in as they are",
+        "leave autocast with enabled=False, and cast what the block reads with .float()",
+        "warning",
+    ),
+    _misuse(
+        "misuse-autocast-device",
+        SETUP,
+        "forward",
+        "autocast is for another device than the tensors', and lowers none of their ops",
+        "give autocast the device type of the tensors: torch.autocast(device_type=x.device.type)",
+    ),
+    _misuse(
+        "misuse-autocast-decorator",
+        SETUP,
+        "forward",
+        "autocast decorates in a way that does not run the forward pass under it",
+        'decorate the function with a call: @torch.autocast("cuda")',
+    ),
+    _misuse(
+        "misuse-unsaved-scaler",
+        SETUP,
+        "optimizer",
+        "the checkpoint leaves the scaler's state out: a resumed run begins at the first scale again",
+        "save scaler.state_dict() beside the optimizer's, and load it with scaler.load_state_dict()",
+        "warning",
+    ),
+    _misuse(
+        "deprecated-amp",
+        OLD,
+        "forward",
+        "torch.cuda.amp is deprecated since torch 2.4",
+        'use torch.amp, and name the device: torch.amp.autocast("cuda"), torch.amp.GradScaler("cuda")',
+        "warning",
+    ),
+    _misuse(
+        "apex-amp",
+        OLD,
+        "forward",
+        "apex.amp is no longer maintained, and patches torch's functions; torch.amp has taken its place",
+        "torch.autocast around the forward pass and the loss, torch.amp.GradScaler around backward and step",
+        "warning",
+    ),
+    _misuse(
+        "apex-class",
+        OLD,
+        "forward",
+        "torch has a class of its own that does the same",
+        "use torch's class",
+        "warning",
     ),
 )

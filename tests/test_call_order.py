@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ampdbg.probes.call_order import Call, CallOrder, Hit
+from ampdbg.call_order import Call, CallOrder, Hit
 from ampdbg.probes.torch_errors import misuse_of_refusal
 
 SCALED = Call("backward", optimizers=(0,), actor=1)

@@ -1,0 +1,91 @@
+"""Edits of a document: a statement put beside another, taken out, moved out of its block."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+
+from ampdbg.lint.document import Document
+from ampdbg.lint.rule import Edit
+
+
+def replaced(document: Document, node: ast.AST, new: str) -> Edit:
+    """A node with another text."""
+    span = document.span(node)
+    return Edit(span.start, span.end, new)
+
+
+def above(document: Document, statement: ast.stmt, *lines: str) -> Edit:
+    """Lines put above a statement, as far in as it is."""
+    at, indent = document.lines(statement).start, document.indent(statement)
+    return Edit(at, at, "".join(f"{indent}{line}{document.newline}" for line in lines))
+
+
+def below(document: Document, statement: ast.stmt, *lines: str) -> Edit:
+    """Lines put below a statement, as far in as it is."""
+    at, indent = document.lines(statement).end, document.indent(statement)
+    text = "".join(f"{indent}{line}{document.newline}" for line in lines)
+    is_last = not document.text[:at].endswith(("\n", "\r"))
+    return Edit(at, at, f"{document.newline}{text.rstrip()}" if is_last else text)
+
+
+def removed(document: Document, statement: ast.stmt) -> Edit:
+    """A statement taken out with its lines; where its block holds nothing else, ``pass`` stands there."""
+    if len(document.block(statement)) == 1:
+        return replaced(document, statement, "pass")
+    span = document.lines(statement)
+    return Edit(span.start, span.end, "")
+
+
+def is_movable(document: Document, statements: Sequence[ast.stmt]) -> bool:
+    """Whether statements can be moved in or out: each on its own lines, no text in them that goes over lines."""
+    strings = (node for one in statements for node in ast.walk(one) if isinstance(node, (ast.Constant, ast.JoinedStr)))
+    return all(map(document.has_own_lines, statements)) and not any(
+        node.lineno != node.end_lineno and ("'''" in document.source(node) or '"""' in document.source(node))
+        for node in strings
+    )
+
+
+def indented(document: Document, statements: Sequence[ast.stmt], head: str, unit: str) -> list[Edit]:
+    """Neighbouring statements put under ``head``, a line that ends with a colon; ``unit`` is one step of indenting."""
+    first, last = statements[0], statements[-1]
+    span = document.lines(first).start, document.lines(last).end
+    at = document.lines(first).start
+    edits = [Edit(at, at, f"{document.indent(first)}{head}{document.newline}")]
+    edits += (Edit(start, start, unit) for start in _line_starts(document, *span))
+    return _merged(edits)
+
+
+def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> list[Edit]:
+    """Neighbouring statements moved out by ``by``, with the comments between them."""
+    span = document.lines(statements[0]).start, document.lines(statements[-1]).end
+    return [
+        Edit(start, start + len(by), "")
+        for start in _line_starts(document, *span)
+        if document.text.startswith(by, start)
+    ]
+
+
+def _line_starts(document: Document, start: int, end: int) -> list[int]:
+    """Where the lines of a piece of text begin, the blank ones left out."""
+    return [start + found.start() for found in re.finditer(r"(?m)^(?=[^\r\n])[^\r\n]*\S", document.text[start:end])]
+
+
+def _merged(edits: Sequence[Edit]) -> list[Edit]:
+    """What is put at one place, as one edit."""
+    by_place: dict[tuple[int, int], str] = {}
+    for edit in edits:
+        by_place[edit.start, edit.end] = by_place.get((edit.start, edit.end), "") + edit.new
+    return [Edit(start, end, new) for (start, end), new in by_place.items()]
+
+
+def indent_unit(document: Document, inner: ast.stmt, outer: ast.stmt) -> str:
+    """How much further in one statement is than the one around it."""
+    return document.indent(inner)[len(document.indent(outer)) :]
+
+
+def usual_indent(document: Document) -> str:
+    """One step of indenting, as the file has it."""
+    found = re.search(r"(?m)^([ \t]+)\S", document.text)
+    return "\t" if found and found[1].startswith("\t") else "    "

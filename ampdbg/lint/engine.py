@@ -1,0 +1,227 @@
+"""Files linted, on every core: which are looked at, what the rules find in each, and what a fix makes of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from ampdbg.lint.document import Document
+from ampdbg.lint.facts import USES_HALF, Facts
+from ampdbg.lint.fixes import fixed
+from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rules import RULES
+from ampdbg.lint.settings import Settings
+from ampdbg.lint.sources import SourcePath, SourceText, UnreadableSource, content_of, files_below, read_bytes, source_of
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Severity
+
+ENOUGH_FOR_PROCESSES = 64
+"""Fewer files are done before other processes have started."""
+
+_IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """One finding at one place: lines and columns count from 1, ``cell`` is a notebook's, 0 in a file."""
+
+    code: str
+    severity: Severity
+    message: str
+    remedy: str
+    path: str
+    line: int
+    column: int
+    text: str
+    fixable: bool
+    cell: int = 0
+
+
+@dataclass(frozen=True)
+class LintedFile:
+    """What is known of one file; ``in_half_only`` are findings if the project trains in half.
+
+    ``problem`` says why the file could not be looked at, or fixed. ``after`` is its content with the fixes, where that
+    was asked for and is another.
+    """
+
+    path: str
+    root: str = ""
+    findings: tuple[LintFinding, ...] = ()
+    in_half_only: tuple[LintFinding, ...] = ()
+    uses_half: bool = False
+    problem: str = ""
+    before: bytes = b""
+    after: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Linted:
+    """What a run found; ``files`` is how many were looked at, ``in_half`` those of a project that trains in half."""
+
+    findings: tuple[LintFinding, ...]
+    files: int
+    problems: tuple[LintedFile, ...]
+    in_half: frozenset[str] = frozenset()
+
+
+def lint(paths: Sequence[str], settings: Settings) -> Linted:
+    """Lints files and folders.
+
+    Raises:
+        AmpdbgError: there is nothing at one of the paths.
+    """
+    files = _each(list(files_below(paths, settings.exclude)), partial(lint_file, settings=settings))
+    roots = {file.root for file in files if file.uses_half}
+    found = [
+        finding
+        for file in files
+        for finding in sorted(
+            (*file.findings, *(file.in_half_only if file.root in roots else ())),
+            key=lambda one: (one.cell, one.line, one.column),
+        )
+    ]
+    in_half = frozenset(file.path for file in files if file.root in roots)
+    return Linted(tuple(found), len(files), tuple(file for file in files if file.problem), in_half)
+
+
+def fix(linted: Linted, settings: Settings) -> list[LintedFile]:
+    """The files that have something to be fixed, each with its content after it."""
+    paths = dict.fromkeys(finding.path for finding in linted.findings if finding.fixable)
+    return [fixed_file(path, settings, in_half=path in linted.in_half) for path in paths]
+
+
+def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[LintedFile]:
+    """In order, and by several processes where that is quicker."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if len(found) < ENOUGH_FOR_PROCESSES or count < 2:
+        return [work(one) for one in found]
+    with ProcessPoolExecutor(count, multiprocessing.get_context()) as pool:
+        return list(pool.map(work, found, chunksize=16))
+
+
+def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
+    """Lints one file; whatever is wrong with it is its ``problem``."""
+    if found.problem:
+        return LintedFile(found.path, found.root, problem=found.problem)
+    try:
+        content = read_bytes(found.path)
+        uses_half = USES_HALF.search(content) is not None
+        rules = wanted_rules(content, settings)
+        if not rules:
+            return LintedFile(found.path, found.root, uses_half=uses_half)
+        source = source_of(found.path, content)
+        told = list(findings_of(found.path, source, rules, settings))
+    except UnreadableSource as error:
+        return LintedFile(found.path, found.root, problem=str(error))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return LintedFile(found.path, found.root, problem=_unparsable(error))
+    sure = tuple(finding for finding, only in told if not only)
+    return LintedFile(found.path, found.root, sure, tuple(one for one, only in told if only), uses_half)
+
+
+def _unparsable(error: Exception) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno} does not parse: {error.msg}"
+    why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return f"does not parse: {why}"
+
+
+def wanted_rules(content: bytes, settings: Settings) -> tuple[Rule, ...]:
+    """The rules that a file may break, as its bytes tell."""
+    return tuple(
+        rule
+        for rule, mentions, pattern in _mentions()
+        if all(any(word in content for word in words) for words in mentions)
+        and (pattern is None or pattern.search(content))
+        and any(map(settings.wants, rule.codes))
+        and not (rule.since and settings.torch and settings.torch < rule.since)
+    )
+
+
+_Mentions = tuple[Rule, tuple[tuple[bytes, ...], ...], re.Pattern[bytes] | None]
+
+
+@cache
+def _mentions() -> tuple[_Mentions, ...]:
+    return tuple(
+        (
+            rule,
+            tuple(tuple(word.encode() for word in words.split("|")) for words in rule.mentions),
+            re.compile(rule.pattern.encode()) if rule.pattern else None,
+        )
+        for rule in RULES
+    )
+
+
+def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> list[RuleHit]:
+    """What the rules find in a document and no comment ignores; a fix that would cure what is ignored too is none."""
+    facts = Facts(document)
+    every = [hit for rule in rules for hit in rule.check(facts)]
+    told = [settings.wants(hit.code) and not is_ignored(document, hit) for hit in every]
+    held_back = {id(hit.fix) for hit, is_told in zip(every, told, strict=True) if not is_told}
+    kept = (hit for hit, is_told in zip(every, told, strict=True) if is_told)
+    return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
+
+
+def is_ignored(document: Document, hit: RuleHit) -> bool:
+    """Whether a line of the hit says ``# ampdbg: ignore``, or names the code there; of a statement its last one too."""
+    statement = document.statement(hit.node)
+    lines = {hit.node.lineno, statement.lineno}  # type: ignore[attr-defined]
+    if not hasattr(statement, "body"):
+        lines.add(statement.end_lineno or statement.lineno)
+    comments = (_IGNORE.search(document.line(number)) for number in lines)
+    return any(found and (found[1] is None or hit.code in re.split(r"[\s,]+", found[1])) for found in comments)
+
+
+def findings_of(
+    path: str, source: SourceText, rules: Sequence[Rule], settings: Settings
+) -> Iterator[tuple[LintFinding, bool]]:
+    """The findings of a text, each with whether it is one only where the project trains in half.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: Python cannot parse it.
+    """
+    document = Document(source.text)
+    for hit in hits_of(document, rules, settings):
+        code = CODES[hit.code]
+        cell, line = source.cell_of(hit.node.lineno)  # type: ignore[attr-defined]
+        yield (
+            LintFinding(
+                code=hit.code,
+                severity="warning" if hit.in_half_only else hit.severity or code.severity,
+                message=hit.message or code.message,
+                remedy=hit.step or code.remedy,
+                path=path,
+                line=line,
+                column=document.column(hit.node),
+                text=document.line(hit.node.lineno).strip(),  # type: ignore[attr-defined]
+                fixable=hit.fix is not None,
+                cell=cell,
+            ),
+            hit.in_half_only,
+        )
+
+
+def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
+    """A file with its fixes made."""
+    try:
+        content = read_bytes(path)
+        source = source_of(path, content)
+        rules = wanted_rules(content, settings)
+
+        def fixable(document: Document) -> list[RuleHit]:
+            return [hit for hit in hits_of(document, rules, settings) if in_half or not hit.in_half_only]
+
+        text = fixed(source.text, fixable)
+        after = content_of(source, text) if text != source.text else content
+    except UnreadableSource as error:
+        return LintedFile(path, problem=str(error))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return LintedFile(path, problem=_unparsable(error))
+    return LintedFile(path, before=content, after=after if after != content else None)

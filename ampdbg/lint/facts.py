@@ -1,0 +1,265 @@
+"""What a file's objects are, as far as its lines tell: its scalers, optimizers, schedulers and autocast regions."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ampdbg.lint.document import (
+    FUNCTIONS,
+    Document,
+    argument,
+    constant,
+    is_none,
+    method,
+    number,
+    takes_stars,
+)
+
+AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
+SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")
+CLIPS = tuple(f"torch.nn.utils.{name}" for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm"))
+HOMES_OF_CLIPS = "torch.nn.utils.clip_grad."
+_SCHEDULERS = re.compile(r"torch\.optim\.lr_scheduler\.|(transformers|diffusers)\.(\w+\.)*get_(\w+_)?sched")
+_OPTIMIZERS = re.compile(
+    r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)?[A-Z]\w+$|apex\.optimizers\.(Fused|Distributed)\w+$"
+    r"|(transformers|torch_optimizer|timm\.optim|bitsandbytes\.optim|lion_pytorch)\.(\w+\.)*[A-Z]\w+$"
+)
+_DTYPES = {"torch.float16": "float16", "torch.half": "float16", "torch.bfloat16": "bfloat16"} | {
+    "torch.float32": "float32",
+    "torch.float": "float32",
+}
+HALF = ("float16",)
+
+USES_HALF = re.compile(rb"autocast|GradScaler|\.half\(\)|\bfp16\b|float16|from apex|import apex|mixed_precision")
+"""What the files of a project hold that trains in half, or may."""
+
+
+@dataclass(frozen=True)
+class AutocastUse:
+    """One use of autocast: ``device``, ``dtype`` and ``enabled`` are None where they cannot be read."""
+
+    call: ast.Call
+    device: str | None
+    dtype: str | None
+    enabled: bool | None
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it lowers to float16, for all that is known."""
+        return self.dtype == "float16" and self.enabled is not False
+
+
+Kind = Literal["scaler", "optimizer", "scheduler"]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What is known of a document, each fact computed once."""
+
+    document: Document
+    _kinds: dict[tuple[Kind, object], bool] = field(default_factory=dict)
+
+    # Objects
+
+    def is_scaler(self, node: ast.AST) -> bool:
+        """Whether an expression is a GradScaler: made as one, or used as one (``s.scale(loss).backward()``)."""
+        return self._is("scaler", node)
+
+    def is_optimizer(self, node: ast.AST) -> bool:
+        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler as one."""
+        return self._is("optimizer", node)
+
+    def is_scheduler(self, node: ast.AST) -> bool:
+        """Whether an expression is a learning-rate scheduler."""
+        return self._is("scheduler", node)
+
+    def _is(self, kind: Kind, node: ast.AST) -> bool:
+        if not isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            return kind == "scaler" and self.document.call_origin(node) in SCALERS
+        key = (kind, self.document.key(node))
+        if key not in self._kinds:
+            self._kinds[key] = False  # for a name that is assigned itself
+            self._kinds[key] = self._is_used(kind, node) or self._is_made(kind, node)
+        return self._kinds[key]
+
+    def _is_made(self, kind: Kind, node: ast.AST) -> bool:
+        values = self.document.values(node)
+        return bool(values) and all(self._makes(kind, value) for value in values)
+
+    def _makes(self, kind: Kind, value: ast.AST) -> bool:
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            return self._is(kind, value)
+        origin = self.document.call_origin(value)
+        if kind == "scaler":
+            return origin in SCALERS
+        return bool((_OPTIMIZERS if kind == "optimizer" else _SCHEDULERS).match(origin))
+
+    def _is_used(self, kind: Kind, node: ast.AST) -> bool:
+        key = self.document.key(node)
+        if kind == "scaler":
+            return key in self._used_as_scalers
+        return kind == "optimizer" and key in self._used_as_optimizers
+
+    @cached_property
+    def _used_as_scalers(self) -> set[tuple[object, str]]:
+        """``x.scale(loss).backward()``; nothing else of the field has that form."""
+        backward = filter(None, (method(call, "backward") for call in self.document.calls))
+        scaled = filter(None, (method(loss, "scale") for loss in backward))
+        return {self.document.key(one) for one in scaled if isinstance(one, (ast.Name, ast.Attribute))}
+
+    @cached_property
+    def _used_as_optimizers(self) -> set[tuple[object, str]]:
+        handed = (call for call in self.document.calls if method(call, "step", "unscale_") is not None and call.args)
+        return {
+            self.document.key(call.args[0])
+            for call in handed
+            if isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)) and self.is_scaler(call.func.value)  # type: ignore[attr-defined]
+        }
+
+    @cached_property
+    def scalers(self) -> list[ast.Call]:
+        """Every call that makes a GradScaler."""
+        return [call for call in self.document.calls if self.document.call_origin(call) in SCALERS]
+
+    def is_surely_on(self, scaler: ast.Call) -> bool:
+        """Whether a scaler is made without ``enabled``, or with True."""
+        enabled = argument(scaler, "enabled")
+        most = 5 if self.document.call_origin(scaler) == "torch.cuda.amp.GradScaler" else 6
+        return not takes_stars(scaler) and len(scaler.args) < most and (enabled is None or constant(enabled) is True)
+
+    @cached_property
+    def mentions_scaler(self) -> bool:
+        """Whether the file holds anything that may scale a loss: where it does, none is missing for sure."""
+        return re.search(r"(?i)scaler|scale_loss|loss_scale|accelerat|fabric|deepspeed", self.document.text) is not None
+
+    def is_clip(self, call: ast.Call) -> bool:
+        """Whether a call clips gradients by a function of torch's; one whose limit is infinite only measures them."""
+        if self.document.call_origin(call).replace(HOMES_OF_CLIPS, "torch.nn.utils.") not in CLIPS:
+            return False
+        limit = argument(call, "max_norm", 1)
+        is_infinite = limit is not None and ast.unparse(limit) in ("math.inf", "torch.inf", "np.inf", "numpy.inf")
+        return not is_infinite and number(limit) != math.inf
+
+    # AutocastUse
+
+    @cached_property
+    def autocasts(self) -> list[AutocastUse]:
+        """Every call that makes an autocast."""
+        return [made for call in self.document.calls if (made := self.autocast(call)) is not None]
+
+    def autocast(self, node: ast.AST) -> AutocastUse | None:
+        """What an ``autocast(…)`` says of itself; None for any other node."""
+        origin = self.document.call_origin(node)
+        if not isinstance(node, ast.Call) or origin not in AUTOCASTS:
+            return None
+        if takes_stars(node):
+            return AutocastUse(node, None, None, None)
+        own = origin in AUTOCASTS[2:]  # its device is in its name
+        named = argument(node, "device_type", 0)
+        device = origin.split(".")[1] if own else constant(named)
+        dtype, enabled = argument(node, "dtype", 1), argument(node, "enabled", 0 if own else 2)
+        known = device if isinstance(device, str) else None
+        default = {"cuda": "float16", "cpu": "bfloat16"}.get((known or "").partition(":")[0])
+        lowers = default if dtype is None or is_none(dtype) else _DTYPES.get(self.document.origin(dtype))
+        is_on = True if enabled is None else constant(enabled)
+        return AutocastUse(node, known, lowers, is_on if isinstance(is_on, bool) else None)
+
+    def region(self, node: ast.AST) -> AutocastUse | None:
+        """The autocast that a node runs under within its own function, by a ``with`` or a decorator."""
+        below = node
+        for one in self.document.around(node):
+            if isinstance(one, (ast.With, ast.AsyncWith)) and not isinstance(below, ast.withitem):
+                for item in reversed(one.items):
+                    if made := self.autocast_of(item.context_expr):
+                        return made
+            if isinstance(one, FUNCTIONS):
+                decorators = [found for each in one.decorator_list if (found := self.autocast(each))]
+                return decorators[0] if decorators and below not in one.decorator_list else None
+            if isinstance(one, ast.Lambda):
+                return None
+            below = one
+        return None
+
+    def autocast_of(self, manager: ast.expr) -> AutocastUse | None:
+        """The autocast that a ``with`` enters, also by a name that holds one."""
+        if made := self.autocast(manager):
+            return made
+        if isinstance(manager, (ast.Name, ast.Attribute)):
+            values = self.document.values(manager)
+            found = [self.autocast(value) for value in values]
+            return found[0] if len(found) == 1 else None
+        return None
+
+    @cached_property
+    def _lowered(self) -> dict[ast.ClassDef, AutocastUse]:
+        """Classes of the file whose instances are called under float16's autocast, and those that they are made of."""
+        classes = {one.name: one for one in self.document.find(ast.ClassDef)}
+        found: dict[ast.ClassDef, AutocastUse] = {}
+        for call in self.document.calls:
+            region = self.region(call)
+            if region is not None and region.is_half:
+                for made in self._classes_of(call.func, classes):
+                    found.setdefault(made, region)
+        waiting = list(found)
+        while waiting:
+            owner = waiting.pop()
+            for call in (one for one in ast.walk(owner) if isinstance(one, ast.Call)):
+                for part in self._classes_of(call, classes, is_made=True):
+                    if part not in found:
+                        found[part] = found[owner]
+                        waiting.append(part)
+        return found
+
+    def _classes_of(
+        self, node: ast.AST, classes: dict[str, ast.ClassDef], *, is_made: bool = False
+    ) -> Iterator[ast.ClassDef]:
+        """The class of the file that a call makes, or that a variable holds an instance of."""
+        made = [node] if is_made else self.document.values(node) if isinstance(node, (ast.Name, ast.Attribute)) else []
+        for value in made:
+            whole = value
+            while (inner := method(whole, "to", "cuda", "train", "eval", "half", "float")) is not None:
+                whole = inner
+            if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in classes:
+                yield classes[whole.func.id]
+
+    def runs_in_half(self, node: ast.AST) -> bool:
+        """Whether a node surely runs under float16's autocast."""
+        region = self.region(node)
+        if region is not None:
+            return region.is_half
+        function, owner = self.document.function(node), self.document.class_of(node)
+        is_own = function is not None and function.name not in ("__init__", "extra_repr", "reset_parameters")
+        return is_own and owner is not None and owner in self._lowered and not self._is_cast_up(node)
+
+    def _is_cast_up(self, node: ast.AST) -> bool:
+        return any(
+            isinstance(one, (ast.With, ast.AsyncWith))
+            and any("autocast" in ast.unparse(item.context_expr) for item in one.items)
+            for one in self.document.around(node)
+        )
+
+    # Tensors
+
+    def dtype(self, node: ast.AST) -> str:
+        """The dtype that an expression names: "float16", "bfloat16", "float32", or ""."""
+        return _DTYPES.get(self.document.origin(node), "")
+
+    @cached_property
+    def modules(self) -> dict[tuple[object, str], str]:
+        """What a variable holds an instance of, where that is a module of torch's: ``torch.nn.Linear``."""
+        found: dict[tuple[object, str], str] = {}
+        for call in self.document.calls:
+            origin = self.document.call_origin(call)
+            parent = self.document.parents.get(call)
+            if origin.startswith("torch.nn.") and isinstance(parent, ast.Assign) and len(parent.targets) == 1:
+                target = parent.targets[0]
+                if isinstance(target, (ast.Name, ast.Attribute)):
+                    key = self.document.key(target)
+                    found[key] = "" if found.get(key, origin) != origin else origin
+        return found

@@ -1,0 +1,88 @@
+"""Fixes made in a text: those that do not touch each other, again and again until none is left."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+
+from ampdbg.lint.document import Document
+from ampdbg.lint.rule import Edit, Fix, RuleHit
+
+MOST_ROUNDS = 10
+
+
+def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
+    """The text with every fix made that leaves it a text that parses.
+
+    Args:
+        text: Python source.
+        hits_of: what is to be fixed of a document; asked again after each round, for one fix may make another possible.
+    """
+    for _ in range(MOST_ROUNDS):
+        document = Document(text)
+        fixes = _together(hits_of(document))
+        if not fixes:
+            return text
+        after = _applied(document, fixes)
+        if after == text:
+            return text
+        try:
+            ast.parse(after)
+        except (SyntaxError, ValueError, RecursionError):
+            return text
+        text = after
+    return text
+
+
+def _together(hits: Sequence[RuleHit]) -> list[Fix]:
+    """Fixes whose edits do not overlap; of two that do, the first."""
+    chosen: list[Fix] = []
+    for fix in dict.fromkeys(hit.fix for hit in hits if hit.fix is not None):
+        if not any(_overlap(one, other) for other in chosen for one in [fix]):
+            chosen.append(fix)
+    return chosen
+
+
+def _overlap(one: Fix, other: Fix) -> bool:
+    return any(
+        edit != its and edit.start < max(its.end, its.start + 1) and its.start < max(edit.end, edit.start + 1)
+        for edit in one.edits
+        for its in other.edits
+    )
+
+
+def _applied(document: Document, fixes: Sequence[Fix]) -> str:
+    edits = dict.fromkeys(edit for fix in fixes for edit in fix.edits)
+    text = _edited(document.text, list(edits))
+    needed = {name for fix in fixes for name in fix.imports}
+    missing = [name for name in sorted(needed) if not _is_imported(document, name)]
+    return _with_imports(text, missing) if missing else text
+
+
+def _edited(text: str, edits: Sequence[Edit]) -> str:
+    parts, at = [], 0
+    for edit in sorted(edits, key=lambda one: (one.start, one.end)):
+        if edit.start < at:
+            continue
+        parts += [text[at : edit.start], edit.new]
+        at = edit.end
+    return "".join([*parts, text[at:]])
+
+
+def _is_imported(document: Document, name: str) -> bool:
+    """Whether the module's own imports bind a name to itself."""
+    imports = (node for node in document.tree.body if isinstance(node, ast.Import))  # type: ignore[attr-defined]
+    return any(alias.name.partition(".")[0] == name and not alias.asname for node in imports for alias in node.names)
+
+
+def _with_imports(text: str, names: Sequence[str]) -> str:
+    from ampdbg.source.imports import with_imported  # LibCST: only where an import has to be put in its place
+    from ampdbg.source.source_file import EditError, read_source
+
+    for name in names:
+        try:
+            file = read_source(text.encode("utf-8"))
+            text = file.with_module(with_imported(file.module, name)).decode("utf-8")
+        except EditError:
+            text = f"import {name}\n{text}"
+    return text

@@ -1,0 +1,69 @@
+"""What a rule is, what it finds, and what a fix replaces: plain data."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ampdbg.record.findings import Severity
+
+if TYPE_CHECKING:
+    from ampdbg.lint.facts import Facts
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Characters of the text that are replaced; where ``start`` is ``end``, new ones are put there."""
+
+    start: int
+    end: int
+    new: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Edits that belong together: all or none of them are made. ``imports`` are modules that they need by name."""
+
+    edits: tuple[Edit, ...]
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RuleHit:
+    """What a rule finds at a node.
+
+    ``step`` is what to do about it there, where the code's own remedy does not say it. Hits that share a ``fix`` are
+    cured by it together. ``in_half_only`` says that it is one where some file of the project trains in half.
+    """
+
+    code: str
+    node: ast.AST
+    message: str = ""
+    step: str = ""
+    severity: Severity | None = None
+    fix: Fix | None = field(default=None, compare=False)
+    in_half_only: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is looked for: in files in which each of ``mentions`` is found.
+
+    Those are words, several with a bar between them where one is enough; ``pattern`` is a regular expression, which is
+    far slower to look for, and is found in them too.
+
+    ``since`` is the torch from which on it is wrong: a project that asks for an older one is not told.
+
+    In an example of ``invalid`` the lines that are found end with ``# <-`` and their code; nothing is found in those of
+    ``valid``.
+    """
+
+    codes: tuple[str, ...]
+    mentions: tuple[str, ...]
+    check: Callable[[Facts], Iterator[RuleHit]]
+    invalid: tuple[str, ...]
+    valid: tuple[str, ...]
+    pattern: str = ""
+    since: tuple[int, int] | None = None

@@ -1,0 +1,13 @@
+"""The rules: one file for each, or for a close family, each with the examples that it is tested on."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from ampdbg.lint.rule import Rule
+
+RULES: tuple[Rule, ...] = tuple(
+    importlib.import_module(f".{module.name}", __name__).RULE for module in pkgutil.iter_modules(__path__)
+)
+"""Every rule: the ``RULE`` of each module of this folder."""

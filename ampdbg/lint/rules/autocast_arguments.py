@@ -1,0 +1,143 @@
+"""AutocastUse made with what does not work: FP32 as its dtype, another device than the tensors', a wrong decorator."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import constant, method
+from ampdbg.lint.edits import replaced
+from ampdbg.lint.facts import AUTOCASTS, AutocastUse, Facts
+from ampdbg.lint.rule import Fix, Rule, RuleHit
+
+DTYPE, DEVICE, DECORATOR = "misuse-autocast-float32", "misuse-autocast-device", "misuse-autocast-decorator"
+OWN_DEVICE = "torch.cuda.amp.autocast"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Every autocast of the file, and every decorator that is one."""
+    for made in facts.autocasts:
+        if made.dtype == "float32" and made.enabled is not False:
+            yield RuleHit(DTYPE, made.call)
+        elif made.enabled is not False and made.device is not None:
+            yield from _other_device(facts, made)
+    for owner in facts.document.definitions:
+        for decorator in owner.decorator_list:
+            yield from _decorator(facts, owner, decorator)
+
+
+def _other_device(facts: Facts, made: AutocastUse) -> Iterator[RuleHit]:
+    """A region whose function moves tensors to one device alone, which is another."""
+    document = facts.document
+    region = next((one for one in document.around(made.call) if isinstance(one, ast.With)), None)
+    function = document.function(made.call)
+    if region is None or function is None or made.device not in ("cpu", "cuda"):
+        return
+    moved = {_device(facts, node) for node in ast.walk(function)}
+    if moved - {None} == {"cuda" if made.device == "cpu" else "cpu"} and _moves_inputs(facts, function, region):
+        other = "cuda" if made.device == "cpu" else "cpu"
+        yield RuleHit(
+            DEVICE, made.call, f"autocast is for {made.device}, and the tensors of this function are on {other}"
+        )
+
+
+def _device(facts: Facts, node: ast.AST) -> str | None:
+    """The device that a call names: of ``x.cuda()``, ``x.to("cuda:0")``; "?" where it cannot be read."""
+    if not isinstance(node, ast.Call) or facts.autocast(node) is not None:
+        return None
+    if method(node, "cuda") is not None:
+        return None if facts.document.origin(node.func) else "cuda"
+    if method(node, "cpu") is not None:
+        return None  # results are brought back
+    if method(node, "to") is None:
+        return None
+    named = [constant(one) for one in [*node.args[:1], *(word.value for word in node.keywords if word.arg == "device")]]
+    texts = [one.partition(":")[0] for one in named if isinstance(one, str)]
+    if texts:
+        return texts[0]
+    given = [one for one in node.args[:1] if not facts.dtype(one)]
+    return "?" if given else None
+
+
+def _moves_inputs(facts: Facts, function: ast.AST, region: ast.With) -> bool:
+    """Whether something that the region reads was moved there."""
+    moved = {
+        ast.unparse(target)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and any(_device(facts, one) for one in ast.walk(node.value))
+        for target in node.targets
+    }
+    read = {node.id for node in ast.walk(region) if isinstance(node, ast.Name)}
+    return bool(moved & read)
+
+
+def _decorator(facts: Facts, owner: ast.AST, decorator: ast.expr) -> Iterator[RuleHit]:
+    origin = facts.document.origin(decorator)
+    if origin in AUTOCASTS:
+        fix = Fix((replaced(facts.document, decorator, f"{facts.document.source(decorator)}()"),))
+        message = "autocast without parentheses gets the function for its first argument, and nothing runs in half"
+        is_own = origin == OWN_DEVICE and not isinstance(owner, ast.ClassDef)
+        yield RuleHit(DECORATOR, decorator, message, fix=fix if is_own else None)
+    elif facts.autocast(decorator) is not None and isinstance(owner, ast.ClassDef):
+        message = f"autocast makes a function of the class {owner.name}: it runs only while an instance is made"
+        yield RuleHit(DECORATOR, decorator, message, "decorate its forward")
+
+
+RULE = Rule(
+    (DTYPE, DEVICE, DECORATOR),
+    ("autocast",),
+    check,
+    invalid=(
+        """
+import torch
+
+def norm(x):
+    with torch.autocast("cuda", dtype=torch.float32):  # <- misuse-autocast-float32
+        return x / x.norm()
+""",
+        """
+import torch
+
+def train(model, loader):
+    for x in loader:
+        x = x.cuda()
+        with torch.autocast("cpu"):  # <- misuse-autocast-device
+            model(x).sum()
+""",
+        """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    @torch.autocast  # <- misuse-autocast-decorator
+    def forward(self, x):
+        return x
+
+@torch.autocast("cuda")  # <- misuse-autocast-decorator
+class Other(nn.Module):
+    pass
+""",
+    ),
+    valid=(
+        """
+import torch
+
+def norm(x):
+    with torch.autocast("cuda", enabled=False):
+        x = x.float()
+        return x / x.norm()
+
+def train(model, loader, device):
+    for x in loader:
+        x = x.to(device)
+        with torch.autocast("cpu"):
+            model(x).sum()
+
+@torch.no_grad()
+@torch.autocast("cuda")
+def predict(model, x):
+    return model(x.cuda()).cpu()
+""",
+    ),
+    pattern=r"float32|@[\w.]*autocast|[\"']c(?:pu|uda)",
+)

@@ -1,0 +1,96 @@
+"""A backward pass inside the block of autocast, which belongs around the forward pass and the loss alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import method
+from ampdbg.lint.edits import dedented, indent_unit, is_movable
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Fix, Rule, RuleHit
+
+CODE = "misuse-backward-in-autocast"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Every ``loss.backward()`` in a ``with`` of autocast that is on."""
+    document = facts.document
+    for call in document.calls:
+        loss = method(call, "backward")
+        region = facts.region(call) if loss is not None else None
+        is_loss = loss is not None and (not call.args or isinstance(loss, ast.Name)) and document.origin(loss) == ""
+        if region is None or region.enabled is False or not is_loss or _is_in_function(facts, call):
+            continue
+        yield RuleHit(CODE, call, fix=_fix(facts, call))
+
+
+def _is_in_function(facts: Facts, call: ast.Call) -> bool:
+    """Whether it is the backward of an autograd.Function, or a module's own method."""
+    owner = facts.document.class_of(call)
+    bases = [facts.document.origin(base) for base in owner.bases] if owner is not None else []
+    is_self = ast.unparse(call.func) in ("self.backward", "super().backward", "self.model.backward")
+    return is_self or any(base.startswith("torch.autograd") for base in bases)
+
+
+def _fix(facts: Facts, call: ast.Call) -> Fix | None:
+    """Where all that follows in the block can leave it: the backward pass and what comes after it."""
+    document = facts.document
+    statement = document.statement(call)
+    block = document.parents[statement]
+    if not isinstance(block, ast.With) or len(block.items) != 1 or statement not in block.body:
+        return None
+    place = block.body.index(statement)
+    moved = block.body[place:]
+    if not place or facts.autocast_of(block.items[0].context_expr) is None or not is_movable(document, moved):
+        return None
+    if any(isinstance(one, ast.With) for one in document.around(block)) or _computes(facts, moved):
+        return None
+    return Fix(tuple(dedented(document, moved, indent_unit(document, statement, block))))
+
+
+def _computes(facts: Facts, moved: list[ast.stmt]) -> bool:
+    """Whether a later statement has a forward pass of its own, which is to stay in the region."""
+    calls = [node for one in moved for node in ast.walk(one) if isinstance(node, ast.Call)]
+    return any(ast.unparse(call.func).endswith(("model", "net", "forward", "loss_fn", "criterion")) for call in calls)
+
+
+_HEAD = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x).square().mean()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("autocast", ".backward("),
+    check,
+    invalid=(
+        _HEAD
+        + """
+            scaler.scale(loss).backward()  # <- misuse-backward-in-autocast
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        _HEAD
+        + """
+            with torch.autocast("cuda", enabled=False):
+                scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+)

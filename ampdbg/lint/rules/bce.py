@@ -1,0 +1,190 @@
+"""Probabilities in binary cross-entropy under autocast, which refuses them; and a sigmoid that logits make needless."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import argument, method, takes_stars
+from ampdbg.lint.edits import replaced
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
+
+CODE = "misuse-bce"
+FUNCTION, MODULE = "torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"
+SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Every call that surely runs under float16's or bfloat16's autocast."""
+    document = facts.document
+    for call in document.calls:
+        is_module = _is_module(facts, call)
+        if (is_module or document.call_origin(call) == FUNCTION) and _runs_under_autocast(facts, call):
+            yield RuleHit(CODE, call, fix=_fix(facts, call, is_module=is_module))
+
+
+def _is_module(facts: Facts, call: ast.Call) -> bool:
+    """``criterion(p, y)`` or ``nn.BCELoss()(p, y)``."""
+    document = facts.document
+    if document.call_origin(call.func) == MODULE:
+        return True
+    if not isinstance(call.func, (ast.Name, ast.Attribute)):
+        return False
+    values = document.values(call.func)
+    return bool(values) and all(document.call_origin(value) == MODULE for value in map(_unmoved, values))
+
+
+def _unmoved(value: ast.AST) -> ast.AST:
+    while (inner := method(value, "to", "cuda")) is not None:
+        value = inner
+    return value
+
+
+def _runs_under_autocast(facts: Facts, call: ast.Call) -> bool:
+    region = facts.region(call)
+    if region is None:
+        return facts.runs_in_half(call)
+    return region.enabled is True and region.device == "cuda" and region.dtype in ("float16", "bfloat16")
+
+
+def _fix(facts: Facts, call: ast.Call, *, is_module: bool) -> Fix | None:
+    """Where the sigmoid is to be seen, and nothing else reads what it gives."""
+    given = argument(call, "input", 0)
+    logits = _logits(facts, given) if given is not None and not takes_stars(call) else None
+    if logits is None:
+        return None
+    function = _module_edit(facts, call) if is_module else _function_edit(facts, call)
+    return Fix((*logits, function)) if function is not None else None
+
+
+def _logits(facts: Facts, node: ast.expr) -> tuple[Edit, ...] | None:
+    """Edits that leave the sigmoid out."""
+    document = facts.document
+    if (inner := _of_sigmoid(facts, node)) is not None:
+        return (replaced(document, node, document.source(inner)),)
+    if not isinstance(node, ast.Name):
+        return None
+    binders = document.binders(node)
+    inner = _of_sigmoid(facts, binders[0]) if len(binders) == 1 else None
+    if inner is None or document.read(node.id, document.home(node)) != [node]:
+        return None
+    return (replaced(document, binders[0], document.source(inner)),)
+
+
+def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:
+    """``x`` of ``torch.sigmoid(x)`` and ``x.sigmoid()``."""
+    if not isinstance(node, ast.Call):
+        return None
+    if facts.document.call_origin(node) in SIGMOIDS and len(node.args) == 1 and not node.keywords:
+        return node.args[0]
+    owner = method(node, "sigmoid")
+    return owner if owner is not None and not node.args and facts.document.origin(owner) != "torch" else None
+
+
+def _function_edit(facts: Facts, call: ast.Call) -> Edit | None:
+    own = facts.document.source(call.func)
+    if not isinstance(call.func, ast.Attribute):
+        return None  # its import would have to change too
+    return replaced(facts.document, call.func, f"{own}_with_logits")
+
+
+def _module_edit(facts: Facts, call: ast.Call) -> Edit | None:
+    """Of a criterion that this call alone uses."""
+    document = facts.document
+    made: list[ast.AST] = [call.func]
+    if isinstance(call.func, (ast.Name, ast.Attribute)):
+        made = [_unmoved(value) for value in document.values(call.func)]
+        key = document.key(call.func)
+        kinds = (ast.Name, ast.Attribute)
+        uses = [one for one in document.calls if isinstance(one.func, kinds) and document.key(one.func) == key]
+        if len(uses) != 1:
+            return None
+    loss = made[0]
+    if len(made) != 1 or not isinstance(loss, ast.Call) or not isinstance(loss.func, ast.Attribute):
+        return None
+    source = document.source(loss.func)
+    return replaced(document, loss.func, f"{source[: -len('BCELoss')]}BCEWithLogitsLoss")
+
+
+_HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def train(model, loader, scaler, optimizer):
+    criterion = nn.BCELoss()
+    for x, y in loader:
+        optimizer.zero_grad()
+"""
+_REST = """
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("BCELoss|binary_cross_entropy", "autocast"),
+    check,
+    invalid=(
+        _HEAD
+        + """
+        with torch.autocast("cuda"):
+            loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)  # <- misuse-bce
+"""
+        + _REST,
+        _HEAD
+        + """
+        with torch.autocast("cuda"):
+            p = model(x).sigmoid()
+            loss = criterion(p, y)  # <- misuse-bce
+"""
+        + _REST,
+        """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def forward(self, x, y):
+        return F.binary_cross_entropy(x, y)  # <- misuse-bce
+
+def train(loader):
+    model = Net().cuda()
+    for x, y in loader:
+        with torch.autocast("cuda"):
+            loss = model(x, y)
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+        with torch.autocast("cuda"):
+            logits = model(x)
+        loss = criterion(torch.sigmoid(logits.float()), y)
+"""
+        + _REST,
+        _HEAD
+        + """
+        with torch.autocast("cuda"):
+            logits = model(x)
+            with torch.autocast("cuda", enabled=False):
+                loss = F.binary_cross_entropy(torch.sigmoid(logits.float()), y)
+"""
+        + _REST,
+        _HEAD
+        + """
+        with torch.autocast("cuda"):
+            loss = F.binary_cross_entropy_with_logits(model(x), y)
+"""
+        + _REST,
+        """
+import torch.nn.functional as F
+
+def train(model, loader):
+    for x, y in loader:
+        F.binary_cross_entropy(model(x).sigmoid(), y).backward()
+""",
+    ),
+)

@@ -1,0 +1,215 @@
+"""Scaler and optimizer called in the wrong order: what the order of calls judges in a run, on every way of a loop."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.edits import above, below, removed, replaced
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.training_loops import LoopCall, LoopHit, TrainingLoop, training_loops
+
+CLIP, TWICE, WINDOW, BARE = "misuse-clip-scaled", "misuse-unscale-twice", "misuse-accumulate", "misuse-bare-step"
+CODES = (CLIP, TWICE, WINDOW, BARE, "misuse-many-updates")
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Every loop's."""
+    for loop in training_loops(facts):
+        for hit in loop.hits(WINDOW):
+            if hit.code in CODES:
+                yield RuleHit(hit.code, hit.call.node, fix=_fix(loop, hit))
+
+
+def _fix(loop: TrainingLoop, hit: LoopHit) -> Fix | None:
+    document = loop.facts.document
+    statement = document.statement(hit.call.node)
+    scalers = {call.scaler for call in loop.calls if call.scaler}
+    if not document.has_own_lines(statement) or len(scalers) != 1 or len(loop.optimizers) != 1:
+        return None
+    scaler, optimizer = scalers.pop(), loop.optimizers[0]
+    kinds = [call.kind for call in loop.calls]
+    if hit.code == CLIP and "unscale" not in kinds and kinds.count("clip") == 1 and _is_simple(statement, hit.call):
+        return Fix((above(document, statement, f"{scaler}.unscale_({optimizer})"),))
+    if hit.code == TWICE and _is_simple(statement, hit.call) and _neighbours(loop, hit.call, "unscale"):
+        return Fix((removed(document, statement),))
+    if hit.code == BARE and _is_simple(statement, hit.call) and "step" not in kinds:
+        step = replaced(document, hit.call.node, f"{scaler}.step({optimizer})")
+        return Fix((step,) if "update" in kinds else (step, below(document, statement, f"{scaler}.update()")))
+    return None
+
+
+def _is_simple(statement: ast.stmt, call: LoopCall) -> bool:
+    """Whether a statement is the call, or keeps what the call gives."""
+    return isinstance(statement, (ast.Expr, ast.Assign)) and statement.value is call.node
+
+
+def _neighbours(loop: TrainingLoop, call: LoopCall, kind: str) -> bool:
+    """Whether another call of a kind stands in the same block, before it."""
+    document = loop.facts.document
+    block = document.block(document.statement(call.node))
+    return any(
+        other.kind == kind and other is not call and document.statement(other.node) in block for other in loop.calls
+    )
+
+
+_HEAD = """
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+def train(model, loader, loss_of):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for number, x in enumerate(loader):
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = loss_of(model(x))
+        scaler.scale(loss).backward()
+"""
+
+RULE = Rule(
+    CODES,
+    ("GradScaler|.scale(", "backward"),
+    check,
+    invalid=(
+        _HEAD
+        + """
+        clip_grad_norm_(model.parameters(), 1.0)  # <- misuse-clip-scaled
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        """
+import torch
+
+def train_one_epoch(model, loader, optimizer, scaler, use_amp, clip):
+    for x in loader:
+        with torch.cuda.amp.autocast(enabled=use_amp):  # <- deprecated-amp
+            loss = model(x)
+        optimizer.zero_grad()
+        if use_amp:
+            scaler.scale(loss).backward()
+        else:
+            loss.backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)  # <- misuse-clip-scaled
+        if use_amp:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+""",
+        _HEAD
+        + """
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.unscale_(optimizer)  # <- misuse-unscale-twice
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        _HEAD
+        + """
+        optimizer.step()  # <- misuse-bare-step
+""",
+        """
+import torch
+
+def train(model, loader, every):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for number, x in enumerate(loader):
+        scaler.scale(model(x) / every).backward()
+        scaler.unscale_(optimizer)  # <- misuse-accumulate
+        if (number + 1) % every == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(critic, actor, loader):
+    first = torch.optim.SGD(critic.parameters(), 0.1)
+    second = torch.optim.SGD(actor.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        first.zero_grad()
+        second.zero_grad()
+        scaler.scale(critic(x) + actor(x)).backward()
+        scaler.step(first)
+        scaler.update()  # <- misuse-many-updates
+        scaler.step(second)
+        scaler.update()
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        """
+import torch
+
+def train_one_epoch(model, loader, optimizer, scaler, clip):
+    for x in loader:
+        loss = model(x)
+        optimizer.zero_grad()
+        if scaler is not None:
+            scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+""",
+        """
+import torch
+
+def train(model, loader, every):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for number, x in enumerate(loader):
+        scaler.scale(model(x) / every).backward()
+        if (number + 1) % every != 0:
+            continue
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        """
+import torch
+
+def train(critic, actor, loader):
+    first = torch.optim.SGD(critic.parameters(), 0.1)
+    second = torch.optim.SGD(actor.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        first.zero_grad()
+        scaler.scale(critic(x)).backward()
+        scaler.step(first)
+        second.zero_grad()
+        scaler.scale(actor(x)).backward()
+        scaler.step(second)
+        scaler.update()
+""",
+        # The scale is divided out by hand.
+        _HEAD
+        + """
+        for parameter in model.parameters():
+            parameter.grad.div_(scaler.get_scale())
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+""",
+    ),
+)

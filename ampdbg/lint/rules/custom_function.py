@@ -1,0 +1,115 @@
+"""An autograd.Function that multiplies matrices, without custom_fwd and custom_bwd, applied under autocast."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import FUNCTIONS, method
+from ampdbg.lint.edits import above
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
+
+CODE = "misuse-custom-function"
+
+FUNCTION = ("torch.autograd.Function", "torch.autograd.function.Function")
+MULTIPLIES = frozenset("mm matmul bmm addmm baddbmm einsum linear bilinear conv1d conv2d conv3d addmv mv dot".split())
+"""What wants operands of one dtype, and what autocast lowers: the backward pass runs without it."""
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Functions of the file whose backward multiplies what forward has saved, applied under float16's autocast."""
+    document = facts.document
+    for function in document.find(ast.ClassDef):
+        if not any(document.origin(base) in FUNCTION for base in function.bases):
+            continue
+        methods = {one.name: one for one in function.body if isinstance(one, FUNCTIONS)}
+        forward, backward = methods.get("forward"), methods.get("backward")
+        if forward is None or backward is None or _is_decorated(forward) or _is_decorated(backward):
+            continue
+        if _multiplies(forward) and _multiplies(backward) and _is_applied_in_half(facts, function):
+            fix = Fix((_decorated(facts, forward, "custom_fwd"), _decorated(facts, backward, "custom_bwd")), ("torch",))
+            yield RuleHit(CODE, function, fix=fix)
+
+
+def _is_decorated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("custom_" in ast.unparse(one) or "autocast" in ast.unparse(one) for one in function.decorator_list)
+
+
+def _multiplies(function: ast.AST) -> bool:
+    for node in ast.walk(function):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MULTIPLIES:
+            return True
+    return False
+
+
+def _is_applied_in_half(facts: Facts, function: ast.ClassDef) -> bool:
+    for call in facts.document.calls:
+        owner = method(call, "apply")
+        if isinstance(owner, ast.Name) and function in facts.document.binders(owner) and facts.runs_in_half(call):
+            return True
+    return False
+
+
+def _decorated(facts: Facts, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Edit:
+    """The decorator nearest to the function: below @staticmethod."""
+    line = f'@torch.amp.{name}(device_type="cuda")'
+    edit = above(facts.document, function, line)
+    start = facts.document.offset(function.lineno, 0)
+    return Edit(start, start, edit.new)
+
+
+_CLASS = """
+import torch
+
+class Product(torch.autograd.Function):  # <- misuse-custom-function
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+"""
+_USE = """
+
+def train(x, weight, scaler):
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = Product.apply(x, weight).sum()
+    scaler.scale(loss).backward()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("Function", "autocast", "ctx"),
+    check,
+    invalid=(_CLASS + _USE,),
+    valid=(
+        _CLASS.replace("  # <- misuse-custom-function", "") + _USE.replace("float16", "bfloat16, enabled=False"),
+        _CLASS.replace("  # <- misuse-custom-function", "")
+        .replace("def forward", '@torch.amp.custom_fwd(device_type="cuda")\n    def forward')
+        .replace("def backward", '@torch.amp.custom_bwd(device_type="cuda")\n    def backward')
+        + _USE,
+        # What only passes on its gradient has nothing to mix.
+        """
+import torch
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+def train(x, model):
+    with torch.autocast("cuda"):
+        return model(Reversed.apply(x))
+""",
+    ),
+)

@@ -1,0 +1,144 @@
+"""An eps that float16 rounds to zero, added to what is half for certain, in a divisor, a logarithm or a root."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.formats import FLOAT16
+from ampdbg.lint.document import argument, method, number
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+CODE = "eps-underflow"
+MESSAGE = "{value} is zero in float16, in which this tensor is: nothing keeps the {what} from zero"
+
+PRODUCTS = frozenset(
+    f"torch.{name}" for name in "matmul mm bmm einsum addmm baddbmm nn.functional.linear nn.functional.conv1d "
+    "nn.functional.conv2d nn.functional.conv3d".split()
+)  # fmt: skip
+"""What float16's autocast computes in half, whatever it is given."""
+PRODUCT_MODULES = frozenset(f"torch.nn.{name}" for name in ("Linear", "Conv1d", "Conv2d", "Conv3d"))
+KEEPS_DTYPE = frozenset("relu sigmoid tanh abs neg view reshape transpose permute squeeze unsqueeze contiguous t clone "
+                        "flatten chunk detach mul div add sub amax amin max min".split())  # fmt: skip
+"""Methods whose result is as wide as what they are called on, under autocast too."""
+OF_A_DIVISOR = {"log": "logarithm's argument", "log2": "logarithm's argument", "log10": "logarithm's argument"} | {
+    "rsqrt": "root's argument",
+    "reciprocal": "divisor",
+}
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """``a / (x + 1e-8)``, ``torch.log(x + 1e-8)``, ``x.clamp(min=1e-8).log()`` of a half ``x``."""
+    document = facts.document
+    for sum_ in document.find(ast.BinOp):
+        if isinstance(sum_.op, ast.Add):
+            for tensor, eps in ((sum_.left, sum_.right), (sum_.right, sum_.left)):
+                yield from _hit(facts, sum_, tensor, eps)
+    for call in document.calls:
+        owner = method(call, "clamp", "clamp_min", "clip")
+        if owner is not None and (least := argument(call, "min", 0)) is not None:
+            yield from _hit(facts, call, owner, least)
+
+
+def _hit(facts: Facts, node: ast.expr, tensor: ast.expr, eps: ast.expr) -> Iterator[RuleHit]:
+    size = number(eps)
+    if size is None or not 0.0 < size <= FLOAT16.underflow_threshold:
+        return
+    what = _use(facts, node)
+    if what and is_half(facts, tensor):
+        yield RuleHit(CODE, node, MESSAGE.format(value=facts.document.source(eps), what=what))
+
+
+def _use(facts: Facts, node: ast.expr) -> str:
+    """What the sum is there for: the right side of a division, or the argument of a logarithm or root."""
+    parent = facts.document.parents[node]
+    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div) and parent.right is node:
+        return "divisor"
+    if isinstance(parent, ast.Attribute):
+        return OF_A_DIVISOR.get(parent.attr, "")
+    if isinstance(parent, ast.Call) and node in parent.args[:1]:
+        origin = facts.document.call_origin(parent)
+        return OF_A_DIVISOR.get(origin.removeprefix("torch."), "") if origin.startswith("torch.") else ""
+    return ""
+
+
+def is_half(facts: Facts, node: ast.AST, depth: int = 4) -> bool:
+    """Whether an expression is a float16 tensor for certain: cast to it, or a product under its autocast."""
+    document = facts.document
+    if not depth:
+        return False
+    if isinstance(node, ast.Name):
+        value = document.last_value(node)
+        return value is not None and is_half(facts, value, depth - 1)
+    if not isinstance(node, ast.Call):
+        return False
+    if method(node, "half") is not None and not node.args:
+        return True
+    if method(node, "to") is not None:
+        return any(facts.dtype(one) == "float16" for one in [*node.args, *(word.value for word in node.keywords)])
+    if facts.runs_in_half(node) and _is_product(facts, node):
+        return True
+    owner = method(node, *KEEPS_DTYPE)
+    return owner is not None and all(number(one) is not None for one in node.args) and is_half(facts, owner, depth - 1)
+
+
+def _is_product(facts: Facts, node: ast.Call) -> bool:
+    document = facts.document
+    if document.call_origin(node) in PRODUCTS:
+        return True
+    called = node.func
+    return isinstance(called, (ast.Name, ast.Attribute)) and facts.modules.get(document.key(called)) in PRODUCT_MODULES
+
+
+RULE = Rule(
+    (CODE,),
+    ("autocast|.half()|float16", "e-|E-|0.0000000"),
+    check,
+    invalid=(
+        """
+import torch
+
+def norm(x):
+    x = x.half()
+    return x / (x + 1e-8)  # <- eps-underflow
+""",
+        """
+import torch
+from torch import nn
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        p = self.fc(x).sigmoid()
+        return torch.log(p + 1e-12)  # <- eps-underflow
+
+def train(loader, scaler):
+    head = Head().cuda()
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = head(x).mean()
+        scaler.scale(loss).backward()
+""",
+    ),
+    valid=(
+        """
+def norm(x):
+    return x / (x + 1e-8)
+""",
+        """
+def norm(x):
+    x = x.half()
+    return x.float() / (x.float() + 1e-8)
+""",
+        """
+def norm(x):
+    x = x.half()
+    return x / (x + 1e-6)
+""",
+    ),
+    pattern=r"\d[eE]-0?(?:[89]|[1-9]\d)|0\.0000000",
+)

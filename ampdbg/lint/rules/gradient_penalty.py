@@ -1,0 +1,81 @@
+"""A penalty on gradients of the scaled loss, in a function that never asks for the scale."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import argument, constant, method
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+CODE = "misuse-gradient-penalty"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """``torch.autograd.grad(scaler.scale(loss), …, create_graph=True)``."""
+    document = facts.document
+    for call in document.calls:
+        if (
+            document.call_origin(call) != "torch.autograd.grad"
+            or constant(argument(call, "create_graph", 4)) is not True
+        ):
+            continue
+        outputs = argument(call, "outputs", 0)
+        unit = ast.unparse(document.unit(call))
+        asks = "get_scale" in unit or "._scale" in unit or "inv_scale" in unit
+        if outputs is not None and not asks and _is_scaled(facts, outputs):
+            yield RuleHit(CODE, call)
+
+
+def _is_scaled(facts: Facts, outputs: ast.expr) -> bool:
+    parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
+    values = [
+        value for part in parts for value in (facts.document.values(part) if isinstance(part, ast.Name) else [part])
+    ]
+    scalers = [method(value, "scale") for value in values]
+    return bool(scalers) and all(one is not None and facts.is_scaler(one) for one in scalers)
+
+
+_HEAD = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x)
+"""
+_REST = """
+        with torch.autocast("cuda"):
+            penalty = sum(one.pow(2).sum() for one in grads).sqrt()
+            loss = loss + penalty
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("autograd", "grad(", ".scale("),
+    check,
+    invalid=(
+        _HEAD
+        + """
+        grads = torch.autograd.grad(  # <- misuse-gradient-penalty
+            scaler.scale(loss), model.parameters(), create_graph=True
+        )
+"""
+        + _REST,
+    ),
+    valid=(
+        _HEAD
+        + """
+        grads = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)
+        grads = [one / scaler.get_scale() for one in grads]
+"""
+        + _REST,
+        _HEAD + "        grads = torch.autograd.grad(loss, model.parameters(), create_graph=True)\n" + _REST,
+    ),
+)

@@ -1,0 +1,183 @@
+"""Parameters in float16 beside a GradScaler, or beside an Adam whose eps is zero in float16."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.formats import FLOAT16
+from ampdbg.lint.document import argument, constant, method, number, takes_stars
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+SCALED, EPS = "misuse-half-parameters", "optimizer-underflow"
+ADAMS = {f"torch.optim.{name}": 3 for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
+"""Those of torch's optimizers that divide by a root and an eps, and the place of the eps among their arguments."""
+DEFAULT_EPS = 1e-8
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """Optimizers over the parameters of a model that the same function has made half before."""
+    document = facts.document
+    for call in document.calls:
+        origin = document.call_origin(call)
+        parameters = method(argument(call, "params", 0) or call, "parameters")
+        if not facts.is_optimizer(_target(facts, call) or call) or parameters is None:
+            continue
+        made_half = _made_half(facts, parameters, call)
+        if made_half is None:
+            continue
+        if _is_scaled(facts, call):
+            yield RuleHit(SCALED, made_half)
+        elif origin in ADAMS and not takes_stars(call) and _eps(call, ADAMS[origin]) < FLOAT16.underflow_threshold:
+            message = "the optimizer's eps is zero in float16, which the parameters are in: an update of 0/0 is NaN"
+            yield RuleHit(EPS, call, message)
+
+
+def _target(facts: Facts, call: ast.Call) -> ast.expr | None:
+    parent = facts.document.parents.get(call)
+    return parent.targets[0] if isinstance(parent, ast.Assign) and len(parent.targets) == 1 else None
+
+
+def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | None:
+    """Where the model becomes half for certain, before the optimizer is made and not back in between."""
+    document = facts.document
+    unit, key = document.unit(before), document.key(model)
+    found: ast.AST | None = None
+    for call in document.calls:
+        if call.lineno >= before.lineno or document.unit(call) is not unit:
+            continue
+        owner = method(call, "half", "float", "to", "bfloat16", "double")
+        if owner is None or not _is_of(facts, owner, key, call):
+            continue
+        name = call.func.attr  # type: ignore[attr-defined]
+        if name == "to":
+            dtypes = [facts.dtype(one) for one in [*call.args, *(keyword.value for keyword in call.keywords)]]
+            name = next((one for one in dtypes if one), "")
+        if name in ("half", "float16"):
+            found = call if _is_unconditional(facts, call, before) else None
+        elif name:
+            found = None
+    return found
+
+
+def _is_of(facts: Facts, owner: ast.expr, key: tuple[object, str], call: ast.Call) -> bool:
+    """``model.half()``, ``model = model.cuda().half()``, ``model = Net().half()``."""
+    document = facts.document
+    while (inner := method(owner, "to", "cuda", "half", "float", "train", "eval")) is not None:
+        owner = inner
+    if isinstance(owner, (ast.Name, ast.Attribute)) and document.key(owner) == key:
+        return True
+    statement = document.statement(call)
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(owner, ast.Call):
+        whole = statement.value
+        while whole is not call and (inner := method(whole, "to", "cuda", "train", "eval")) is not None:
+            whole = inner
+        return whole is call and document.key(statement.targets[0]) == key
+    return False
+
+
+def _is_unconditional(facts: Facts, call: ast.Call, before: ast.Call) -> bool:
+    """Whether whoever comes to the optimizer has come through here."""
+    block = facts.document.block(facts.document.statement(call))
+    return any(one in block for one in [facts.document.statement(before), *facts.document.around(before)])
+
+
+def _is_scaled(facts: Facts, optimizer: ast.Call) -> bool:
+    """Whether a scaler that is on steps or unscales the optimizer."""
+    document, target = facts.document, _target(facts, optimizer)
+    if target is None or not isinstance(target, (ast.Name, ast.Attribute)):
+        return False
+    for call in document.calls:
+        scaler = method(call, "step", "unscale_")
+        if scaler is not None and call.args and facts.is_scaler(scaler) and _is_on(facts, scaler):
+            given = call.args[0]
+            if isinstance(given, (ast.Name, ast.Attribute)) and document.key(given) == document.key(target):
+                return True
+    return False
+
+
+def _is_on(facts: Facts, scaler: ast.expr) -> bool:
+    values = facts.document.values(scaler)
+    return bool(values) and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in values)
+
+
+def _eps(call: ast.Call, place: int) -> float:
+    given = argument(call, "eps", place)
+    if given is None:
+        return DEFAULT_EPS
+    value = number(given)
+    return 1.0 if value is None or (constant(given) is ... and value is None) else value
+
+
+_HEAD = """
+import torch
+
+def train(loader):
+    model = Net().cuda()
+"""
+_LOOP = """
+    for x in loader:
+        optimizer.zero_grad()
+        loss = model(x.half()).float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+"""
+
+RULE = Rule(
+    (SCALED, EPS),
+    (".half()|float16|torch.half", "optim", ".parameters()"),
+    check,
+    invalid=(
+        _HEAD
+        + """
+    model.half()  # <- misuse-half-parameters
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+"""
+        + _LOOP,
+        """
+import torch
+
+def train(loader):
+    model = Net().to("cuda", dtype=torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # <- optimizer-underflow
+    for x in loader:
+        model(x).backward()
+        optimizer.step()
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+"""
+        + _LOOP.replace("x.half()", "x"),
+        _HEAD
+        + """
+    model.half()
+    model.float()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+"""
+        + _LOOP,
+        """
+import torch
+
+def train(loader):
+    model = Net().half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+""",
+        """
+import torch
+
+def train(loader, pure_half):
+    model = Net()
+    if pure_half:
+        model.half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+""",
+    ),
+)

@@ -1,0 +1,170 @@
+"""Mask constants that half cannot hold, written into scores."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+
+from ampdbg.formats import FLOAT16
+from ampdbg.lint.document import FUNCTIONS, argument, method, number
+from ampdbg.lint.edits import replaced
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Fix, Rule, RuleHit
+
+CODE = "mask-constant"
+MESSAGE = "{value} is beyond what float16 can hold (65504): torch refuses to write it into half scores"
+
+_SOFTMAX = re.compile(r"softmax|logsumexp")
+_KEPT_WIDE = ("float", "double")
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """``scores.masked_fill(mask, -1e9)``, where a softmax of the same function reads the scores.
+
+    Whether they are half is not to be seen, unless the call stands in a region: elsewhere it counts in a project that
+    trains in half.
+    """
+    document = facts.document
+    for call in document.calls:
+        owner = method(call, "masked_fill", "masked_fill_")
+        value = argument(call, "value", 1) if owner is not None else None
+        size = number(value)
+        if owner is None or value is None or size is None or not _is_beyond(size):
+            continue
+        region = facts.region(call)
+        is_off = region is not None and (region.enabled is False or region.dtype in ("bfloat16", "float32"))
+        if is_off or _is_wide(facts, owner) or not _goes_into_softmax(facts, call):
+            continue
+        message = MESSAGE.format(value=document.source(value))
+        fix = _fix(facts, owner, value)
+        yield RuleHit(CODE, call, message, fix=fix, in_half_only=not facts.runs_in_half(call))
+
+
+def _is_beyond(size: float) -> bool:
+    return -math.inf < size <= -FLOAT16.overflow_threshold
+
+
+def _is_wide(facts: Facts, owner: ast.expr) -> bool:
+    """Whether the scores are cast to FP32 before, in the expression or where the name was assigned last."""
+    last = facts.document.last_value(owner) if isinstance(owner, ast.Name) else None
+    values = [owner, last] if last is not None else [owner]
+    for value in values:
+        for node in ast.walk(value):
+            if method(node, *_KEPT_WIDE) is not None:
+                return True
+            if isinstance(node, (ast.Attribute, ast.Name)) and facts.dtype(node) in ("float32", "bfloat16"):
+                return True
+    return False
+
+
+def _goes_into_softmax(facts: Facts, call: ast.Call) -> bool:
+    """Whether the result is what a softmax gets, by its name or in place."""
+    document = facts.document
+    for one in document.around(call):
+        if isinstance(one, ast.Call) and call is not one.func and _SOFTMAX.search(ast.unparse(one.func)):
+            return True
+        if isinstance(one, ast.stmt):
+            break
+    statement = document.statement(call)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+    if isinstance(statement, ast.Expr):
+        target = call.func.value  # type: ignore[attr-defined]
+    function = document.function(call)
+    if target is None or function is None:
+        return False
+    text = ast.unparse(target)
+    return any(
+        isinstance(node, ast.Call)
+        and node.lineno > call.lineno
+        and _SOFTMAX.search(ast.unparse(node.func))
+        and any(ast.unparse(given) == text for given in [*node.args, getattr(node.func, "value", node.func)])
+        for node in ast.walk(function)
+        if not isinstance(node, FUNCTIONS)
+    )
+
+
+def _fix(facts: Facts, owner: ast.expr, value: ast.expr) -> Fix | None:
+    """Where the scores have a name to ask for their dtype."""
+    if not isinstance(owner, (ast.Name, ast.Attribute)):
+        return None
+    return Fix((replaced(facts.document, value, f"torch.finfo({ast.unparse(owner)}.dtype).min"),), ("torch",))
+
+
+_HEAD = """
+import torch
+import torch.nn.functional as F
+
+def attend(q, k, v, mask):
+    scores = q @ k.transpose(-2, -1)
+"""
+_USE = """
+
+def train(q, k, v, mask, scaler):
+    with torch.autocast("cuda"):
+        loss = attend(q, k, v, mask).mean()
+    scaler.scale(loss).backward()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("masked_fill",),
+    check,
+    invalid=(
+        _HEAD
+        + """
+    scores = scores.masked_fill(mask, -1e9)  # <- mask-constant
+    return F.softmax(scores, dim=-1) @ v
+"""
+        + _USE,
+        _HEAD
+        + """
+    scores.masked_fill_(mask == 0, float("-1e30"))  # <- mask-constant
+    return scores.softmax(-1) @ v
+"""
+        + _USE,
+    ),
+    valid=(
+        _HEAD
+        + """
+    scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+    return F.softmax(scores, dim=-1) @ v
+"""
+        + _USE,
+        _HEAD
+        + """
+    scores = scores.masked_fill(mask, -1e4)
+    return F.softmax(scores, dim=-1) @ v
+"""
+        + _USE,
+        _HEAD
+        + """
+    scores = scores.float().masked_fill(mask, -1e9)
+    return F.softmax(scores, dim=-1).to(v.dtype) @ v
+"""
+        + _USE,
+        _HEAD
+        + """
+    scores = scores.masked_fill(mask, float("-inf"))
+    return F.softmax(scores, dim=-1) @ v
+"""
+        + _USE,
+        # No file of the project trains in half.
+        """
+def attend(scores, mask):
+    scores = scores.masked_fill(mask, -1e9)
+    return scores.softmax(-1)
+""",
+        # Labels are no scores.
+        """
+import torch
+
+def loss_of(labels, mask, model):
+    with torch.autocast("cuda"):
+        labels = labels.masked_fill(mask, -100000)
+        return model(labels)
+""",
+    ),
+    pattern=r"(?s)masked_fill_?\(.{0,160}?(?:-\s*\d+\.?\d*[eE]\+?\d|-\s*\d{5}|\*\*|float\(\s*[\"']-\d)",
+)

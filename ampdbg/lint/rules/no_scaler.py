@@ -1,0 +1,84 @@
+"""float16's autocast around a loss that goes backward unscaled, in a file without any scaler."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import method
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+CODE = "misuse-no-scaler"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """A loss that a float16 region has assigned, in the function that steps the optimizer."""
+    if facts.mentions_scaler:
+        return
+    document = facts.document
+    for call in document.calls:
+        loss = method(call, "backward")
+        if not isinstance(loss, ast.Name) or call.args:
+            continue
+        unit = document.unit(call)
+        steps = any(facts.is_optimizer(owner) for other in document.calls if document.unit(other) is unit
+                    and (owner := method(other, "step")) is not None)  # fmt: skip
+        regions = [facts.region(value) for value in document.values(loss)]
+        if steps and regions and all(one is not None and one.is_half and one.enabled for one in regions):
+            yield RuleHit(CODE, call)
+
+
+_HEAD = """
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x in loader:
+        optimizer.zero_grad()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("autocast", ".backward("),
+    check,
+    invalid=(
+        _HEAD
+        + """
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).mean()
+        loss.backward()  # <- misuse-no-scaler
+        optimizer.step()
+""",
+        _HEAD
+        + """
+        with torch.amp.autocast("cuda"):
+            loss = model(x).mean()
+        loss.backward()  # <- misuse-no-scaler
+        optimizer.step()
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+        _HEAD
+        + """
+        with torch.autocast("cuda", dtype=torch.float16, enabled=False):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+        _HEAD
+        + """
+        with torch.autocast("cuda", dtype=DTYPE):
+            loss = model(x).mean()
+        loss.backward()
+        optimizer.step()
+""",
+    ),
+)

@@ -1,0 +1,103 @@
+"""A scaler that steps, and whose scale no line updates."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import method
+from ampdbg.lint.edits import below
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Fix, Rule, RuleHit
+
+CODE = "misuse-no-update"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """The last step of each scaler that the file keeps to itself and never updates."""
+    document = facts.document
+    steps: dict[tuple[object, str], list[ast.Call]] = {}
+    for call in document.calls:
+        owner = method(call, "step")
+        if owner is not None and call.args and facts.is_scaler(owner):
+            steps.setdefault(document.key(owner), []).append(call)
+    for key, calls in steps.items():
+        if not _is_updated(facts, key[1]) and not _leaves(facts, key):
+            last = calls[-1]
+            yield RuleHit(CODE, last, fix=_fix(facts, calls))
+
+
+def _is_updated(facts: Facts, scaler: str) -> bool:
+    """By this name, or another that ends alike."""
+    names = (method(call, "update") for call in facts.document.calls)
+    ends = (ast.unparse(name).rpartition(".")[2] for name in names if name is not None)
+    return scaler.rpartition(".")[2] in ends
+
+
+def _leaves(facts: Facts, key: tuple[object, str]) -> bool:
+    """Whether other code may get hold of the scaler: it is a parameter, an argument, returned, or kept elsewhere."""
+    document = facts.document
+    if any(isinstance(value, ast.arg) for value in _binders(facts, key)):
+        return True
+    for node in document.loads():
+        if document.key(node) == key:
+            parent = document.parents[node]
+            if not isinstance(parent, (ast.Attribute, ast.If, ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp)):
+                return True
+    return False
+
+
+def _binders(facts: Facts, key: tuple[object, str]) -> list[ast.AST]:
+    names = (node for node in facts.document.find(ast.Name) if facts.document.key(node) == key)
+    first = next(names, None)
+    return facts.document.binders(first) if first is not None else []
+
+
+def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
+    """Below the last step, where all of them stand in one block."""
+    document = facts.document
+    statements = [document.statement(call) for call in calls]
+    last = statements[-1]
+    one_block = all(one in document.block(last) for one in statements)
+    if not one_block or not document.has_own_lines(last) or not isinstance(last, ast.Expr):
+        return None
+    scaler = ast.unparse(calls[-1].func.value)  # type: ignore[attr-defined]
+    return Fix((below(document, last, f"{scaler}.update()"),))
+
+
+_HEAD = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("GradScaler",),
+    check,
+    invalid=(_HEAD + "        scaler.step(optimizer)  # <- misuse-no-update\n",),
+    valid=(
+        _HEAD + "        scaler.step(optimizer)\n        scaler.update()\n",
+        _HEAD + "        scaler.step(optimizer)\n        after_step(scaler)\n",
+        """
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, loss, optimizer):
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+
+    def after(self):
+        self.scaler.update()
+""",
+    ),
+)

@@ -1,0 +1,66 @@
+"""A learning-rate scheduler that moves in every iteration, whether the scaler has skipped the step or not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ampdbg.lint.document import method
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+CODE = "misuse-scheduler-on-skip"
+MESSAGE = "the scheduler moves on in a step that the scaler skips; a few skips at the start do little harm"
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """In the block of a scaler's step, where nothing of the function asks whether it was skipped.
+
+    For information alone: how many steps are skipped no source tells.
+    """
+    document = facts.document
+    for call in document.calls:
+        scaler = method(call, "step")
+        if scaler is None or not call.args or not facts.is_scaler(scaler):
+            continue
+        unit = ast.unparse(document.unit(call))
+        if "get_scale" in unit or "found_inf" in unit or "._scale" in unit or "step_was_skipped" in unit:
+            continue
+        block = document.block(document.statement(call))
+        for statement in block[block.index(document.statement(call)) + 1 :]:
+            moved = statement.value if isinstance(statement, ast.Expr) else None
+            scheduler = method(moved, "step") if moved is not None else None
+            if scheduler is not None and facts.is_scheduler(scheduler):
+                yield RuleHit(CODE, statement, MESSAGE, severity="info")
+
+
+_HEAD = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100)
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("GradScaler|.scale(", ".step("),
+    check,
+    invalid=(_HEAD + "        scaler.update()\n        scheduler.step()  # <- misuse-scheduler-on-skip\n",),
+    valid=(
+        _HEAD
+        + """
+        before = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+""",
+        _HEAD + "        scaler.update()\n    scheduler.step()\n",
+    ),
+)

@@ -1,0 +1,189 @@
+"""Gradients of a step that was not taken, which a loop keeps: cleared after taken steps alone, or left behind."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from ampdbg.lint.document import LOOPS, method
+from ampdbg.lint.facts import Facts
+from ampdbg.lint.rule import Rule, RuleHit
+
+CODE = "misuse-stale-gradients"
+
+_NOT_FINITE = re.compile(r"isnan|isinf|isfinite|is_nan|!= loss")
+
+
+def check(facts: Facts) -> Iterator[RuleHit]:
+    """In every loop that goes backward by a scaler."""
+    for loop in facts.document.find(*LOOPS):
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        backward = [call for call in calls if _is_scaled_backward(facts, call)]
+        clears = [call for call in calls if method(call, "zero_grad") is not None] + [
+            node for node in ast.walk(loop) if isinstance(node, ast.Assign) and _clears(node)
+        ]
+        innermost = {facts.document.statement(call) for call in backward if _innermost(facts, call) is loop}
+        if innermost and clears:
+            yield from _after_taken_steps(facts, loop, clears)
+            yield from _left_behind(facts, loop, backward[0], clears)
+
+
+def _is_scaled_backward(facts: Facts, call: ast.Call) -> bool:
+    loss = method(call, "backward")
+    scaler = method(loss, "scale") if loss is not None else None
+    return scaler is not None and facts.is_scaler(scaler)
+
+
+def _clears(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Attribute) and target.attr == "grad" for target in node.targets)
+
+
+def _innermost(facts: Facts, node: ast.AST) -> ast.AST | None:
+    return next((one for one in facts.document.around(node) if isinstance(one, LOOPS)), None)
+
+
+def _after_taken_steps(facts: Facts, loop: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
+    """Every clearing stands under a condition on the scale: not where it fell."""
+    by_scale = [_on_scale(facts, node, loop) for node in clears]
+    if all(by_scale):
+        message = "the gradients are cleared only where the scaler took the step; those of a skipped step stay inf"
+        yield RuleHit(CODE, clears[0], message)
+
+
+def _on_scale(facts: Facts, node: ast.AST, loop: ast.AST) -> bool:
+    document = facts.document
+    below = node
+    for one in document.around(node):
+        if one is loop:
+            return False
+        if isinstance(one, ast.If) and below in one.body and _asks_for_no_skip(facts, one.test):
+            return True
+        below = one
+    return False
+
+
+def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
+    """``scaler.get_scale() >= before``: True where the step was taken, and not otherwise."""
+    match test:
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            now_left, now_right = _is_scale(facts, left), _is_scale(facts, right)
+            if not now_left and not now_right:
+                return False
+            # get_scale() before update() is the old scale, after it the new one: which is which is told by the names.
+            new_is_left = now_left and isinstance(left, ast.Call)
+            kinds = (ast.GtE, ast.Eq) if new_is_left else (ast.LtE, ast.Eq)
+            return isinstance(op, kinds)
+        case _:
+            return False
+
+
+def _is_scale(facts: Facts, node: ast.expr) -> bool:
+    owner = method(node, "get_scale")
+    return owner is not None and facts.is_scaler(owner)
+
+
+def _left_behind(facts: Facts, loop: ast.AST, backward: ast.AST, clears: Sequence[ast.AST]) -> Iterator[RuleHit]:
+    """``if loss.isnan(): continue`` behind the backward pass, while gradients are cleared only further down."""
+    document = facts.document
+    body: Sequence[ast.stmt] = loop.body  # type: ignore[attr-defined]
+    statement = document.statement(backward)
+    if statement not in body:
+        return
+    place = body.index(statement)
+    if any(_holds(one, clears) for one in body[:place]):
+        return
+    for at, one in enumerate(body[place + 1 :], start=place + 1):
+        if _holds(one, clears):
+            # What is cleared in the branch that leaves is not kept.
+            return
+        if (
+            isinstance(one, ast.If)
+            and _NOT_FINITE.search(ast.unparse(one.test))
+            and isinstance(one.body[-1], ast.Continue)
+        ):
+            if any(_holds(later, clears) for later in body[at + 1 :]):
+                message = "continue leaves the gradients of this backward pass behind: they are added to the next one's"
+                step = "call optimizer.zero_grad() before continue"
+                yield RuleHit(CODE, one.body[-1], message, step)
+            return
+
+
+def _holds(statement: ast.stmt, nodes: Sequence[ast.AST]) -> bool:
+    inside = set(ast.walk(statement))
+    return any(node in inside for node in nodes)
+
+
+_HEAD = """
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        with torch.autocast("cuda"):
+            loss = model(x)
+"""
+
+RULE = Rule(
+    (CODE,),
+    ("GradScaler|.scale(", "backward"),
+    check,
+    invalid=(
+        _HEAD
+        + """
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            optimizer.zero_grad()  # <- misuse-stale-gradients
+""",
+        _HEAD
+        + """
+        scaler.scale(loss).backward()
+        if torch.isnan(loss):
+            continue  # <- misuse-stale-gradients
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+    ),
+    valid=(
+        _HEAD
+        + """
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        _HEAD
+        + """
+        if torch.isnan(loss):
+            continue
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+""",
+        _HEAD
+        + """
+        scaler.scale(loss).backward()
+        if loss.isnan():
+            optimizer.zero_grad()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
+        _HEAD
+        + """
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+""",
+    ),
+)

@@ -1,0 +1,120 @@
+"""What is to be linted, and for which torch: ``[tool.ampdbg.lint]`` of pyproject.toml, and what a project requires."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ampdbg.errors import ConfigError
+from ampdbg.files import read_file
+from ampdbg.lint.rules import RULES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MOST_BYTES = 1_000_000
+KEYS = ("select", "ignore", "exclude")
+PARTS = ("misuse", "deprecated", "apex")
+"""Beginnings of codes that stand for all of them."""
+
+CODES = tuple(sorted({code for rule in RULES for code in rule.codes}))
+
+_TORCH = re.compile(r"""(?m)^[\s"'\[,-]*torch\s*(?:\[[^\]]*\])?\s*(==|>=|~=|>|===)\s*["']?v?(\d+)\.(\d+)""")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``select`` and ``ignore`` are codes or their beginnings, ``exclude`` patterns of paths and names.
+
+    ``torch`` is the oldest torch that the project allows, where it says so.
+    """
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    torch: tuple[int, int] | None = None
+
+    def wants(self, code: str) -> bool:
+        """Whether a code is to be told."""
+        is_selected = not self.select or any(map(code.startswith, self.select))
+        return is_selected and not any(map(code.startswith, self.ignore))
+
+
+def read_settings(paths: Sequence[str], select: Sequence[str] = (), ignore: Sequence[str] = ()) -> Settings:
+    """The settings of the project that the first path is in; ``select`` and ``ignore`` as typed replace its own.
+
+    Raises:
+        ConfigError: a code is unknown, or the table holds what is not allowed.
+    """
+    for option, codes in (("--select", select), ("--ignore", ignore)):
+        _check_codes(option, codes)
+    start = Path(os.path.abspath(paths[0] if paths else "."))
+    file = next((one / "pyproject.toml" for one in (start, *start.parents) if (one / "pyproject.toml").is_file()), None)
+    table = _table(file) if file is not None else Settings()
+    settings = replace(table, torch=_oldest_torch(start))
+    if select:
+        settings = replace(settings, select=tuple(select))
+    return replace(settings, ignore=tuple(ignore)) if ignore else settings
+
+
+def _table(file: Path) -> Settings:
+    try:
+        data = tomllib.loads(read_file(file, MOST_BYTES).decode("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    table = _below(data, "tool", "ampdbg", "lint")
+    values: dict[str, tuple[str, ...]] = {}
+    for key, value in table.items():
+        name = f"{file}: [tool.ampdbg.lint] {key}"
+        if key not in KEYS:
+            raise ConfigError(f"{name}: no such key; allowed are {', '.join(KEYS)}")
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"{name}: got {value!r}; needed: a list of texts")
+        if key != "exclude":
+            _check_codes(name, value)
+        values[key] = tuple(value)
+    return Settings(values.get("select", ()), values.get("ignore", ()), values.get("exclude", ()))
+
+
+def _below(data: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    for name in names:
+        found = data.get(name, {})
+        data = found if isinstance(found, Mapping) else {}
+    return data
+
+
+def _check_codes(where: str, codes: Sequence[str]) -> None:
+    for code in codes:
+        if not code or not any(known.startswith(code) for known in CODES):
+            raise ConfigError(f"{where}: {code!r} is no code of a rule; allowed are {', '.join((*PARTS, *CODES))}")
+
+
+def _oldest_torch(start: Path) -> tuple[int, int] | None:
+    """The least that pyproject.toml, a requirements file, setup.cfg or setup.py of the project asks for."""
+    for folder in (start, *start.parents):
+        if bounds := [bound for file in _requirements(folder) for bound in _bounds(file)]:
+            return min(bounds)
+        if (folder / ".git").exists() or (folder / "pyproject.toml").is_file():
+            return None
+    return None
+
+
+def _requirements(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        names = ("pyproject.toml", "setup.cfg", "setup.py", "requirements.txt", "environment.yml", "environment.yaml")
+        yield from (folder / name for name in names if (folder / name).is_file())
+
+
+def _bounds(file: Path) -> list[tuple[int, int]]:
+    try:
+        text = read_file(file, MOST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [(int(major), int(minor)) for _, major, minor in _TORCH.findall(text)]

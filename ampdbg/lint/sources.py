@@ -1,0 +1,200 @@
+"""The files to lint: found below folders, read in their encoding, notebooks as the text of their cells."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+import os
+import re
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ampdbg.errors import AmpdbgError
+from ampdbg.files import read_file
+
+SUFFIXES = (".py", ".ipynb")
+NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
+"""Folders that hold nothing of the user's own; hidden ones and virtual environments neither."""
+
+MOST_BYTES = 2_000_000
+"""Larger files are made by programs."""
+
+_MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
+"""A line of a notebook that is IPython's, not Python's."""
+
+
+@dataclass(frozen=True)
+class SourcePath:
+    """A file that is to be linted; ``problem`` says why it cannot be."""
+
+    path: str
+    root: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A code cell of a notebook: its number, and the first line of the whole text that is its own."""
+
+    number: int
+    first_line: int
+
+
+@dataclass(frozen=True)
+class SourceText:
+    """A file's text, its encoding, and of a notebook its cells."""
+
+    text: str
+    encoding: str = "utf-8"
+    cells: tuple[Cell, ...] = ()
+    notebook: str = ""
+
+    def cell_of(self, line: int) -> tuple[int, int]:
+        """The number of the cell that a line of the text is in, and the line there; cell 0 of a file."""
+        cell = next((one for one in reversed(self.cells) if one.first_line <= line), None)
+        return (cell.number, line - cell.first_line + 1) if cell else (0, line)
+
+
+class UnreadableSource(Exception):  # noqa: N818 - it becomes a line of the report
+    """A file that cannot be linted; ``str(error)`` says why."""
+
+
+def files_below(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[SourcePath]:
+    """The files of the paths that were given, each once, in the order of their names.
+
+    Raises:
+        AmpdbgError: there is nothing at one of the paths.
+    """
+    done: set[str] = set()
+    for given in paths:
+        if not os.path.lexists(given):
+            raise AmpdbgError(f"{given}: there is no such file or folder")
+        for found in _below(given, exclude):
+            real = os.path.realpath(found.path)
+            if real not in done or found.problem:
+                done.add(real)
+                yield found
+
+
+def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
+    if not os.path.isdir(given):
+        yield SourcePath(given, os.path.dirname(given) or ".")
+        return
+    waiting, entered = [given], {os.path.realpath(given)}
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
+        except OSError as error:
+            yield SourcePath(folder, given, f"cannot be read: {error.strerror or error}")
+            continue
+        entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
+        for entry in entries:
+            if entry.is_dir() and _leads_back(entry, folder):
+                yield SourcePath(_shown(entry.path), given, "a link in a circle, which is not followed")
+            elif not entry.is_dir() and entry.name.endswith(SUFFIXES):
+                yield SourcePath(_shown(entry.path), given)
+        below = [entry.path for entry in entries if entry.is_dir() and os.path.realpath(entry.path) not in entered]
+        entered |= set(map(os.path.realpath, below))
+        waiting += [path for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
+
+
+def _shown(path: str) -> str:
+    return path.removeprefix("./")
+
+
+def _leads_back(entry: os.DirEntry[str], folder: str) -> bool:
+    """Whether a link leads to a folder that it is below."""
+    return entry.is_symlink() and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(entry.path))
+
+
+def _is_excluded(path: str, name: str, exclude: Sequence[str]) -> bool:
+    if name.startswith(".") or name in NEVER:
+        return True
+    return any(fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(name, pattern) for pattern in exclude)
+
+
+def read_bytes(path: str) -> bytes:
+    """The content of a file.
+
+    Raises:
+        UnreadableSource: it cannot be read, or is too large.
+    """
+    try:
+        return read_file(Path(path), MOST_BYTES)
+    except OSError as error:
+        raise UnreadableSource(f"cannot be read: {error.strerror or error}") from None
+
+
+def source_of(path: str, content: bytes) -> SourceText:
+    """The text of a file, or of a notebook's cells.
+
+    Raises:
+        UnreadableSource: it cannot be decoded, or is no notebook.
+    """
+    if path.endswith(".ipynb"):
+        return _notebook(content)
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        return SourceText(content.decode(encoding), encoding)
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise UnreadableSource(f"cannot be decoded: {str(error).partition(chr(10))[0]}") from None
+
+
+def _notebook(content: bytes) -> SourceText:
+    """The code cells, each under a comment that tells where it begins, so that a fix can be put back into it."""
+    try:
+        notebook = content.decode("utf-8")
+        cells = [(number, _cell_text(cell)) for number, cell in enumerate(json.loads(notebook)["cells"], start=1)
+                 if cell["cell_type"] == "code"]  # fmt: skip
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UnreadableSource("is no notebook of version 4") from None
+    text, places = "", []
+    for number, cell in cells:
+        if not cell.lstrip().startswith("%%"):  # not Python at all
+            places.append(Cell(number, text.count("\n") + 2))
+            text += f"{_HEAD.format(number)}\n{_plain(cell)}\n"
+    return SourceText(text, "utf-8", tuple(places), notebook)
+
+
+_HEAD = "# ampdbg-cell {}"
+_HEADS = re.compile(r"^# ampdbg-cell (\d+)\n", re.MULTILINE)
+_STANDS_IN = "pass  # ampdbg-magic "
+
+
+def _cell_text(cell: dict[str, object]) -> str:
+    lines = cell["source"]
+    return lines if isinstance(lines, str) else "".join(lines)  # type: ignore[arg-type]
+
+
+def _plain(cell: str) -> str:
+    """A cell with ``pass`` in the place of each line that is IPython's alone."""
+    return _MAGIC.sub(lambda line: f"{line[1]}{_STANDS_IN}{line[2].encode().hex()}", cell)
+
+
+def _with_magic(cell: str) -> str:
+    return re.sub(rf"{_STANDS_IN}([0-9a-f]+)", lambda line: bytes.fromhex(line[1]).decode(), cell)
+
+
+def content_of(source: SourceText, text: str) -> bytes:
+    """The file with another text.
+
+    Raises:
+        UnreadableSource: of a notebook, which would not keep its form.
+    """
+    if not source.notebook:
+        return text.encode(source.encoding)
+    data = json.loads(source.notebook)
+    end = "\n" if source.notebook.endswith("\n") else ""
+    before, *parts = _HEADS.split(text)
+    if before or json.dumps(data, indent=1, ensure_ascii=False) + end != source.notebook:
+        raise UnreadableSource("cannot be fixed in its form; open it in Jupyter, save it, and try again")
+    for number, cell in zip(parts[::2], parts[1::2], strict=True):
+        made = _with_magic(cell.removesuffix("\n"))
+        old = data["cells"][int(number) - 1]["source"]
+        data["cells"][int(number) - 1]["source"] = made if isinstance(old, str) else made.splitlines(keepends=True)
+    return (json.dumps(data, indent=1, ensure_ascii=False) + end).encode()

@@ -1,0 +1,275 @@
+"""The calls of a training loop in the order in which they run, on every way through it: what the call order judges."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ampdbg.call_order import Call, CallKind, CallOrder
+from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
+from ampdbg.lint.document import FUNCTIONS, LOOPS, Document, argument, constant, method
+from ampdbg.lint.facts import Facts
+
+STEPS = ("step", "bare step")
+
+
+@dataclass(frozen=True)
+class LoopCall:
+    """A call of a training loop; ``about`` are the texts of its optimizers, ``clears`` says that it clears gradients.
+
+    ``kind`` None is a call after which nothing is known of gradients: code of the user's, which may do anything.
+    """
+
+    node: ast.Call
+    kind: CallKind | None
+    about: tuple[str, ...] = ()
+    scaler: str = ""
+    clears: bool = False
+
+
+@dataclass(frozen=True)
+class LoopHit:
+    """A misuse: its code, and the call to blame."""
+
+    code: str
+    call: LoopCall
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingLoop:
+    """The smallest piece of code that holds all of a function's calls: a loop, or the function as a whole."""
+
+    facts: Facts
+    unit: ast.AST
+    node: ast.AST
+    calls: tuple[LoopCall, ...]
+
+    @property
+    def body(self) -> Sequence[ast.stmt]:
+        """Its statements."""
+        body: Sequence[ast.stmt] = self.node.body  # type: ignore[attr-defined]
+        return body
+
+    @cached_property
+    def optimizers(self) -> tuple[str, ...]:
+        """The optimizers that are stepped or unscaled in it."""
+        known = (text for call in self.calls if call.kind in (*STEPS, "unscale") for text in call.about)
+        return tuple(dict.fromkeys(known))
+
+    def hits(self, of_windows: str) -> Iterator[LoopHit]:
+        """The misuses in it that no way through it leaves out; ``of_windows`` is the code of accumulation windows."""
+        named = {text for call in self.calls for text in (*call.about, call.scaler)}
+        if any(text.partition(".")[0] in changed_names(self.node) for text in named):
+            return  # one name for several optimizers, one after the other
+        try:
+            pairs = list(self._pairs())
+        except TooManyWays:
+            return
+        yield from dict.fromkeys(hit for group in _with_amp(pairs) for hit in self._sure(group, of_windows))
+
+    def _events(self, node: ast.AST) -> list[LoopCall]:
+        if isinstance(node, ast.Call):
+            return [call for call in self.calls if call.node is node]
+        inside = {id(one) for one in ast.walk(node)}
+        return [call for call in self.calls if id(call.node) in inside]
+
+    def _pairs(self) -> Iterator[tuple[Values, Way[LoopCall], Way[LoopCall]]]:
+        changing = changed_names(self.node)
+        for first, second in rounds(self.body, self._events, {}, changing):
+            yield lasting(second.values, changing), first, second
+
+    def _sure(self, pairs: Sequence[tuple[Way[LoopCall], Way[LoopCall]]], of_windows: str) -> Iterator[LoopHit]:
+        """What is wrong whenever the call to blame runs; of an accumulation window, what is wrong at all."""
+        runs = [(self._judged(first.events + second.events), set(second.events)) for first, second in pairs]
+        for hit in dict.fromkeys(hit for hits, _ in runs for hit in hits):
+            ran = [hits for hits, events in runs if hit.call in events]
+            accumulates = hit.code == of_windows and self._is_counted(hit.call.node)
+            if accumulates or (ran and all(hit in hits for hits in ran)):
+                yield hit
+
+    def _is_counted(self, node: ast.AST) -> bool:
+        """Whether the loop steps by the count of its micro-batches."""
+        steps = [call.node for call in self.calls if call.kind in STEPS]
+        document = self.facts.document
+        tests = [
+            ast.unparse(one.test)
+            for step in steps
+            for one in document.around(step)
+            if isinstance(one, ast.If) and one not in document.around(node)
+        ]
+        return any("%" in test or "accum" in test.lower() for test in tests)
+
+    def _judged(self, calls: Sequence[LoopCall]) -> list[LoopHit]:
+        """What the call order has to say of a sequence of calls."""
+        order = CallOrder()
+        places = {text: place for place, text in enumerate(self.optimizers)}
+        scalers = {text: place for place, text in enumerate(dict.fromkeys(call.scaler for call in self.calls), start=1)}
+        for _ in places:
+            order.add_optimizer()
+        found: list[LoopHit] = []
+        cleared: set[int] = set()
+        for number, call in enumerate(calls):
+            about = tuple(places[text] for text in call.about if text in places)
+            if call.kind is None:
+                gone = set(about if call.clears and call.about else places.values())
+                cleared |= gone
+                for one in gone:
+                    order.clear(one)
+                continue
+            about = _written_by(calls[number + 1 :], places) if call.kind == "backward" else about
+            about = tuple(places.values()) if call.kind == "clip" and len(places) == 1 else about
+            rewritten = tuple(cleared & set(about)) if call.kind == "backward" else ()
+            cleared -= set(rewritten)
+            line = ("", number, "")
+            made = Call(call.kind, 0, about, line, scalers.get(call.scaler, 0) if call.scaler else 0, rewritten)
+            if call.kind == "unscale" and about and all(order.gradients[one].unscaled for one in about):
+                found.append(LoopHit(order.code_of_second_unscale(made), call))
+            found += [LoopHit(hit.code, calls[hit.call.line[1]]) for hit in order.hits(made) if hit.call.line]
+        return found
+
+
+def _written_by(after: Sequence[LoopCall], places: dict[str, int]) -> tuple[int, ...]:
+    """The optimizers whose gradients a backward pass writes: those that come before the next one."""
+    if len(places) < 2:
+        return tuple(places.values())
+    until = list(itertools.takewhile(lambda call: call.kind != "backward", after))
+    told = [places[text] for call in until if call.kind in (*STEPS, "unscale") for text in call.about if text in places]
+    return tuple(dict.fromkeys(told))
+
+
+def _with_amp(
+    pairs: Sequence[tuple[Values, Way[LoopCall], Way[LoopCall]]],
+) -> Iterator[list[tuple[Way[LoopCall], Way[LoopCall]]]]:
+    """The pairs by what stays as it is in the loop, where that calls the scalers most: with AMP switched on."""
+    groups: dict[tuple[tuple[str, bool], ...], list[tuple[Way[LoopCall], Way[LoopCall]]]] = {}
+    for values, first, second in pairs:
+        groups.setdefault(tuple(sorted(values.items())), []).append((first, second))
+    used = {
+        key: frozenset(call.node for pair in group for way in pair for call in way.events if call.scaler)
+        for key, group in groups.items()
+    }
+    for key, group in groups.items():
+        if used[key] and not any(used[key] < other for other in used.values()):
+            yield group
+
+
+def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
+    """Every function, and the module, that goes backward and steps with a scaler; none that hides some of it."""
+    document = facts.document
+    by_unit: dict[ast.AST, list[LoopCall]] = {}
+    for node in document.calls:
+        if (call := _call(facts, node)) is not None:
+            by_unit.setdefault(document.unit(node), []).append(call)
+    helpers = {
+        unit.name
+        for unit, calls in by_unit.items()
+        if isinstance(unit, FUNCTIONS) and any(call.kind is not None or call.clears for call in calls)
+    }
+    for unit, calls in by_unit.items():
+        nested = any(
+            other is not unit and unit in document.around(other) for other in by_unit if isinstance(unit, FUNCTIONS)
+        )
+        if nested or not any(call.kind == "backward" and call.scaler for call in calls):
+            continue
+        if _touches_gradients(unit):
+            continue
+        hidden = [
+            LoopCall(node, None)
+            for node in document.calls
+            if document.unit(node) is unit and _hides(facts, node, helpers) and _call(facts, node) is None
+        ]
+        every = tuple(sorted([*calls, *hidden], key=lambda call: _end(call.node)))
+        yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+
+
+def _smallest(document: Document, unit: ast.AST, calls: Sequence[LoopCall]) -> ast.AST:
+    """The innermost loop around every backward pass and step, else the unit."""
+    held = [call.node for call in calls if call.kind in ("backward", *STEPS)]
+    around = [[one for one in document.around(node) if isinstance(one, LOOPS)] for node in held]
+    inside = [[one for one in loops if unit in document.around(one)] for loops in around]
+    return next((one for one in inside[0] if all(one in loops for loops in inside)), unit)
+
+
+def _touches_gradients(unit: ast.AST) -> bool:
+    """Whether code reads or writes ``.grad`` by hand, but for clearing it: it may unscale by hand."""
+    cleared = {
+        id(target)
+        for node in ast.walk(unit)
+        if isinstance(node, ast.Assign) and constant(node.value) is None
+        for target in node.targets
+    }
+    named = (node for node in ast.walk(unit) if isinstance(node, ast.Attribute) and node.attr in ("grad", "grads"))
+    # torch.autograd.grad is no gradient of a parameter's.
+    return any(id(node) not in cleared and not ast.unparse(node).endswith("autograd.grad") for node in named)
+
+
+def _call(facts: Facts, node: ast.Call) -> LoopCall | None:
+    """What a call means to the order of calls; None for any other call."""
+    if not isinstance(node.func, ast.Attribute):
+        return LoopCall(node, "clip") if facts.is_clip(node) else None
+    owner, name = node.func.value, node.func.attr
+    if facts.is_scaler(owner):
+        return _scalers(facts, node, ast.unparse(owner))
+    match name:
+        case "backward":
+            return _backward(facts, node, owner)
+        case "step" if facts.is_optimizer(owner) and not node.args and not node.keywords:
+            return LoopCall(node, "bare step", (ast.unparse(owner),))
+        case "zero_grad":
+            return LoopCall(node, None, (ast.unparse(owner),) if facts.is_optimizer(owner) else (), clears=True)
+        case _:
+            return LoopCall(node, "clip") if facts.is_clip(node) else None
+
+
+def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
+    name = node.func.attr  # type: ignore[attr-defined]
+    about = tuple(map(ast.unparse, node.args[:1]))
+    kinds: dict[str, CallKind] = {"unscale_": "unscale", "step": "step", "update": "update", "get_scale": "get_scale"}
+    if name not in kinds:
+        return None
+    if name == "update" and (node.args or argument(node, "new_scale")):
+        return LoopCall(node, None)
+    return LoopCall(node, kinds[name], about if name in ("unscale_", "step") else (), scaler)
+
+
+def _backward(facts: Facts, node: ast.Call, loss: ast.expr) -> LoopCall | None:
+    """A loss goes backward, scaled in place or before."""
+    if (scaler := _scaler_of(facts, loss)) is not None:
+        return LoopCall(node, "backward", scaler=ast.unparse(scaler))
+    return LoopCall(node, "backward") if not node.args else LoopCall(node, None)
+
+
+def _scaler_of(facts: Facts, loss: ast.expr) -> ast.expr | None:
+    """The scaler that has scaled a loss, here or where the name was assigned."""
+    by = method(loss, "scale")
+    if by is not None:
+        return by if facts.is_scaler(by) else None
+    if isinstance(loss, ast.Name):
+        by_name = [method(value, "scale") for value in facts.document.values(loss)]
+        scalers = [one for one in by_name if one is not None and facts.is_scaler(one)]
+        return scalers[0] if scalers and len(scalers) == len(by_name) else None
+    return None
+
+
+def _hides(facts: Facts, node: ast.Call, helpers: set[str]) -> bool:
+    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here."""
+    name = ast.unparse(node.func).rpartition(".")[2]
+    if name in helpers:
+        return True
+    if facts.document.call_origin(node).startswith(("torch.", "print")) or name in _HARMLESS:
+        return False
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return any(
+        isinstance(one, (ast.Name, ast.Attribute)) and (facts.is_scaler(one) or facts.is_optimizer(one))
+        for one in given
+    )
+
+
+_HARMLESS = frozenset("print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr".split())

@@ -1,0 +1,65 @@
+"""Every rule on its own examples: it finds what the invalid ones mark, at that line, and nothing in the valid."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ampdbg.lint.document import Document
+from ampdbg.lint.engine import hits_of, wanted_rules
+from ampdbg.lint.fixes import fixed
+from ampdbg.lint.rules import RULES
+from ampdbg.lint.settings import Settings
+from ampdbg.record.codes import CODES
+
+MARK = re.compile(r"# <- ([\w -]+)")
+EVERYTHING = Settings()
+
+
+def found(text: str) -> list[tuple[int, str]]:
+    """Lines and codes of what all rules together find; where a project has to train in half, the text tells it."""
+    text = MARK.sub("", text)  # a mark is read by no rule
+    in_half = re.search(r"autocast|\.half\(", text) is not None
+    hits = hits_of(Document(text), wanted_rules(text.encode(), EVERYTHING), EVERYTHING)
+    told = ((hit.node.lineno, hit.code) for hit in hits if in_half or not hit.in_half_only)  # type: ignore[attr-defined]
+    return sorted(told)
+
+
+def marked(text: str) -> list[tuple[int, str]]:
+    lines = enumerate(text.split("\n"), start=1)
+    return sorted((number, code) for number, line in lines if (mark := MARK.search(line)) for code in mark[1].split())
+
+
+INVALID = [(rule.codes[0], text) for rule in RULES for text in rule.invalid]
+VALID = [(rule.codes[0], text) for rule in RULES for text in rule.valid]
+
+
+@pytest.mark.parametrize(("code", "text"), INVALID, ids=[f"{code}-{n}" for n, (code, _) in enumerate(INVALID)])
+def test_an_invalid_example_is_found_at_its_line_and_nothing_else(code: str, text: str) -> None:
+    assert found(text) == marked(text) != []
+
+
+@pytest.mark.parametrize(("code", "text"), VALID, ids=[f"{code}-{n}" for n, (code, _) in enumerate(VALID)])
+def test_nothing_is_found_in_a_valid_example(code: str, text: str) -> None:
+    assert found(text) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.codes[0] for rule in RULES])
+def test_every_code_of_a_rule_has_an_invalid_example(rule: object) -> None:
+    for one in RULES:
+        shown = {code for text in one.invalid for _, code in marked(text)}
+        assert set(one.codes) <= shown
+        assert one.valid
+        assert set(one.codes) <= CODES.keys()
+
+
+@pytest.mark.parametrize(("code", "text"), INVALID, ids=[f"{code}-{n}" for n, (code, _) in enumerate(INVALID)])
+def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(code: str, text: str) -> None:
+    text = MARK.sub("#", text)
+    rules = wanted_rules(text.encode(), EVERYTHING)
+    before = hits_of(Document(text), rules, EVERYTHING)
+    after = fixed(text, lambda document: hits_of(document, rules, EVERYTHING))
+    left = sorted(hit.code for hit in before if hit.fix is None)
+    assert sorted(code for _, code in found(after)) == left
+    assert (after == text) == all(hit.fix is None for hit in before)
