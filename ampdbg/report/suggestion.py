@@ -27,6 +27,9 @@ OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
 MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, stand in a story."""
 
+EDITS = "The patch"
+"""The title of what is edited, in words."""
+
 MANY = 6
 """Beyond so many pins the comments count them."""
 
@@ -85,7 +88,7 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
             for unit in handed.units
             for text in (line(unit.title), *(line(note, tone="faint", depth=1) for note in unit.notes))
         )
-        yield Paragraph(tuple(edits), "The patch")
+        yield Paragraph(tuple(edits), EDITS)
     elif handed.refused and record.verification is None and not _is_by_name(record, handed):
         yield Paragraph(tuple(map(line, handed.refused)), "Why ampdbg edits no code")
     if record.verification is not None:

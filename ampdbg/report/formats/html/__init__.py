@@ -15,11 +15,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ampdbg import __version__
 from ampdbg.escapes import harmless
 from ampdbg.quantities import counted
+from ampdbg.record.cost import LevelCost
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.report import bisection, suggestion, view
@@ -60,6 +61,7 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
     names, page = Names(), page_of(record, typed)
     drawn, steps = range_map(record, names, detail), timeline(record, detail)
     tree, code = module_tree(record, names, detail), listings(record, names, typed.folder, detail)
+    patch = _patch(record, page)
     findings = harmless(record.findings[: detail.findings], typed.folder)
     data: dict[str, Any] = {
         "sites": drawn.columns,
@@ -75,7 +77,7 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
         .get_template("page.html")
         .render(
             page=page,
-            record=record,
+            command=harmless(record.command),
             version=__version__,
             style=style,
             script=script,
@@ -83,9 +85,9 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
             script_hash=_hash(script),
             data=_packed(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()),
             levels=_packed(drawn.levels),
-            findings=tuple(_with_followers(findings)),
-            sections=tuple(_sections(record, typed, page, detail)),
-            patch=_patch(record, typed),
+            findings=tuple(_roots(findings)),
+            sections=tuple(_sections(record, typed, page, detail, has_patch=patch is not None)),
+            patch=patch,
             facts=tuple(_facts(record, typed)),
             config=_config(record, typed),
             has=_holds(record, data),
@@ -104,6 +106,7 @@ def _at_line(at: int, finding: Finding, record: Record, names: Names) -> dict[st
         "step": finding.step,
         "code": finding.code,
         "severity": finding.severity,
+        "module": finding.module,
         "message": finding.message,
     }
 
@@ -117,51 +120,82 @@ class Root:
 
     at: int
     finding: Finding
-    followers: tuple[tuple[int, Finding], ...]
+    effects: tuple[tuple[int, Finding], ...]
 
 
-def _with_followers(findings: Sequence[Finding]) -> Iterator[Root]:
-    roots = [view.root_of(findings, at) for at in range(len(findings))]
-    for at, finding in enumerate(findings):
-        if roots[at] == at:
-            yield Root(
-                at,
-                finding,
-                tuple((other, findings[other]) for other in range(len(findings)) if roots[other] == at != other),
-            )
+def _roots(findings: Sequence[Finding]) -> Iterator[Root]:
+    places = {id(finding): at for at, finding in enumerate(findings)}
+    for finding, effects in view.with_effects(findings):
+        yield Root(places[id(finding)], finding, tuple((places[id(one)], one) for one in effects))
 
 
-def _sections(record: Record, typed: view.Typed, page: view.Page, detail: Detail) -> Iterator[view.Section]:
+def _sections(
+    record: Record, typed: view.Typed, page: view.Page, detail: Detail, *, has_patch: bool
+) -> Iterator[view.Section | MemoryChart]:
     """The terminal's, but for what the page draws itself; with all of the trials."""
     for section in page.sections:
-        if isinstance(section, (view.Findings, view.ScaleChart)):
+        if isinstance(section, (view.Findings, view.ScaleChart)) or (has_patch and _is_of_edits(section)):
             continue
         if not isinstance(section, view.Table):
             yield section
         elif section.columns != bisection.TRIAL_COLUMNS:
             left = view.more(len(section.rows) - detail.rows)
-            yield replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left))
+            yield from _with_memory_chart(
+                replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left)), record
+            )
     if record.trials:
         yield harmless(bisection.trial_table(record, detail.rows), typed.folder)
 
 
 @dataclass(frozen=True)
+class MemoryChart:
+    """The memory of a step at each level, part by part, instead of the terminal's bars."""
+
+    title: str
+    levels: tuple[LevelCost, ...]
+
+
+def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Section | MemoryChart]:
+    bars = {at for row in table.rows for at, cell in enumerate(row) if _is_bar(cell)}
+    costs = harmless(record.costs)
+    if bars and costs is not None:
+        yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None))
+        columns = tuple(column for at, column in enumerate(table.columns) if at not in bars)
+        rows = tuple(tuple(cell for at, cell in enumerate(row) if at not in bars) for row in table.rows)
+        table = view.Table("", columns, rows)
+    yield table
+
+
+def _is_bar(cell: view.Cell) -> bool:
+    return isinstance(cell, view.Line) and any(part.tone == "chart" for part in cell.words)
+
+
+@dataclass(frozen=True)
 class ShownPatch:
-    """What a suggestion hands over, as it is shown: ``is_exact`` says that the shown text can be copied as it is."""
+    """What a suggestion hands over, as it is shown: ``is_exact`` says that the shown text can be copied as it is.
+
+    ``edits`` are in words what it changes.
+    """
 
     lines: tuple[str, ...]
     is_exact: bool
     folder: str
+    edits: tuple[view.Line, ...]
 
 
-def _patch(record: Record, typed: view.Typed) -> ShownPatch | None:
+def _patch(record: Record, page: view.Page) -> ShownPatch | None:
     content = suggestion.content(record)
     if content is None or record.handover is None:
         return None
     text = content.decode("utf-8", "replace")
     shown = harmless(text, but="\n\t")
     folder = record.handover.folder if record.handover.form == "diff" else ""
-    return ShownPatch(tuple(shown.split("\n")), shown.encode() == content, harmless(folder))
+    edits = tuple(one for section in page.sections if _is_of_edits(section) for one in section.lines)
+    return ShownPatch(tuple(shown.split("\n")), shown.encode() == content, harmless(folder), edits)
+
+
+def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
+    return isinstance(section, view.Paragraph) and section.title == suggestion.EDITS
 
 
 def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
@@ -196,7 +230,6 @@ def _holds(record: Record, data: Mapping[str, Any]) -> dict[str, bool]:
         "sites": bool(record.sites),
         "modules": len(data["modules"]["name"]) > 1,
         "files": bool(data["files"]),
-        "costs": record.costs is not None and any(one.memory for one in record.costs.levels),
     }
 
 

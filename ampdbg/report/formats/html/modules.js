@@ -1,6 +1,7 @@
 // The tree of modules: foldable, searchable, by keyboard.
 "use strict";
 
+const MOST_ROWS = 400;
 const tree = { data: null, rows: [], folded: new Set(), wanted: "" };
 
 function showModules(data) {
@@ -26,12 +27,12 @@ function foldAll(from) {
   tree.data.depth.forEach((depth, at) => { if (depth > from && hasInside(at)) tree.folded.add(at); });
 }
 
-// As many levels are unfolded as fit on a screen.
+// As many levels are unfolded as can be looked through.
 function foldLevels() {
   for (let depth = 1; ; depth++) {
     const shown = tree.data.depth.filter((one) => one <= depth + 1).length;
-    if (shown > 40 || shown === tree.data.depth.length) {
-      if (shown > 40) foldAll(depth - 1);
+    if (shown > MOST_ROWS || shown === tree.data.depth.length) {
+      if (shown > MOST_ROWS) foldAll(depth - 1);
       return;
     }
   }
@@ -90,17 +91,24 @@ function moduleCell(column, at) {
   } else if (column === "sites") made.append(sites[at] ? sites[at].toLocaleString("en") : "");
   else if (column === "from" || column === "to") made.append(hasWindow(at) ? tree.data[column][at] : "");
   else if (column === "loss scales that work" && hasWindow(at)) made.append(windowBar(at));
-  else if (column === "findings") made.append(...findings[at].map((one) => findingLink(one)));
+  else if (column === "findings") made.append(...findingLinks(findings[at]));
   else if (column === "in FP32") { made.classList.add("pin"); made.append(pin[at]); }
   return made;
 }
 
 function hasWindow(at) { return tree.data.ceiling[at] < 9999 || tree.data.floor[at] > -9999; }
 
-function findingLink(at) {
-  const finding = page.findings[at];
-  if (!finding) return "";
-  return element("a", { href: `#finding-${at}`, class: finding.severity === "error" ? "bad" : "" }, `${finding.code} `);
+// Each code once, with how often it was found there.
+function findingLinks(all) {
+  const byCode = new Map();
+  for (const at of all) {
+    const finding = page.findings[at];
+    if (finding) byCode.set(finding.code, [...(byCode.get(finding.code) ?? []), at]);
+  }
+  return [...byCode].flatMap(([name, places]) => {
+    const link = element("a", { href: `#finding-${places[0]}`, class: page.findings[places[0]].severity === "error" ? "bad" : "" }, name);
+    return [link, places.length > 1 ? ` ×${places.length} ` : " "];
+  });
 }
 
 function windowX(power) {

@@ -62,7 +62,7 @@ function mark(site) {
 
 function bitsInWords(bits) {
   if (bits === null) return "∞";
-  return bits <= -9999 ? "−∞" : bits.toFixed(1).replace("-", "−");
+  return bits <= -9999 ? "−∞" : bits.toFixed(bits !== 0 && Math.abs(bits) < 0.1 ? 2 : 1).replace("-", "−");
 }
 
 // The headroom that is left of a gradient at the loss scale that is tried.
@@ -90,6 +90,18 @@ function copyFrom(button) {
   };
   if (navigator.clipboard) navigator.clipboard.writeText(text).then(done, byHand);
   else byHand();
+}
+
+// A folded finding is unfolded by what leads to it, and all are for printing.
+function unfoldTargets() {
+  const unfold = () => {
+    const target = location.hash.length > 1 && byId(decodeURIComponent(location.hash.slice(1)));
+    const around = target && target.closest("details");
+    if (around && !around.open) { around.open = true; target.scrollIntoView(); }
+  };
+  addEventListener("hashchange", unfold);
+  addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details.rest")) one.open = true; });
+  unfold();
 }
 
 function followScroll() {
@@ -131,6 +143,7 @@ async function start() {
     document.documentElement.dataset.done = "true";
   }
   followScroll();
+  unfoldTargets();
 }
 
 addEventListener("DOMContentLoaded", start);

@@ -92,7 +92,7 @@ def module_tree(record: Record, names: Names, detail: Detail) -> Data:
     for pin in record.pins:
         if pin.source is None:
             modules.around(pin.module)[-1].pins.append(pin)
-    for group in record.groups:
+    for group in record.groups if record.sites else ():
         modules.around(group.rpartition(".")[0])
     every = list(modules.root.walked())
     shown = _worst(every, modules, detail.modules)

@@ -1,7 +1,7 @@
 // The range map: sites from left to right, powers of two from bottom to top; gradients move with the loss scale.
 "use strict";
 
-const MAP = { top: 24, low: -40, high: 24, gutter: 78, most: 40 };
+const MAP = { top: 24, low: -40, high: 24, gutter: 96 };
 const map = { from: 0, to: 0, dark: null, offsets: null, colours: null };
 
 function prepareSites() {
@@ -70,9 +70,9 @@ function drawMap() {
 }
 
 function legend() {
-  const parts = [["overflow", "overflows (2^16 and more)"], ["normal", "normal"], ["subnormal", "subnormal (below 2^−14): loses precision"], ["lost", "lost in zero (below 2^−24)"]];
+  const parts = [["overflow", "overflows (2^16 and more)"], ["normal", "normal"], ["subnormal", "subnormal (below 2^-14): loses precision"], ["lost", "lost in zero (below 2^-24)"]];
   for (const [name, text] of parts) byId("map-legend").append(element("span", { class: `key ${name}` }, text));
-  byId("map-legend").append(element("span", {}, "darker: more of its values, by orders of magnitude"));
+  byId("map-legend").append(element("span", {}, "darker: more of its values"));
 }
 
 function geometry(canvas) {
@@ -105,7 +105,7 @@ function paintGround(pen, box) {
   }
 }
 
-// A column of pixels holds several sites where there are many: it shows the most of each power of two.
+// A column of pixels holds several sites where there are many: it shows their average, but the worst beyond a limit.
 function paintSites(pen, box, canvas, ratio) {
   const { phase, lowest } = page.sites;
   const columns = Math.max(1, Math.min(Math.round(box.room * ratio), map.to - map.from));
@@ -113,16 +113,18 @@ function paintSites(pen, box, canvas, ratio) {
   const picture = new OffscreenCanvas(columns, rows);
   const inner = picture.getContext("2d");
   const image = inner.createImageData(columns, rows);
-  const most = new Uint8Array(rows);
+  const most = new Uint8Array(rows), sum = new Uint32Array(rows);
   const each = (map.to - map.from) / columns;
   for (let column = 0; column < columns; column++) {
     most.fill(0);
+    sum.fill(0);
     const start = map.from + Math.floor(column * each), end = Math.max(start + 1, map.from + Math.floor((column + 1) * each));
     for (let site = start; site < end; site++) {
       const shift = lowest[site] + (phase[site] === "b" ? page.power : 0) - MAP.low;
       for (let at = map.offsets[site]; at < map.offsets[site + 1]; at++) {
         const row = Math.min(rows - 1, Math.max(0, shift + at - map.offsets[site]));
         if (page.levels[at] > most[row]) most[row] = page.levels[at];
+        sum[row] += page.levels[at];
       }
     }
     for (let row = 0; row < rows; row++) {
@@ -130,7 +132,8 @@ function paintSites(pen, box, canvas, ratio) {
       const zone = zoneOf(row + MAP.low);
       const at = 4 * ((rows - 1 - row) * columns + column);
       image.data.set(map.colours.zones[zone], at);
-      image.data[at + 3] = Math.round(255 * (zone === 3 ? 0.55 : 0.16) + (most[row] / 255) * 255 * (zone === 3 ? 0.45 : 0.84));
+      const level = (zone === 2 ? sum[row] / (end - start) : most[row]) / 255;
+      image.data[at + 3] = Math.round(255 * (zone === 3 ? 0.55 + 0.45 * level : 0.12 + 0.88 * level ** 1.6));
     }
   }
   inner.putImageData(image, 0, 0);
@@ -166,7 +169,7 @@ function paintLabels(pen, box) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  for (const [exponent, text] of [[limits.overflow, "overflow 2^16"], [0, "1"], [limits.normal, "normal 2^−14"], [limits.least, "zero 2^−24"]]) {
+  for (const [exponent, text] of [[limits.overflow, "overflow 2^16"], [0, "1"], [limits.normal, "normal 2^-14"], [limits.least, "zero 2^-24"]]) {
     const isLimit = exponent !== 0;
     pen.fillStyle = isLimit ? map.colours.ink : map.colours.soft;
     pen.fillText(text, MAP.gutter - 6, box.y(exponent));
@@ -235,12 +238,13 @@ function steerMap(canvas) {
 function sayChosen() { if (page.chosen >= 0) describe(page.chosen); else byId("map-readout").textContent = "Point at a site, or choose one with the arrow keys."; }
 
 function describe(site) {
-  const { module, op, max, phase, calls, call, bad, size } = page.sites;
+  const { module, op, file, line, max, phase, calls, call, bad, size } = page.sites;
   const { over, subnormal, lost } = shares(site);
-  const where = [page.names[op[site]], placeOf(site)].filter(Boolean).join(" · ");
+  const where = [" · ", phase[site] === "f" ? "forward" : "backward", " · ", page.names[op[site]], " · "];
+  if (file[site] >= 0) where.push(element("a", { href: "#source", "data-file": page.names[file[site]], "data-line": line[site] }, placeOf(site)), " · ");
   const facts = [`largest ${max[site]}${phase[site] === "b" ? " at a loss scale of 1" : ""}`, `${bitsInWords(room(site))} bits to the limit`];
   if (calls[site] > 1) facts.push(`${calls[site]} calls${call[site] > 0 ? `, call ${call[site]} largest` : ""}`);
   if (bad[site]) facts.push(`${bad[site]} of ${size[site]}`);
   facts.push(`overflow: ${percent(over)}`, `subnormal: ${percent(subnormal)}`, `lost: ${percent(lost)}`);
-  byId("map-readout").replaceChildren(element("b", {}, moduleName(module[site])), ` · ${phase[site] === "f" ? "forward" : "backward"} · ${where} · ${facts.join(" · ")}`);
+  byId("map-readout").replaceChildren(element("b", {}, moduleName(module[site])), ...where, facts.join(" · "));
 }

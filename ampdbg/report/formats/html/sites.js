@@ -39,7 +39,7 @@ function drawScaleChart(scales, usable) {
   if (!width) return;
   const last = scales.words.length - 1, thumb = 16;
   const x = (power) => thumb / 2 + ((power - scales.low) / last) * (width - thumb);
-  const each = (width - thumb) / last, floor = height - 16;
+  const each = Math.min((width - thumb) / last, 26), floor = height - 16;
   const most = Math.max(1, ...scales.overflow, ...scales.lost);
   const tall = (count) => (count ? 3 + (Math.log1p(count) / Math.log1p(most)) * (floor - 8) : 0);
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);

@@ -25,6 +25,21 @@ function showSource(files) {
     if (link && openLine(link.dataset.file, Number(link.dataset.line))) event.preventDefault();
   });
   openFile(0);
+  showWorst();
+}
+
+// The first line with a finding, else the one with the least headroom, is in sight when the page opens.
+function showWorst() {
+  const lines = [...code.files[0].lines];
+  const room = ([, line]) => (line.findings.length ? -1e6 : line.bits ?? 1e6);
+  if (!lines.length) return;
+  const [number] = lines.reduce((one, other) => (room(other) < room(one) ? other : one));
+  const row = byId("code").querySelector(`.row[data-line="${number}"]`);
+  if (row) scrollCodeTo(row);
+}
+
+function scrollCodeTo(row) {
+  byId("code").scrollTop = row.offsetTop - byId("code").offsetTop - byId("code").clientHeight / 3;
 }
 
 // What is known of each line: the least headroom, the sites, the findings.
@@ -79,8 +94,9 @@ function lineRows(file, number, text) {
   const said = line.sites.length ? [`${counted(line.sites.length, "site")}: ${[...new Set(line.sites.map((site) => page.names[page.sites.op[site]]))].slice(0, 8).join(", ")}`] : [];
   row.title = [...said, ...line.seen].join("\n");
   const notes = line.findings.map((at) => {
-    const { code: name, severity, step, message } = page.findings[at];
-    return element("div", { class: `said ${severity}` }, element("a", { href: `#finding-${at}` }, name), ` at step ${step}: ${message}`);
+    const { code: name, severity, step, module, message } = page.findings[at];
+    const where = module && !message.includes(module) ? ` in ${module}` : "";
+    return element("div", { class: `said ${severity}` }, element("a", { href: `#finding-${at}` }, name), `${where} at step ${step}: ${message}`);
   });
   return [row, ...notes];
 }
@@ -95,7 +111,7 @@ function openLine(name, number) {
   byId("source").scrollIntoView({ block: "start" });
   if (row) {
     row.classList.add("here");
-    byId("code").scrollTop = row.offsetTop - byId("code").offsetTop - byId("code").clientHeight / 3;
+    scrollCodeTo(row);
   }
   byId("code").focus({ preventScroll: true });
   history.replaceState(null, "", "#source");

@@ -9,9 +9,9 @@ function drawTimeline(data) {
   const first = data.step[0];
   const span = Math.max(1, data.step[count - 1] - first);
   const x = (at) => left + ((data.step[at] - first) / span) * (width - left - right);
-  const shown = data.series.filter((one) => one.values.some((value) => value !== null));
+  const shown = data.series.filter((one) => one.words.some((word) => word !== "-"));
   const bottom = top + shown.length * (panel + gap) - gap;
-  const svg = drawing("svg", { viewBox: `0 0 ${width} ${bottom + 44}`, role: "img", tabindex: "0" });
+  const svg = drawing("svg", { viewBox: `0 0 ${width} ${bottom + 24}`, role: "img", tabindex: "0" });
   svg.setAttribute("aria-label", `${shown.map((one) => one.title).join(", ")} over ${counted(count, "step")}. Left and right move the pointer.`);
   for (let at = 0; at < count; at++) {
     if (data.skipped[at]) svg.append(drawing("line", { class: "skipped", x1: x(at), x2: x(at), y1: top, y2: bottom }));
@@ -28,22 +28,22 @@ function drawTimeline(data) {
 // The logarithm where the values span more than two powers of ten, and always of the loss scale.
 function axis(one) {
   const values = one.values.filter((value) => value !== null);
-  const positive = values.every((value) => value > 0);
+  const positive = values.length > 0 && values.every((value) => value > 0);
   let least = Infinity, most = -Infinity;
   for (const value of values) { least = Math.min(least, value); most = Math.max(most, value); }
   const isLog = positive && (one.name === "scale" || most / least > 100);
   const of = isLog ? Math.log2 : (value) => value;
   let low = of(least), high = of(most);
   if (high - low < 1e-9) { low -= 1; high += 1; }
-  return { isLog, of, low, high, least, most };
+  return { isLog, of, low, high, least, most, values };
 }
 
 function drawCurve(svg, one, top, x, count) {
   const { width, left, right, panel } = TIMELINE;
-  const { isLog, of, low, high, least, most } = axis(one);
+  const { isLog, of, low, high, least, most, values } = axis(one);
   const y = (value) => top + panel - ((of(value) - low) / (high - low)) * panel;
   svg.append(drawing("text", { class: "title", x: left, y: top - 6 }, one.title + (one.name === "scale" ? " (log₂)" : isLog ? " (log)" : "")));
-  for (const value of new Set([least, most])) {
+  for (const value of values.length ? new Set([least, most]) : []) {
     svg.append(drawing("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     svg.append(drawing("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, one.words[one.values.indexOf(value)]));
   }
@@ -70,12 +70,10 @@ function drawSteps(svg, data, x, bottom) {
     const anchor = at === 0 ? "start" : at === count - 1 ? "end" : "middle";
     svg.append(drawing("text", { x: x(at), y: bottom + 16, "text-anchor": anchor }, at === 0 ? `step ${data.step[at]}` : String(data.step[at])));
   }
-  const skipped = data.skipped.filter(Boolean).length;
-  const lost = data.series[0].values.filter((value) => value === null).length;
-  const legend = [];
-  if (skipped) legend.push(`| skipped (${skipped.toLocaleString("en")})`);
-  if (lost) legend.push(`● loss is inf or NaN (${lost.toLocaleString("en")})`);
-  if (legend.length) svg.append(drawing("text", { x: TIMELINE.left, y: bottom + 36 }, legend.join("     ")));
+  const legend = { subnormal: [data.skipped.filter(Boolean).length, "skipped"], overflow: [data.series[0].values.filter((value) => value === null).length, "with a loss of inf or NaN"] };
+  for (const [name, [steps, what]] of Object.entries(legend)) {
+    if (steps) byId("timeline-legend").append(element("span", { class: `key ${name}` }, `${counted(steps, "step")} ${what}`));
+  }
 }
 
 // The steps at which findings begin.
