@@ -267,6 +267,8 @@ def further_steps(run: Run, failing: FailingStep, count: int) -> Iterator[Snapsh
     batches = itertools.islice(run.workload.batches(), (failing.snapshot.step + 1) * micro, None)
     for _ in range(count):
         taken = tuple(itertools.islice(batches, micro))
+        if len(taken) < micro:  # a script's step has none but its own
+            return
         yield replace(failing.snapshot, batches=taken, random_state=RandomState.now())
 
 

@@ -7,6 +7,7 @@ are given, the random state and autocast. To play it is to make the loss anew, b
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -372,10 +373,14 @@ def _put_back(ours: Any, original: Any) -> None:
 def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip
 
 
+SPACE = {"__builtins__": builtins}
+"""An import that C++ code makes looks for them where the call stands."""
+
+
 def _at(line: Line | None) -> Callable[..., Any]:
     """``_call`` as if it stood in that line, so that what it runs is known to belong there."""
     if line is None:
         return _call
     file, number, function = line
     code: CodeType = _call.__code__
-    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), {})
+    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), SPACE)
