@@ -8,8 +8,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .api import bisect as bisect
+    from .api import capture as capture
     from .api import cost as cost
     from .api import ranges as ranges
+    from .api import replay as replay
     from .api import run as run
     from .api import scan as scan
     from .api import suggest_fp32 as suggest_fp32
@@ -27,6 +29,8 @@ _HOMES = {
     "bisect": ".api",
     "cost": ".api",
     "run": ".api",
+    "replay": ".api",
+    "capture": ".api",
     "suggest_fp32": ".api",
     "watch": ".probes.watch",
     "diagnose": ".diagnosis.diagnose",

@@ -16,14 +16,15 @@ torch is imported only once the config is known to be right: that takes seconds,
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from ampdbg.errors import AmpdbgError, PatchError
-from ampdbg.given import Changes, Given, read_given
+from ampdbg.given import CaptureSettings, Changes, Given, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.quantities import byte_count
 from ampdbg.record.file import latest_record
@@ -33,6 +34,10 @@ from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ampdbg.proof.suggestion import Suggestion
+
+CaptureCommand = Literal["replay", "ranges", "bisect", "suggest-fp32"]
 
 _one_run = threading.RLock()
 
@@ -60,6 +65,7 @@ def run(
     *,
     is_module: bool = False,
     emulate: bool = False,
+    captures: CaptureSettings | None = None,
     ended: Callable[[Record], None] = lambda record: None,
     observer: Observer = UNOBSERVED,
     ends_process: bool = False,
@@ -74,6 +80,7 @@ def run(
         arguments: the script's own.
         is_module: as ``python -m``.
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
+        captures: where its failing steps are written to; nowhere without it.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: its ``replay`` is called once for each step that is run again, while the script waits.
         ends_process: this process has nothing to do afterwards: the script's threads end before it, as at Python's end.
@@ -87,12 +94,32 @@ def run(
     given = Script(str(script), tuple(arguments), is_module, ends_process)
     given.check()
     from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.script.captures import Captures, start_of
     from ampdbg.script.session import watch_script
 
     def shown(record: Record) -> Record:
         return with_listings(diagnose(record))
 
-    return shown(watch_script(given, emulate=emulate, ended=lambda record: ended(shown(record)), observer=observer))
+    asked = captures or CaptureSettings(most=0)
+    kept = Captures(asked.folder, start_of(given, emulate=emulate), most=asked.most, largest=asked.largest)
+    return shown(
+        watch_script(
+            given,
+            kept,
+            investigates=asked.investigates,
+            ended=lambda record: ended(shown(record)),
+            observer=observer,
+        )
+    )
+
+
+def capture() -> bool:
+    """Asks, within a script that ``ampdbg run`` has started, for a capture of its next whole step.
+
+    Returns whether there is somebody who captures it; without ``ampdbg run`` it does nothing.
+    """
+    captures = sys.modules.get("ampdbg.script.captures")  # nobody captures where it was never imported
+    return captures is not None and bool(captures.ask_for_capture())
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:
@@ -109,6 +136,29 @@ def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_modul
     return run_it(given, emulate=emulate)
 
 
+def replay(capture: str | Path | Given, *, script: Sequence[str] = (), observer: Observer = UNOBSERVED) -> Record:
+    """Runs a captured step again in the script that it is of, and says what went wrong and how often it does.
+
+    The script is started again in a process of its own, and ended in the middle of its second step or a later one.
+
+    Args:
+        capture: what :func:`run` has written.
+        script: a command line that is started in the place of the captured one.
+
+    Raises:
+        CaptureError: the capture or its script cannot be used.
+    """
+    given = capture if isinstance(capture, Given) else read_given(capture, None, script)
+    return with_listings(_with_capture(given, observer, "replay").record)
+
+
+def _with_capture(given: Given, observer: Observer, command: CaptureCommand, **options: Any) -> Suggestion:
+    from ampdbg.proof.captures import CaptureJob, done_with
+
+    assert given.capture is not None
+    return done_with(CaptureJob(command, given.capture, given.script, **options), observer)
+
+
 def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **changes: Unpack[Changes]) -> Record:
     """Measures the ranges of step number ``steps``, by default the first, which is 1.
 
@@ -116,6 +166,8 @@ def ranges(config: str | Path | Given, *, observer: Observer = UNOBSERVED, **cha
     hides another one; the weights stay as they were.
     """
     given = _given(config, changes)
+    if given.capture is not None:
+        return with_listings(_with_capture(given, observer, "ranges").record)
     checked = given.config
     train = checked.train.model_copy(update={"steps": given.changes.get("steps") or 1})
     checked = checked.model_copy(update={"train": train})
@@ -143,13 +195,16 @@ def bisect(
     ends it early, with the best set so far and ``interrupted`` set.
 
     Args:
-        config: a config or a record.
+        config: a config, a record, or the capture of a script's failing step.
         module: instead of a config, a Python file with ``build_model()``, or one ``nn.Module`` class that takes no
             arguments, and ``build_data()``; ``loss`` and ``training_step`` are used where it defines them.
         strategy: ``guided`` by what overflows in a wider format, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
     """
-    checked = _given(config, changes, module).config
+    given = _given(config, changes, module)
+    if given.capture is not None:
+        return with_listings(_with_capture(given, observer, "bisect", strategy=strategy, max_trials=max_trials).record)
+    checked = given.config
     observer.start(checked.train.steps)
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.pinning.bisection import bisect_run
@@ -211,29 +266,30 @@ def suggest_fp32(
         PatchError: the files cannot be written; none was. ``record`` of the error is the record.
     """
     given = _given(latest_record() if config is None else config, changes)
-    observer.start(given.config.train.steps)
-    from ampdbg.diagnosis.diagnose import diagnose
-    from ampdbg.patch.file_edits import write_edits
-    from ampdbg.proof.suggestion import suggest
-
-    with _diagnosed("suggest-fp32", diagnose):
-        found = suggest(
-            given.config,
-            form=form,
-            verify=verify,
-            known=given.record,
-            strategy=strategy,
-            max_trials=max_trials,
-            observer=observer,
-        )
+    searching: dict[str, Any] = {"form": form, "verify": verify, "strategy": strategy, "max_trials": max_trials}
+    if given.capture is not None:
+        found = _with_capture(given, observer, "suggest-fp32", **searching)
+    else:
+        found = _suggested(given, observer, **searching)
     record = with_listings(found.record)  # before the files are written
     if apply:
+        from ampdbg.patch.file_edits import write_edits
+
         try:
             write_edits(found.edits, force=force)
         except PatchError as error:
             error.record = record
             raise
     return record
+
+
+def _suggested(given: Given, observer: Observer, **searching: Any) -> Suggestion:
+    observer.start(given.config.train.steps)
+    from ampdbg.diagnosis.diagnose import diagnose
+    from ampdbg.proof.suggestion import suggest
+
+    with _diagnosed("suggest-fp32", diagnose):
+        return suggest(given.config, known=given.record, observer=observer, **searching)
 
 
 def _given(config: str | Path | Given | None, changes: Changes, module: str | Path | None = None) -> Given:

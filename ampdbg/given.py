@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
 NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
-NO_CONFIG = "a watched loop has no config to run again; give a config"
+CAPTURE = ".safetensors"
+NO_CONFIG = "a watched loop has no config to run again; give a config, or a capture of the script"
 
 
 class Changes(TypedDict, total=False):
@@ -34,31 +35,51 @@ class Changes(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
+class CaptureSettings:
+    """What ``run`` does with a step that goes wrong: so many are written to ``folder``, of so many bytes at most."""
+
+    folder: Path = Path(".ampdbg", "captures")
+    most: int = 3
+    largest: int = 4 * 2**30
+    investigates: bool = True
+
+
+@dataclass(frozen=True)
 class Given:
     """What there is to run.
 
     ``name`` is what was typed, quoted for a shell. ``config`` has the changes in it, ``record`` is where it was taken
-    from, if it was.
+    from, if it was. Of a ``capture`` the config says nothing; ``script`` is what is started in the place of the
+    captured command line.
     """
 
     name: str
     changes: Changes
     config: Config
     record: Record | None = None
+    capture: Path | None = None
+    script: tuple[str, ...] = ()
 
     @property
     def typed(self) -> str:
         """The name, and behind it the options that change the run, as a shell takes them."""
         pairs = [("--set", setting) for setting in self.changes.get("overrides", ())]
         pairs += [(f"--{key}", str(value)) for key, value in _named(**self.changes).items()]
+        pairs += [("--script", shlex.join(self.script))] if self.script else []
         return " ".join([self.name, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
 
 
-def read_given(config: str | Path | None, module: str | Path | None = None, **changes: Unpack[Changes]) -> Given:
+def read_given(
+    config: str | Path | None,
+    module: str | Path | None = None,
+    script: Sequence[str] = (),
+    **changes: Unpack[Changes],
+) -> Given:
     """Reads the one of ``config`` and ``module`` that is there.
 
     A ``config`` may be a record (``.json``), whose config is taken: its paths count from where the record was made,
-    which is to be the current folder.
+    which is to be the current folder. It may be a capture (``.safetensors``), or the record of a script that has one:
+    then ``script`` replaces the captured command line.
 
     Raises:
         ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
@@ -79,7 +100,23 @@ def read_given(config: str | Path | None, module: str | Path | None = None, **ch
     if path.suffix == ".py" and os.path.isfile(path):
         raise ConfigError(_no_config(path))
     record = read_record(path) if path.suffix == ".json" else None
+    captures = record.script.captures if record is not None and record.script is not None else ()
+    if path.suffix == CAPTURE or captures:
+        return _of_capture(_quoted(path), Path(captures[0]) if captures else path, script, changes)
+    if script:
+        raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
+
+
+def _of_capture(name: str, capture: Path, script: Sequence[str], changes: Changes) -> Given:
+    given = [f"--{key}" for key in _named(**changes)] + ["--set"] * bool(changes.get("overrides"))
+    if given:
+        raise ConfigError(f"got {' and '.join(given)} with a capture; it is one step as it was, and takes none of them")
+    if not capture.is_file():
+        raise ConfigError(f"{capture}: there is no such capture")
+    from ampdbg.config.schema import Precision, config_of_script
+
+    return Given(name, changes, config_of_script(Precision()), capture=capture, script=tuple(script))
 
 
 def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config:

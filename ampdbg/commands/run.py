@@ -16,8 +16,10 @@ from typing import Annotated, TextIO, cast
 import typer
 
 from ampdbg import api
-from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.errors import EXIT_HEALTHY, ConfigError
+from ampdbg.given import CaptureSettings
 from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.quantities import byte_count
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 
@@ -37,6 +39,18 @@ def command(
     ] = False,
     watch: Annotated[
         bool, typer.Option("--watch/--no-watch", help="--no-watch only emulates: what to compare a watched run with.")
+    ] = True,
+    captures: Annotated[
+        Path, typer.Option("--captures", metavar="DIR", file_okay=False, help="Where steps that go wrong are written.")
+    ] = CaptureSettings.folder,
+    max_captures: Annotated[
+        int, typer.Option("--max-captures", metavar="N", min=0, help="Write at most N of them.")
+    ] = CaptureSettings.most,
+    max_capture_size: Annotated[
+        str, typer.Option("--max-capture-size", metavar="SIZE", help="Write none that is larger, such as 800MB.")
+    ] = "4GiB",
+    investigate: Annotated[
+        bool, typer.Option("--investigate/--no-investigate", help="Run a step that goes wrong again, or only write it.")
     ] = True,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
@@ -75,14 +89,27 @@ def command(
     observer = UNOBSERVED if quiet else _Waits(stderr)
     try:
         seen = api.run(
-            script, arguments or (), is_module=is_module, emulate=emulate, ended=tell, observer=observer,
+            script,
+            arguments or (),
+            is_module=is_module,
+            emulate=emulate,
+            captures=CaptureSettings(captures, max_captures, _bytes(max_capture_size), investigate),
+            ended=tell,
+            observer=observer,
             ends_process=True,
-        )  # fmt: skip
+        )
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
     tell(seen)
     ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
     return ended_with or exit_code(seen, fail_on)
+
+
+def _bytes(size: str) -> int:
+    try:
+        return byte_count(size)
+    except ValueError as error:
+        raise ConfigError(f"--max-capture-size: {error}") from None
 
 
 class _Waits(Observer):

@@ -304,3 +304,9 @@ class Config(ConfigFile):
             return Path(os.path.relpath(self.folder, self.start)).as_posix()
         except ValueError:  # another drive, on Windows
             return self.folder.as_posix()
+
+
+def config_of_script(precision: Precision) -> Config:
+    """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
+    script = TargetSpec(target="__main__:the_script")
+    return Config(model=script, data=script, precision=precision, folder=Path.cwd(), start=Path.cwd())

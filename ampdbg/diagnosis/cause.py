@@ -90,7 +90,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     if record.script is None:
         return found
     first = first_in_a_row(made.step, {step.step for step in record.steps if step.skipped})
-    return replace(found, step=first, evidence={**found.evidence, "traced_step": made.step})
+    return replace(found, step=first, evidence={**found.evidence, "replayed_step": made.step})
 
 
 def first_in_a_row(last: int, numbers: Container[int]) -> int:

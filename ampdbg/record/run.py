@@ -312,12 +312,16 @@ class Unseen:
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A script that was watched: what was started, with which arguments, and the exit code that it ended with."""
+    """A script that was watched: what was started, with which arguments, and the exit code that it ended with.
+
+    ``captures`` are the files that its failing steps were written to.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     exit_code: int = 0
+    captures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

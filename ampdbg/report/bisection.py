@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.pins import Outcome, Search, Trial
+from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial
 from ampdbg.record.run import Record
 
 from . import scan, view
@@ -128,7 +129,14 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
         yield view.Paragraph(facts)
     yield from _experiments(ended)
     if ended.names and ended.holds:
-        yield view.Snippet("In the config", tuple(pins_yaml(ended.names, record.config)))
+        yield _snippet(ended)
+
+
+def _snippet(ended: EndedSearch) -> view.Section:
+    if ended.record.script is not None:
+        pins = json.dumps([name or EVERYTHING for name in ended.names])
+        return view.Snippet("In the script", (f"ampdbg.pin_fp32(model, {pins})",))
+    return view.Snippet("In the config", tuple(pins_yaml(ended.names, ended.record.config)))
 
 
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
@@ -332,9 +340,9 @@ def next_command(ended: EndedSearch) -> view.NextCommand | None:
     # Lines outside of the modules have no names, and no trial pinned them.
     if ending.has_patch and record.pins and (ended.holds or not ended.names):
         return _patch(ended)
-    if ending.has_longer_run:
+    if ending.has_longer_run and record.script is None:
         return view.NextCommand(ending.why, with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1)))
-    if ending.why:
+    if ending.why and not ending.has_longer_run:
         return view.NextCommand(ending.why, ended.again)
     counts = f"ampdbg report {typed.record_path} --format json"
     return view.NextCommand("read why each trial failed", counts) if typed.record_path else None

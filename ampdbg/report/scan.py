@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ampdbg.diagnosis.scale import of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32
@@ -364,6 +366,16 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
     if record.environment.policy == "none" and record.findings and record.verdict == "inconclusive":
         return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
+    captures = record.script.captures if record.script is not None else ()
+    if captures and record.verdict == "precision" and catalogued(record.findings[0].code).pin_helps:
+        what = "the patch that cures it, proven on the step that was captured"
+        return view.NextCommand(what, f"ampdbg suggest-fp32 {_to_type(captures[0], typed.folder)}")
     if record.findings and record.verdict != "healthy":
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return None
+
+
+def _to_type(path: str, folder: str) -> str:
+    """A path as a shell takes it, from the folder where it lies below that."""
+    below = PurePath(path)
+    return shlex.quote(str(below.relative_to(folder) if folder and below.is_relative_to(folder) else below))

@@ -44,13 +44,15 @@ SHARED = {"__main__", "__mp_main__", "ampdbg", "torch", "torchgen", "functorch",
 class Script:
     """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own.
 
-    Where the process ends with it, all its threads but daemons end before it does, as under Python.
+    Where the process ends with it, all its threads but daemons end before it does, as under Python. ``text`` is taken
+    for what the file holds.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     ends_process: bool = False
+    text: bytes | None = None
 
     def check(self) -> None:
         """Raises ScriptError where there is nothing of this name to run."""
@@ -112,9 +114,9 @@ def _run_file(script: Script) -> None:
     path = os.path.abspath(script.name)
     module = _new_main()
     vars(module).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
-    text = Path(path).read_bytes()
+    text = Path(path).read_bytes() if script.text is None else script.text
     code = compile(text, path, "exec", dont_inherit=True)
-    if not os.path.isfile(path):  # a pipe: who shows a line of it would wait for another
+    if script.text is not None or not os.path.isfile(path):  # a pipe: who shows a line of it would wait for another
         linecache.cache[path] = (len(text), None, decode_source(text).splitlines(keepends=True), path)
     exec(code, vars(module))
 
@@ -297,6 +299,19 @@ def told_before_a_signal(tell: Callable[[int], None]) -> Iterator[None]:
 
     handles = threading.current_thread() is threading.main_thread()  # Python lets no other
     with _in_place_of_default(end, [number for number in ENDING if handles and ask(number) is signal.SIG_DFL]):
+        yield
+
+
+ASKING = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
+"""The signals by which somebody asks a process for something, which end one that does not know of it."""
+
+
+@contextlib.contextmanager
+def asked_by_a_signal(ask: Callable[[], None]) -> Iterator[None]:
+    """While this is entered a signal of ASKING calls ``ask``, unless the script handles it itself."""
+    handles = threading.current_thread() is threading.main_thread()
+    free = [number for number in ASKING if handles and signal.getsignal(number) is signal.SIG_DFL]
+    with _in_place_of_default(lambda number, frame: ask(), free):
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
 import os
 import sys
@@ -12,18 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Literal, TextIO, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ampdbg.config.schema import Config, Precision, TargetSpec
 from ampdbg.errors import first_line
 from ampdbg.observer import UNOBSERVED, Observer
-from ampdbg.precision.emulation import is_emulating
-from ampdbg.precision.modes import mode_of
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.step_trace import StepTrace
@@ -34,14 +29,12 @@ from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import investigate
 from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
 from ampdbg.replay.tape import PlayedStep, Tape
+from ampdbg.script.captures import Captured, Captures, asked_from_code
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.launch import Script, ScriptEnd, run_script, told_before_a_signal
-from ampdbg.workload.build import Workload
-from ampdbg.workload.losses import StepFunction
-from ampdbg.workload.user_code import UserCode
+from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
+from ampdbg.script.played_run import Half, run_of
 
 MOST_TRACED = 6
 """So many steps are traced at most, each of which takes several times as long as it would."""
@@ -63,12 +56,21 @@ MOST_KEPT = 16
 
 
 class TracedSteps:
-    """Traces the next step when one has gone wrong, and keeps what is found in it."""
+    """Traces the next step when one has gone wrong, keeps what is found in it, and captures it.
 
-    def __init__(self, watcher: Watch, observer: Observer) -> None:
+    Args:
+        watcher: of the loop.
+        captures: where captures go.
+        observer: told before a step is run again.
+        investigates: a step that goes wrong is run again at once.
+    """
+
+    def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, investigates: bool = True) -> None:
         self.found: list[Investigation] = []
+        self.captures = captures
         self._watcher = watcher
         self._observer = observer
+        self._investigates = investigates
         self._left = MOST_TRACED
         self._in_a_row, self._healthy = 0, 0
         self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
@@ -100,7 +102,8 @@ class TracedSteps:
         elif self._traced is not None:
             self._is_early = False
         self._due -= 1
-        if self._due == 0 and self._left and self._in_a_row < MOST_FOUND:
+        is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
+        if is_due or (self.captures.is_wanted and self._traced is None):
             self._begin()
 
     def end(self) -> None:
@@ -113,18 +116,13 @@ class TracedSteps:
         # A mode of the script's own that is entered now would be left before ours: torch pops them in order.
         if torch._C._len_torch_dispatch_stack():
             return
-        self._left -= 1
-        may_wait = self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
-        self._traced = TracedStep(self._watcher, self._observer, may_wait=may_wait)
+        self._left -= not self.captures.is_wanted
+        may_wait = self._investigates and self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
+        self._traced = TracedStep(self._watcher, self.captures, self._observer, may_wait=may_wait)
         self._traced.begin()
 
 
 # One step, traced and taped: where it goes wrong it is run again, as the step of a config would be
-
-Half = Literal["float16", "bfloat16"]
-
-SCRIPT = TargetSpec(target="script.py:script")
-"""In the place of a config's targets: what they would name is there already."""
 
 
 class TracedStep:
@@ -135,15 +133,17 @@ class TracedStep:
 
     Args:
         watcher: of the loop; it is paused while the step is run again.
+        captures: where the step goes before that.
         observer: told before the step is run again, once.
         may_wait: whether it may be run again.
     """
 
-    def __init__(self, watcher: Watch, observer: Observer, *, may_wait: bool) -> None:
+    def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, may_wait: bool) -> None:
         self.waited = 0.0
         """Seconds that the script has waited."""
         self._may_wait = may_wait
         self._watcher = watcher
+        self._captures = captures
         self._observer = observer
         self._model = watcher.models.together()
         parameters = list(self._model.parameters())
@@ -181,18 +181,48 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
-        is_to_run = is_bad and self._may_wait and _half_in(self._trace) and not _is_one_of_several()
-        played = self._tape.played() if is_to_run else None
-        if played is not None:
-            self.end()
-            scale, began = scaler._get_scale_async() if scaler is not None else None, time.monotonic()
-            self._made = self._investigated(played, 1.0 if scale is None else float(scale))
-            self.waited = time.monotonic() - began
+        is_captured = self._captures.is_wanted or (is_bad and not self._captures.is_full)
+        is_run = is_bad and self._may_wait and _half_in(self._trace) is not None
+        if (is_captured or is_run) and not _is_one_of_several():
+            self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
         self._tape.stepped_on()
+
+    def _taken(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> None:
+        """Captures the step, and runs it again; the script waits meanwhile."""
+        played = self._tape.played()
+        if played is None:
+            self._captures.cannot(self._watcher.log.closed(), self._tape.why_not)
+            return
+        self.end()
+        began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
+        loss_scale = 1.0 if scale is None else float(scale)
+        if is_captured:
+            self._capture(played, scaler, loss_scale, is_bad=is_bad)
+        if is_run:
+            self._made = self._investigated(played, loss_scale)
+        self.waited = time.monotonic() - began
+
+    def _capture(self, played: PlayedStep, scaler: torch.amp.GradScaler | None, scale: float, *, is_bad: bool) -> None:
+        with contextlib.suppress(Exception), self._watcher.paused(), torch.no_grad():
+            captured = Captured(
+                played=played,
+                model=self._model,
+                state=self._tape.state,
+                optimizers=tuple(self._watcher.optimizers),
+                scaler=scaler,
+                step=self._watcher.log.closed(),
+                scale=scale,
+                loss=self._tape.loss,
+                why=_why(self._tape.loss) if is_bad else "end",
+                half=_half_in(self._trace),
+                record=self._watcher.record(),
+                start=self._captures.start,
+            )
+            self._captures.add(captured)
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
         """What replays of the step show; None where it does not go wrong again."""
-        run = _run(played, self._model, self._watcher, self._device, _half_in(self._trace))
+        run = run_of(played, self._model, tuple(self._watcher.optimizers), self._device, _half_in(self._trace))
         snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
         why, made = _why(self._tape.loss), None
         self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
@@ -232,37 +262,6 @@ def _is_one_of_several() -> bool:
     return is_used and torch.distributed.get_world_size() > 1
 
 
-@dataclass
-class _Parts:
-    """The parts of one step, as the batches of a workload."""
-
-    played: PlayedStep
-    position: int = 0
-
-    def batches(self) -> Iterator[Any]:
-        """The parts of the step, over and over."""
-        return itertools.cycle(self.played.given)
-
-    def describe(self, batch: Any) -> str:
-        """How many calls a part makes."""
-        return f"the step makes {len(batch)} calls"
-
-
-def _run(played: PlayedStep, model: torch.nn.Module, watcher: Watch, device: torch.device, half: Half | None) -> Run:
-    share = len(played.given)
-
-    def losses(batch: Any, index: int) -> torch.Tensor:
-        # A pass gives each part an equal share; the script's own shares are on the tape.
-        return played.loss(batch) * share if share > 1 else played.loss(batch)
-
-    policy: Literal["cuda", "native"] = "cuda" if device.type == "cuda" or is_emulating() else "native"
-    precision = Precision(dtype=half or "float32", policy=policy)
-    config = Config(model=SCRIPT, data=SCRIPT, precision=precision, folder=Path.cwd(), start=Path.cwd())
-    step = StepFunction("the script's step", losses)
-    workload = Workload(model, tuple(watcher.optimizers), _Parts(played), step, UserCode(()))
-    return Run(config, workload, device, mode_of(precision, device), time.monotonic())
-
-
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
     """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
@@ -293,13 +292,19 @@ class _Hushed(io.TextIOBase):
 
 
 def watch_script(
-    script: Script, *, emulate: bool, ended: Callable[[Record], None], observer: Observer = UNOBSERVED
+    script: Script,
+    captures: Captures,
+    *,
+    investigates: bool = True,
+    ended: Callable[[Record], None],
+    observer: Observer = UNOBSERVED,
 ) -> Record:
     """Runs the script and watches every optimizer and scaler that it makes.
 
     Args:
         script: what to run.
-        emulate: on a machine without a GPU, it finds one, emulated.
+        captures: where its failing steps go; it says too whether a GPU is to be emulated where there is none.
+        investigates: a step that goes wrong is run again at once.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: told of each step that is run again, before it is.
 
@@ -310,16 +315,18 @@ def watch_script(
         SystemExit: in a child that the script has forked, which is to end as it would, and to say nothing.
     """
     owner, watcher = os.getpid(), Watch(None, ())
-    traced = TracedSteps(watcher, observer)
+    traced = TracedSteps(watcher, captures, observer, investigates=investigates)
     watcher.ended = traced.step_ended
 
     def tell(number: int) -> None:
         ended(_record(script, watcher, traced, ScriptEnd(128 + number)))
 
     with ExitStack() as stack:
-        if emulate:
+        if captures.start.emulate:
             stack.enter_context(emulated_gpu())
         stack.enter_context(told_before_a_signal(tell))
+        stack.enter_context(asked_by_a_signal(captures.ask))
+        stack.enter_context(asked_from_code(captures.ask))
         with watcher:
             try:
                 ending = run_script(script)
@@ -342,10 +349,15 @@ def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptE
     error, interrupted = ending.error, isinstance(ending.error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules())
     raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)
+    seen, captures = watcher.record(), traced.captures
+    notes = (captures.why_not,) if captures.why_not else ()
     return replace(
-        watcher.record(),
+        seen,
         command="run",
-        script=ScriptRun(script.name, script.arguments, script.is_module, ending.code),
+        unseen=replace(seen.unseen, notes=(*seen.unseen.notes, *notes)),
+        script=ScriptRun(
+            script.name, script.arguments, script.is_module, ending.code, tuple(map(str, captures.written))
+        ),
         investigations=tuple(traced.found),
         interrupted=interrupted,
         autocast_error=by_autocast,

@@ -1,0 +1,263 @@
+"""The captures of a run: its failing steps, each written to a file of its own while the script waits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save
+
+from ampdbg.errors import first_line
+from ampdbg.files import replace_file
+from ampdbg.probes.tensors import leaves_of
+from ampdbg.quantities import byte_size
+from ampdbg.record.file import to_json
+from ampdbg.record.run import Record
+from ampdbg.replay.copies import Left
+from ampdbg.replay.packing import Packing, packed_random_state, written_form
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.replay.tape import PlayedStep
+from ampdbg.script.capture import (
+    FORMAT,
+    SUFFIX,
+    CapturedCall,
+    CaptureError,
+    Head,
+    Start,
+    name_of,
+    order_of,
+    paths_in,
+    reads_of,
+)
+from ampdbg.script.launch import Script
+
+LARGEST_HEADER = 100_000_000
+"""Bytes: safetensors reads no larger one."""
+
+FOLDER = Path(".ampdbg") / "captures"
+
+ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
+"""What of the environment changes numbers: it is told of, and never set."""
+
+
+class Captures:
+    """Where the captures of a run go, and those that were written.
+
+    Args:
+        folder: is made with the first.
+        start: how the script was started.
+        most: so many are written, and no more.
+        largest: the bytes that each may have.
+    """
+
+    def __init__(self, folder: Path, start: Start, *, most: int, largest: int) -> None:
+        self.written: list[Path] = []
+        self.why_not = ""
+        """Why one was not written."""
+        self.is_wanted = False
+        """Whether the next step that can be captured is to be, whatever it does."""
+        self.start = start
+        self._folder = Path(os.path.abspath(folder))
+        self._most = most
+        self._largest = largest
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more are to be written."""
+        return len(self.written) >= self._most
+
+    def ask(self) -> None:
+        """The next whole step is to be captured."""
+        self.is_wanted = True
+
+    def cannot(self, step: int, why: str) -> None:
+        """Notes that a step could not be captured."""
+        self.is_wanted = False
+        self.why_not = self.why_not or f"step {step} was not captured, for it cannot be run again: {why}"
+
+    def add(self, captured: Captured) -> None:
+        """Writes one; where that cannot be, ``why_not`` says why, and the script goes on."""
+        path = self._folder / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}{SUFFIX}"
+        try:
+            captured.write(path, self._largest)
+            self.written.append(path)
+            self.is_wanted = False
+        except CaptureError as error:
+            self.why_not = self.why_not or f"step {captured.step} was not captured: {error}"
+
+
+_asked: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def asked_from_code(ask: Callable[[], None]) -> Iterator[None]:
+    """While this is entered :func:`ask_for_capture` calls ``ask``."""
+    _asked.append(ask)
+    try:
+        yield
+    finally:
+        _asked.remove(ask)
+
+
+def ask_for_capture() -> bool:
+    """Asks for a capture of the next whole step; False where nothing captures."""
+    for ask in _asked:
+        ask()
+    return bool(_asked)
+
+
+def start_of(script: Script, *, emulate: bool) -> Start:
+    """How a script is about to be started, from this folder."""
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return Start(script.name, script.arguments, script.is_module, os.getcwd(), emulate, environment)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step at hand, right before its optimizer would step, and all that is to be known of it elsewhere.
+
+    ``scale`` is its loss scale and ``state`` the model's from before the step; ``record`` is that of the run so far.
+    """
+
+    played: PlayedStep
+    model: torch.nn.Module
+    state: ModelState
+    optimizers: Sequence[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler | None
+    step: int
+    scale: float
+    loss: float
+    why: Literal["loss", "gradients", "end"]
+    half: Literal["float16", "bfloat16"] | None
+    record: Record
+    start: Start
+
+    @property
+    def size(self) -> int:
+        """About how many bytes a file of it takes."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        parts = (list(self.model.parameters()), dict(self.state.buffers), states, self.played.given)
+        tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def write(self, path: Path, largest: int) -> None:
+        """Writes it whole, or not at all.
+
+        Raises:
+            CaptureError: it is larger than ``largest`` bytes, it holds what cannot be written, or the disk is full.
+        """
+        if self.size > largest:
+            told = f"it would be {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
+            raise CaptureError(f"{told}; allow more with --max-capture-size")
+        try:
+            content = self._content()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content)
+        except OSError as error:
+            raise CaptureError(f"{path}: cannot be written: {error.strerror or error}") from None
+        except Exception as error:
+            raise CaptureError(f"{path}: cannot be written: {type(error).__name__}: {first_line(error)}") from error
+
+    def _content(self) -> bytes:
+        packing = Packing("value")
+        head = self._head(packing)
+        tensors = {f"weight.{name}": written_form(one) for name, one in self.model.named_parameters()}
+        tensors |= {f"buffer.{name}": written_form(one) for name, one in self.state.buffers.items() if _is_plain(one)}
+        text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
+        if len(text) > LARGEST_HEADER:
+            raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
+        return save({**tensors, **packing.tensors}, metadata={FORMAT: text})
+
+    def _head(self, packing: Packing) -> Head:
+        numbers = order_of(self.played)
+        states: list[RandomState] = []
+        paths = paths_in(self.model)
+        calls = tuple(_captured_call(self.played, number, numbers, paths, packing, states) for number in numbers)
+        return Head(
+            step=self.step,
+            scale=self.scale,
+            loss=self.loss,
+            why=self.why,
+            half=self.half,
+            device=str(next(self.model.parameters()).device),
+            start=self.start,
+            calls=calls,
+            parts=tuple(tuple(numbers[number] for number in sorted(part)) for part in self.played.given),
+            losses=tuple(
+                tuple((numbers[made.call], made.path) for made in self.played.losses[min(part)])
+                for part in self.played.given
+            ),
+            random_states=tuple(packed_random_state(state, packing) for state in states),
+            random_state=packed_random_state(RandomState.now(), packing),
+            attributes=dict(_packed_attributes(self.state, packing)),
+            optimizers=tuple(packing.of(optimizer.state_dict()) for optimizer in self.optimizers),
+            scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
+            record=json.loads(to_json(self.record)),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+
+def _captured_call(
+    played: PlayedStep,
+    number: int,
+    numbers: Mapping[int, int],
+    paths: Mapping[int, str],
+    packing: Packing,
+    states: list[RandomState],
+) -> CapturedCall:
+    call = played.calls[number]
+    given = next(part[number] for part in played.given if number in part)
+    place = next((place for place, known in enumerate(states) if _is_same(known, call.random_state)), len(states))
+    if place == len(states):
+        states.append(call.random_state)
+    return CapturedCall(
+        name=name_of(call, paths),
+        reads=reads_of(call, numbers),
+        given=packing.of(list(given)),
+        lowers=call.lowers,
+        has_gradients=call.has_gradients,
+        writes=call.writes,
+        random_state=place,
+    )
+
+
+def _is_same(one: RandomState, other: RandomState) -> bool:
+    tensors = [(one.cpu, other.cpu), *zip(one.devices, other.devices, strict=False)]
+    if one.python != other.python or not all(torch.equal(*pair) for pair in tensors):
+        return False
+    first, second = one.numpy, other.numpy
+    return str(first) == str(second) if first is None or second is None else bool((first[1] == second[1]).all())
+
+
+def _packed_attributes(state: ModelState, packing: Packing) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those attributes that can be written as they are; a model that is built anew has the others of its own."""
+    for name, saved in state.attributes.items():
+        packed = {key: packing.of(_contents(value)) for key, value in saved.items() if value is not Left.AS_IT_IS}
+        whole = {key: value for key, value in packed.items() if not _is_live(value)}
+        if whole:
+            yield name, whole
+
+
+def _contents(saved: Any) -> Any:
+    if isinstance(saved, SavedTensor):
+        return saved.contents.detach().requires_grad_(saved.requires_grad) if saved.is_leaf else None
+    return saved
+
+
+def _is_live(packed: Any) -> bool:
+    """Whether a packed value needs one that is at hand."""
+    if isinstance(packed, dict):
+        return "live" in packed or "like" in packed or any(map(_is_live, packed.values()))
+    return isinstance(packed, list) and any(map(_is_live, packed))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

@@ -1,0 +1,219 @@
+"""A captured step put into the script that it is of: that is started again, and taken over before it trains.
+
+The script is its own factory: it builds model, optimizers and loss as it always does. Its steps are taped until one
+makes the calls of the captured one; then the captured weights, buffers, random state and arguments take the place of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.environment import environment_of
+from ampdbg.errors import first_line
+from ampdbg.observer import Observer
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes.module_calls import run_eagerly
+from ampdbg.probes.seams import Seam, attached
+from ampdbg.probes.watch import Watch
+from ampdbg.quantities import counted
+from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
+from ampdbg.replay.investigation import investigate
+from ampdbg.replay.replay import Manner, replay_step
+from ampdbg.replay.run import Run
+from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
+from ampdbg.replay.tape import PlayedStep, Tape
+from ampdbg.script.capture import Capture, CaptureError
+from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.launch import Script, run_script
+from ampdbg.script.played_run import run_of
+
+MOST_STEPS = 50
+"""A script that has not made the calls of the captured step in so many steps trains something else."""
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """The captured step in the script's own model.
+
+    ``record`` is that of the run that was captured, up to the step, as of now and of this machine.
+    """
+
+    run: Run
+    snapshot: Snapshot
+    capture: Capture
+    record: Record
+
+    def investigated(self, observer: Observer) -> Investigation:
+        """Replays the step until its cause can be told."""
+        head = self.capture.head
+        steps = self.record.steps
+        return investigate(self.run, self.snapshot, head.why, head.scale, before=steps, observer=observer)
+
+    def failing(self, made: Investigation) -> FailingStep:
+        """The step, with its weights."""
+        return failing_step(self.run.workload.model, self.snapshot, self.capture.head.scale, made)
+
+    def diagnosed(self, made: Investigation, command: str) -> Record:
+        """The record of the run up to the step, which was investigated here."""
+        ended = replace(self.record, command=command, investigations=(made,), elapsed=self.run.elapsed)
+        return diagnose(ended)
+
+
+def take_over(capture: Capture, use: Callable[[TakenOver], None], text: bytes | None = None) -> None:
+    """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
+
+    What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
+
+    Args:
+        capture: the step.
+        use: called once, in the middle of the script.
+        text: what the script's file is taken to hold.
+
+    Raises:
+        CaptureError: the script ended, or trained on, without a step of the same calls.
+    """
+    start = capture.start
+    script = Script(start.name, start.arguments, start.is_module, text=text)
+    script.check()
+    taking = _Taking(capture, use)
+    with ExitStack() as stack:
+        if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
+            stack.enter_context(emulated_gpu())
+        with taking.watcher:
+            taking.begin_when_known()
+            try:
+                ended = run_script(script)
+            finally:
+                taking.end()
+    if taking.failure is not None:
+        raise taking.failure
+    if ended.error is not None and not taking.is_used:
+        raise CaptureError(f"{start.name} raised {type(ended.error).__name__}: {first_line(ended.error)}")
+    if not taking.is_used:
+        raise CaptureError(f"{capture.path}: {taking.why_not}")
+
+
+class _Taking:
+    """Tapes each step of a script, until one is of the captured calls."""
+
+    def __init__(self, capture: Capture, use: Callable[[TakenOver], None]) -> None:
+        self.watcher = Watch(None, ())
+        self.is_used = False
+        self.failure: CaptureError | None = None
+        self._capture = capture
+        self._use = use
+        self._tape: Tape | None = None
+        self._steps = 0
+        self._last = "it made no step"
+        self._entered = ExitStack()
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing was taken over."""
+        name = self._capture.start.name
+        return (
+            f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; {self._last}"
+        )
+
+    def begin_when_known(self) -> None:
+        """Tapes from the second step on: by then the models and optimizers are known."""
+        self.watcher.ended = lambda is_bad: self._step_ended()
+
+    def end(self) -> None:
+        """Leaves torch as it was."""
+        self._entered.close()
+
+    def _step_ended(self) -> None:
+        self.end()
+        self._steps += 1
+        if self.is_used or self._steps > MOST_STEPS:
+            return
+        model = self.watcher.models.together()
+        self._tape = Tape(model, next(model.parameters()).device.type)
+        self._entered.enter_context(run_eagerly())
+        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._about_to_step())
+        self._entered.callback(hook.remove)
+        self._entered.enter_context(self._tape)
+        self._entered.enter_context(attached(self._around))
+
+    def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._tape is None:
+            return original(*args, **kwargs)
+        if seam == "step":
+            self._about_to_step()
+        return self._tape.around(seam, original, *args, **kwargs)
+
+    def _about_to_step(self) -> None:
+        tape = self._tape
+        if self.is_used or tape is None or self.watcher.is_paused or not tape.is_of_this_thread:
+            return
+        played, model = tape.played(), self.watcher.models.together()
+        self._last = tape.why_not if played is None else self._capture.why_not(played, model)
+        if played is None or self._last:
+            tape.stepped_on()
+            return
+        self.is_used = True
+        self.end()
+        torch.clear_autocast_cache()
+        with self.watcher.paused(), torch.enable_grad():
+            try:
+                taken = self._taken(played, model)
+            except CaptureError as error:
+                self.failure = error
+                raise
+            self._use(taken)
+
+    def _taken(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver:
+        capture, optimizers = self._capture, tuple(self.watcher.optimizers)
+        device = next(model.parameters()).device
+        notes = capture.put_into(model, optimizers)
+        captured = capture.played(played, device)
+        run = run_of(captured, model, optimizers, device, capture.head.half)
+        snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
+        before = _of_capture(capture)
+        record = replace(
+            before,
+            environment=environment_of(device, run.config.precision.policy, emulated=is_emulating()),
+            unseen=Unseen(notes=(*before.unseen.notes, *notes)),
+        )
+        return TakenOver(run, snapshot, capture, record)
+
+
+def _of_capture(capture: Capture) -> Record:
+    """The record of the run up to the step, and that as well."""
+    head, start, before = capture.head, capture.start, capture.record
+    is_bad = head.why != "end"
+    latest = before.steps[-1].scaler if before.steps else 1
+    step = Step(
+        step=head.step,
+        loss=head.loss,
+        scale=head.scale,
+        found_inf=is_bad,
+        skipped=is_bad and head.scaler is not None,
+        scaler=latest if head.scaler is not None else 0,
+    )
+    script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))
+    steps = (*(one for one in before.steps if one.step < head.step), step)
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return replace(before, created=now, steps=steps, script=script, interrupted=False, error="")
+
+
+AGAIN = 5
+"""So many replays tell how often a step fails."""
+
+
+def how_often(taken: TakenOver, made: Investigation) -> Investigation:
+    """The investigation with how often the step goes wrong as it was, of ``AGAIN`` replays."""
+    manner = Manner(taken.run.mode.format.name, taken.capture.head.scale, is_lifted=False)
+    replays = [replay_step(taken.run, taken.snapshot, manner).replay for _ in range(AGAIN)]
+    return replace(made, reproduced=sum(not is_finite(one) for one in replays), tries=AGAIN)
