@@ -17,7 +17,22 @@ from ampdbg import __version__
 from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_HEALTHY, AmpdbgError
 from ampdbg.escapes import printable
 
-from . import bisect, compare, cost, doctor, explain, init, lint, ranges, report, run, scan, schema, suggest_fp32
+from . import (
+    bisect,
+    compare,
+    cost,
+    doctor,
+    explain,
+    init,
+    lint,
+    ranges,
+    replay,
+    report,
+    run,
+    scan,
+    schema,
+    suggest_fp32,
+)
 from .failure import guarded
 from .output import end_streams, say, write_result
 
@@ -28,6 +43,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "suggest-fp32": suggest_fp32.command,
     "cost": cost.command,
     "run": run.command,
+    "replay": replay.command,
     "compare": compare.command,
     "lint": lint.command,
     "report": report.command,

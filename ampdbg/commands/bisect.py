@@ -18,12 +18,13 @@ from .output import results_only, show
 
 @options.with_run_options
 def command(
-    config: options.OptionalConfig = None,
+    config: options.StepOrConfig = None,
     module: Annotated[
         Path | None, typer.Option("--module", metavar="FILE", help="A Python file with build_model and build_data.")
     ] = None,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
+    script: options.ScriptToStart = None,
     *,
     run: options.RunOptions,
 ) -> int:
@@ -35,7 +36,8 @@ def command(
     with results_only() as stdout:
         with progress.shown(run.quiet, max_trials) as observer:
             taken = config if module is not None else options.default_config(config)
-            given = read_given(taken, module, **run.changes)  # imports the module, which may change the folder
+            # It imports the module, which may change the folder.
+            given = read_given(taken, module, script or (), **run.changes)
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, run=run)
     return exit_code(searched)

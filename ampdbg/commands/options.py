@@ -7,8 +7,9 @@ import inspect
 import json
 import os
 import re
+import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,7 +99,18 @@ CONFIG_OR_RECORD = "The YAML config of the run, or a record, whose config is run
 DEFAULT_CONFIG = Path("ampdbg.yaml")
 """What ``ampdbg init`` writes."""
 
+OR_CAPTURE = "The YAML config of the run, a record, or the capture of a script's failing step; by default ampdbg.yaml."
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
+StepOrConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=OR_CAPTURE, show_default=False)]
+ScriptToStart = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--script",
+        metavar="'SCRIPT ARGS...'",
+        parser=shlex.split,
+        help="With a capture: start this again, not the captured command line.",
+    ),
+]
 SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]
 MaxTrials = Annotated[int | None, typer.Option("--max-trials", metavar="N", min=1, help="Make at most N experiments.")]
 RecordFile = Annotated[
@@ -173,14 +185,18 @@ class RunOptions:
         }
 
 
-def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
+OF_A_CONFIG = ("steps", "device", "policy", "seed", "settings")
+"""The options that change a config."""
+
+
+def with_run_options(command: Callable[..., int], but: Collection[str] = ()) -> Callable[..., int]:
     """Gives a command the options of a run, which it takes as one argument ``run``; Typer reads them off a signature.
 
-    An option of the command's own stands in the place of the one of the same name.
+    An option of the command's own stands in the place of the one of the same name; those in ``but`` are left out.
     """
     own = inspect.signature(command, eval_str=True)
     every = inspect.signature(RunOptions, eval_str=True).parameters
-    shared = {name: option for name, option in every.items() if name not in own.parameters}
+    shared = {name: option for name, option in every.items() if name not in own.parameters and name not in but}
 
     @functools.wraps(command)
     def typed(**options: Any) -> int:

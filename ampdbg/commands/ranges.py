@@ -18,7 +18,7 @@ from .scan import exit_code
 
 @options.with_run_options
 def command(
-    config: options.OptionalConfig = None,
+    config: options.StepOrConfig = None,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Measure the N-th step, trained up to it.")
     ] = 1,
@@ -26,6 +26,7 @@ def command(
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")
     ] = None,
+    script: options.ScriptToStart = None,
     *,
     run: options.RunOptions,
 ) -> int:
@@ -35,9 +36,8 @@ def command(
     """
     with results_only() as stdout:
         # The first step, the default, is no reason for a scan of one step.
-        given = read_given(
-            options.config_or_default(config), **replace(run, steps=steps if steps > 1 else None).changes
-        )
+        changes = replace(run, steps=steps if steps > 1 else None).changes
+        given = read_given(options.config_or_default(config), None, script or (), **changes)
         with progress.shown(run.quiet) as observer:
             measured = api.ranges(given, observer=observer)
         show(measured, given, stdout, run=run, order=order, top=top)

@@ -24,7 +24,7 @@ from .output import Saved, failure_of_page, look_of, results_only, save, say, ty
 
 @options.with_run_options
 def command(
-    config: options.OptionalConfig = None,
+    config: options.StepOrConfig = None,
     format_: Annotated[
         Form, typer.Option("--format", help="diff; module: a file of its own; yaml: the pins; json.")
     ] = "diff",
@@ -37,6 +37,7 @@ def command(
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
     module: Annotated[Path | None, typer.Option("--module", hidden=True)] = None,
+    script: options.ScriptToStart = None,
     *,
     run: options.RunOptions,
 ) -> int:
@@ -50,7 +51,7 @@ def command(
         options.check_place("--output", output, format_, config=config, record=run.record)
         _check_writable(output)
     with results_only() as stdout:
-        given = read_given(_given_or_latest(config), **run.changes)
+        given = read_given(_given_or_latest(config), None, script or (), **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:

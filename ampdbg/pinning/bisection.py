@@ -98,18 +98,29 @@ def bisected(
             kept[made.step, made.why] = failing_step(run.workload.model, snapshot, scale, made)
 
         trained = train_prepared(run, observer=observer, command="bisect", replays=REPLAYED_STEPS, on_investigated=keep)
-        record = diagnose(trained)
-        failing = _failing_steps(record, kept)
-        if not record.interrupted:
-            search = _without_a_search(record, failing, strategy)
-            record = replace(record, search=search)
-            if search is None:
-                try:
-                    with weights_of(run.workload.model, failing[0]):
-                        record = _searched(run, record, failing, strategy, max_trials, observer)
-                except KeyboardInterrupt:  # before the first trial has ended
-                    record = replace(record, interrupted=True)
-        yield Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
+        yield search(run, diagnose(trained), kept, strategy, max_trials, observer)
+
+
+def search(
+    run: Run,
+    record: Record,
+    kept: Kept,
+    strategy: Strategy,
+    max_trials: int | None,
+    observer: Observer,
+) -> Bisected:
+    """Finds the set that cures those of the ``kept`` steps that the findings of the ``record`` are about."""
+    failing = _failing_steps(record, kept)
+    if not record.interrupted:
+        needless = _without_a_search(record, failing, strategy)
+        record = replace(record, search=needless)
+        if needless is None:
+            try:
+                with weights_of(run.workload.model, failing[0]):
+                    record = _searched(run, record, failing, strategy, max_trials, observer)
+            except KeyboardInterrupt:  # before the first trial has ended
+                record = replace(record, interrupted=True)
+    return Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:

@@ -9,7 +9,7 @@ import os
 import pickle
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.jobs import Job, Seen, StepUse, Trained, Tried, overlaid, prepared_with
+from ampdbg.proof.jobs import CapturedStep, Job, Seen, StepUse, Trained, Tried, overlaid, pinned_by, prepared_with
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
@@ -32,6 +32,8 @@ from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
+from ampdbg.script.capture import Capture
+from ampdbg.script.takeover import TakenOver, take_over
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
 from ampdbg.workload.build import Workload
@@ -46,10 +48,16 @@ def main() -> None:
     # The user's code is to find the command line that it has found before.
     job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
-    seen = perform(job, steps, _StagesTo(stages))
-    whole = result.with_suffix(".part")
-    whole.write_bytes(pickle.dumps(seen))
-    os.replace(whole, result)
+
+    def deliver(seen: Seen) -> None:
+        whole = result.with_suffix(".part")
+        whole.write_bytes(pickle.dumps(seen))
+        os.replace(whole, result)
+
+    if job.captured is None:
+        deliver(perform(job, steps, _StagesTo(stages)))
+    else:
+        deliver(perform_in_script(job, job.captured, _StagesTo(stages), deliver))
 
 
 class _StagesTo(Observer):
@@ -66,43 +74,83 @@ def perform(job: Job, steps: Path, observer: Observer) -> Seen:
     Whatever the user's code or its patched form raises is the ``failure`` of what was seen.
     """
     with overlaid(job.patched.files) as taken:
-        try:
-            seen = _seen(job, steps, observer)
-        except AmpdbgError as error:
-            return Seen(failure=first_line(error))
-        except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
-            return Seen(failure=f"{type(error).__name__}: {first_line(error)}")
-        return replace(seen, unused=tuple(path.name for path in job.patched.files if path not in taken))
+
+        def seen() -> Seen:
+            with prepared_with(job.patched, job.config) as run:
+                seen = _seen(run, _fitting(load_steps(steps, run.workload), run), job, observer)
+                begins_at = run.scaler().get_scale()
+            # The training runs build a workload of their own.
+            return seen if seen.is_over else replace(seen, runs=_training_runs(job, seen, begins_at, observer))
+
+        return replace(_without_raising(seen), unused=_unused(job, taken))
 
 
-def _seen(job: Job, file: Path, observer: Observer) -> Seen:
+def perform_in_script(job: Job, captured: CapturedStep, observer: Observer, deliver: Callable[[Seen], None]) -> Seen:
+    """Runs the job in the script that its step was captured in, and hands what was seen to ``deliver``.
+
+    The process ends then, in the middle of the script: nothing of it is to run on. Returns only where the script
+    cannot be taken over, and why.
+    """
+    capture = Capture(captured.path, captured.script)
+    start = capture.start
+    with overlaid(job.patched.files) as taken:
+        own = next((path for path in job.patched.files if not start.is_module and is_same_file(path, start.name)), None)
+
+        def use(step: TakenOver) -> None:
+            def seen() -> Seen:
+                with pinned_by(job.patched, step.run):
+                    return _seen(step.run, (step.failing(captured.made),), job, observer)
+
+            if own is not None:
+                taken.add(own)
+            deliver(replace(_without_raising(seen), unused=_unused(job, taken)))
+            os._exit(0)
+
+        def started() -> Seen:
+            take_over(capture, use, job.patched.files[own] if own is not None else None)
+            raise AssertionError("the process ends in the script")
+
+        return _without_raising(started)
+
+
+def is_same_file(path: Path, other: str) -> bool:
+    """Whether two names are of one file."""
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _unused(job: Job, taken: set[Path]) -> tuple[str, ...]:
+    return tuple(path.name for path in job.patched.files if path not in taken)
+
+
+def _without_raising(see: Callable[[], Seen]) -> Seen:
+    """What was seen, or as its ``failure`` what the user's code or its patched form has raised."""
+    try:
+        return see()
+    except AmpdbgError as error:
+        return Seen(failure=first_line(error))
+    except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
+        return Seen(failure=f"{type(error).__name__}: {first_line(error)}")
+
+
+def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) -> Seen:
+    """The failing steps, and what is to be known of the first besides."""
     is_patched = job.kind == "patched"
-    with prepared_with(job.patched, job.config) as run:
-        steps = _fitting(load_steps(file, run.workload), run)
-        tried = tuple(_each_tried(run, steps, job))
-        if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
-            return Seen(tried=tried)
-        with weights_of(run.workload.model, steps[0]):
-            further, further_failure = (
-                _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
-            )
-            low = run.mode.format.name
-            ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
-            uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
-            eval_failure = raised_in_eval_mode(run, steps[0])
-        begins_at = run.scaler().get_scale()
-    if is_patched:
-        runs = {"patched": trained_with_the_patch(job, tried, observer, begins_at)}
-    else:
-        runs = reference_runs(job, uses, observer)
-    return Seen(
-        tried=tried,
-        further=further,
-        further_failure=further_failure,
-        eval_failure=eval_failure,
-        runs=runs,
-        uses=uses,
-    )
+    tried = tuple(_each_tried(run, steps, job))
+    if job.kind == "dropped" or (is_patched and not tried[-1].healthy):
+        return Seen(tried=tried, is_over=True)
+    with weights_of(run.workload.model, steps[0]):
+        further, further_failure = _further(run, steps[0], tried[0].scale, job, observer) if is_patched else ((), "")
+        low = run.mode.format.name
+        ways = {"patched": low} if is_patched else {"unpatched": low, "float32": "float32"}
+        uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
+        eval_failure = raised_in_eval_mode(run, steps[0])
+    return Seen(tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses)
+
+
+def _training_runs(job: Job, seen: Seen, begins_at: float, observer: Observer) -> dict[str, Trained]:
+    if job.kind == "patched":
+        return {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
+    return reference_runs(job, seen.uses, observer)
 
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
@@ -147,6 +195,8 @@ def _further(
     run: Run, failing: FailingStep, scale: float, job: Job, observer: Observer
 ) -> tuple[tuple[Tried, ...], str]:
     """The step on the batches that come after its own, where FP32 is finite on them; and why there were no more."""
+    if job.captured is not None:
+        return (), "a capture holds the batch of its own step alone"
     observer.stage("further batches with the patch")
     seen: list[Tried] = []
     try:

@@ -17,6 +17,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from ampdbg.config.schema import Config
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
 
@@ -55,6 +56,15 @@ class Patched:
 
 
 @dataclass(frozen=True)
+class CapturedStep:
+    """The capture of a script's failing step, and what replays of it have shown; ``script`` as of a Capture."""
+
+    path: Path
+    made: Investigation
+    script: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Job:
     """What one process runs.
 
@@ -62,7 +72,8 @@ class Job:
     steps with a part of the patch. ``reference``: the failing steps without it, and training runs in FP32.
 
     ``scales`` has one entry a failing step, and each step is run ``repeats`` times. The training runs have
-    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``.
+    ``train_steps`` steps, and those in FP32 withhold the updates of the steps in ``withheld``. With ``captured`` the
+    failing step is a script's, which is started again for it; there is no config that could be trained by.
     """
 
     kind: Literal["patched", "dropped", "reference"]
@@ -73,6 +84,7 @@ class Job:
     repeats: int = 1
     train_steps: int = 0
     withheld: frozenset[int] = field(default_factory=frozenset)
+    captured: CapturedStep | None = None
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,10 @@ class Trained:
 class Seen:
     """What a process saw of its job.
 
-    ``failure`` is why it could not be run at all. ``unused`` names patched files that were never imported,
-    ``eval_failure`` is what the first failing step raised in eval mode. ``runs`` and ``uses`` are by what ran:
-    "patched", "unpatched", "float32", and "rounded" for FP32 from weights rounded to half.
+    ``failure`` is why it could not be run at all, and it ``is_over`` where nothing more is to be run. ``unused`` names
+    patched files that were never imported, ``eval_failure`` is what the first failing step raised in eval mode.
+    ``runs`` and ``uses`` are by what ran: "patched", "unpatched", "float32", and "rounded" for FP32 from weights
+    rounded to half.
     """
 
     failure: str = ""
@@ -122,6 +135,7 @@ class Seen:
     further: tuple[Tried, ...] = ()
     further_failure: str = ""
     eval_failure: str = ""
+    is_over: bool = False
     runs: Mapping[str, Trained] = field(default_factory=dict)
     uses: Mapping[str, StepUse] = field(default_factory=dict)
 
@@ -134,9 +148,21 @@ def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
     """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
     precision = config.precision.model_copy(update={"pins": (*config.precision.pins, *patched.pins)})
     with prepared(config.model_copy(update={"precision": precision})) as run:
-        if patched.pins_file is not None:
-            _imported(patched.pins_file).pin_fp32(run.workload.model)
+        _pin_by_file(patched, run)
         yield run
+
+
+@contextlib.contextmanager
+def pinned_by(patched: Patched, run: Run) -> Iterator[None]:
+    """The pins of a patch in force in a run that stands already."""
+    with run.mode.pinned(run.workload.model, patched.pins):
+        _pin_by_file(patched, run)
+        yield
+
+
+def _pin_by_file(patched: Patched, run: Run) -> None:
+    if patched.pins_file is not None:
+        _imported(patched.pins_file).pin_fp32(run.workload.model)
 
 
 def _imported(file: Path) -> ModuleType:

@@ -59,7 +59,7 @@ def fresh_processes(folder: Path) -> Iterator[Run]:
     The observer sees what is about to run there. A failure or crash is the ``failure`` of what was seen.
     """
     with contextlib.ExitStack() as stack:
-        start: Start = functools.partial(_spawned, folder, RUN)
+        start: Start = functools.partial(spawned, folder, RUN)
         if sys.platform == "linux":
             # Where no server can be started, the reason is that of the first process, which cannot be either.
             with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def _last_line(output: Path) -> str:
 
 
 @contextlib.contextmanager
-def _spawned(
+def spawned(
     folder: Path, program: str, arguments: list[str], errors: IO[bytes] | int, **how: Any
 ) -> Iterator[tuple[IO[str], Wait]]:
     """A process that begins with nothing imported."""
@@ -156,7 +156,7 @@ def server(folder: Path, program: str) -> Iterator[Callable[..., AbstractContext
     ours, theirs = socket.socketpair()
     with ours, theirs:
         arguments = [str(theirs.fileno())]
-        with _spawned(folder, program, arguments, subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as (_, wait):
+        with spawned(folder, program, arguments, subprocess.DEVNULL, pass_fds=[theirs.fileno()]) as (_, wait):
             theirs.close()
             yield functools.partial(_forked, ours)
             ours.close()

@@ -45,7 +45,8 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
     with temporary_folder() as folder:
         steps = folder / "steps.pt"
         try:
-            save_steps(failing, steps)
+            if job.captured is None:
+                save_steps(failing, steps)
         except AmpdbgError as why:
             told = f"the failing step cannot be written to a file for it: {why}; --no-verify prints the patch unproven"
             return Proof(False, (ProofStep("a fresh process", False, told),))
@@ -53,6 +54,9 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
         recorded = [next((replay.loss for replay in step.made.replays[1:2]), math.nan) for step in failing]
         with fresh_processes(job.config.start) as run:
             return _proof(job, steps, recorded, without, run, observer)
+
+
+NOT_TRAINED = "not run: a script is its own loop; train it with the patch under ampdbg run"
 
 
 def _proof(
@@ -68,20 +72,23 @@ def _proof(
     cured = tuple(with_the_patch(patched, job.patched))
     if not all(step.passed for step in cured):
         return Proof(False, cured)
-    trained = patched.runs["patched"]
+    trained = patched.runs.get("patched")
     dropped = {}
     for title, rest in without.items():
         if not rest.changes_nothing:  # what the reference shows needs no process of its own
             observer.stage(f"the failing step without {title}")
             dropped[title] = run(replace(job, kind="dropped", patched=rest), steps, observer)
     observer.stage("the failing step without the patch")
-    job = replace(job, withheld=frozenset(trained.skipped))
+    job = replace(job, withheld=frozenset(trained.skipped if trained else ()))
     reference = run(replace(job, kind="reference", patched=Patched()), steps, observer)
     shown = [*cured, same_in_fp32(patched, reference, recorded)]
     shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     shown += [further_batches(patched), in_eval_mode(patched, reference)]
-    shown.append(training_run(trained, why_nothing_was_trained(job.config.precision, trained, patched.tried)))
-    if "float32" in reference.runs:
+    if trained is None:
+        shown.append(ProofStep("training", True, NOT_TRAINED))
+    else:
+        shown.append(training_run(trained, why_nothing_was_trained(job.config.precision, trained, patched.tried)))
+    if trained is not None and "float32" in reference.runs:
         shown.append(losses_as_in_fp32(trained, reference.runs["float32"], reference.runs.get("rounded")))
     shown += use_of_a_step({**patched.uses, **reference.uses})
     return Proof(all(step.passed for step in shown), tuple(shown))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from ampdbg.patch.plan import WAYS, Materials, Patch, constants_kept, lines_that
 from ampdbg.pinning.bisection import Bisected, bisected, scales_of
 from ampdbg.pinning.pin_set import digest, tied_together
 from ampdbg.probes.half_names import names_seen
-from ampdbg.proof.jobs import Job, Patched
+from ampdbg.proof.jobs import CapturedStep, Job, Patched
 from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
@@ -83,25 +84,29 @@ def suggest(
     _refuse_stale(known)
     if config.precision.has_half_weights:
         form = "yaml"
-    found: Suggestion | None = None
-    try:
-        with bisected(config, strategy, max_trials, observer) as searched:
-            ended = replace(searched, record=_handed_over(searched, form))
-            found = Suggestion(ended.record)
-            found = _of_search(ended, form, verify, observer)
-    except KeyboardInterrupt:  # while the patch was planned or proven: what the search has found stands
-        if found is None:
-            raise
-        found = replace(found, record=replace(found.record, interrupted=True))
-    return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
+    with bisected(config, strategy, max_trials, observer) as searched:
+        return suggestion_of(searched, form, verify, observer)
 
 
-def _of_search(ended: Bisected, form: Form, verify: bool, observer: Observer) -> Suggestion:
-    """What comes of a search that has ended, in the form that is asked for."""
+def suggestion_of(
+    searched: Bisected, form: Form, verify: bool, observer: Observer, captured: CapturedStep | None = None
+) -> Suggestion:
+    """What comes of a search that has ended; ``captured`` is the failing step's capture, where it is a script's."""
+    ended = replace(searched, record=_handed_over(searched, form))
+    found = Suggestion(ended.record)
+    prover = functools.partial(_proof, ended, observer, captured) if verify else None
+    with contextlib.suppress(KeyboardInterrupt):
+        found = _of_search(ended, form, prover, observer)
+        return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
+    # While the patch was planned or proven: what the search has found stands.
+    return Suggestion(replace(ended.record, interrupted=True, elapsed=ended.run.elapsed))
+
+
+def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Observer) -> Suggestion:
+    """What comes of it, in the form that is asked for."""
     record = ended.record
     if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
         return Suggestion(record)
-    prover = functools.partial(_proof, ended, observer) if verify else None
     if form in ("module", "yaml"):
         return _by_name(ended, form, prover) if prover and _have_names(record) else Suggestion(record)
     observer.stage("planning the patch")
@@ -225,7 +230,13 @@ def _patched(edits: Sequence[FileEdit]) -> Patched:
     return Patched({edit.path: edit.after for edit in edits})
 
 
-def _proof(ended: Bisected, observer: Observer, patched: Patched, without: Mapping[str, Patched]) -> Proof:
+def _proof(
+    ended: Bisected,
+    observer: Observer,
+    captured: CapturedStep | None,
+    patched: Patched,
+    without: Mapping[str, Patched],
+) -> Proof:
     config, record = ended.run.config, ended.record
     last = max(step.snapshot.step for step in ended.failing)
     job = Job(
@@ -236,6 +247,7 @@ def _proof(ended: Bisected, observer: Observer, patched: Patched, without: Mappi
         is_silent=CODES[record.findings[0].code].erases_itself,
         repeats=record.search.repeats if record.search is not None else 1,
         train_steps=min(config.train.steps, max(PROVEN_STEPS, last + BEYOND)),
+        captured=captured,
     )
     return prove(job, ended.failing, without, observer)
 

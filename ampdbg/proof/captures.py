@@ -1,0 +1,190 @@
+"""What is done with a capture, in a process of its own: there the script is started again, taken over, and ended.
+
+The process ends in the middle of the script, so that nothing of it runs on: no checkpoint is saved, no log is closed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from ampdbg.diagnosis.ranges import diagnose_ranges
+from ampdbg.errors import AmpdbgError, first_line
+from ampdbg.files import temporary_folder
+from ampdbg.observer import Observer
+from ampdbg.pinning.bisection import Kept, search
+from ampdbg.probes.shadow_trace import sites_of
+from ampdbg.proof.jobs import CapturedStep
+from ampdbg.proof.processes import PATHS
+from ampdbg.proof.suggestion import Suggestion, suggestion_of
+from ampdbg.record.pins import Form, Strategy
+from ampdbg.replay.replay import shadow_step
+from ampdbg.script.capture import Capture, CaptureError
+from ampdbg.script.takeover import TakenOver, how_often, take_over
+
+RUN = "from ampdbg.proof.captures import main; main()"
+
+ENDING = 60.0
+"""Seconds that an interrupted search has to write down what it has found."""
+
+
+@dataclass(frozen=True)
+class CaptureJob:
+    """What is done with a capture.
+
+    ``script`` is started in the place of the captured command line, if it is not empty. ``strategy`` and
+    ``max_trials`` are those of a search, ``form`` and ``verify`` those of a suggestion.
+    """
+
+    command: Literal["replay", "ranges", "bisect", "suggest-fp32"]
+    path: Path
+    script: tuple[str, ...] = ()
+    strategy: Strategy = "guided"
+    max_trials: int | None = None
+    form: Form = "diff"
+    verify: bool = True
+
+
+def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
+    """Does it, in a process that is started for it; what the script prints goes to stderr.
+
+    Raises:
+        CaptureError: the capture or its script cannot be used.
+        KeyboardInterrupt: nothing was found by then.
+    """
+    capture = Capture(job.path, job.script)
+    observer.stage(f"starting {capture.start.name} again, up to a step like step {capture.head.step}")
+    with temporary_folder() as folder:
+        task, result = folder / "task", folder / "result"
+        task.write_bytes(pickle.dumps(replace(job, path=job.path.absolute())))
+        command = [sys.executable, "-c", PATHS + RUN, str(task), str(result), os.pathsep.join(sys.path)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True
+        )
+        with child:
+            try:
+                assert child.stdout is not None
+                _hand_on(child.stdout, observer)
+                code = child.wait()
+            except BaseException:
+                code = _interrupted(child)
+                if not result.exists():
+                    raise
+            finally:
+                with contextlib.suppress(OSError, AttributeError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        if not result.exists():
+            how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
+            raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")
+        outcome: Suggestion | AmpdbgError = pickle.loads(result.read_bytes())
+        if isinstance(outcome, AmpdbgError):
+            raise outcome
+        return outcome
+
+
+def _interrupted(child: subprocess.Popen[str]) -> int:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        child.send_signal(signal.SIGINT)
+        return child.wait(ENDING)
+    child.kill()
+    return child.wait()
+
+
+def _hand_on(events: IO[str], observer: Observer) -> None:
+    """Tells the observer what the process tells."""
+    for line in events:
+        name, arguments = pickle.loads(base64.b64decode(line))
+        getattr(observer, name)(*arguments)
+
+
+class _Told(Observer):
+    """Tells another process what it sees."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        for name in ("replay", "search", "trial", "stage"):
+            setattr(self, name, self._telling(name, stream))
+
+    @staticmethod
+    def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
+        def tell(*arguments: Any) -> None:
+            print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=stream, flush=True)
+
+        return tell
+
+
+# In the process of the script
+
+
+def main() -> None:
+    """Takes a job and the path of the result from the command line; writes what an observer sees to stdout."""
+    task, result = map(Path, sys.argv[1:3])
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the script prints goes to stderr
+    job: CaptureJob = pickle.loads(task.read_bytes())
+
+    def end(outcome: Suggestion | AmpdbgError) -> None:
+        whole = result.with_suffix(".part")
+        whole.write_bytes(pickle.dumps(outcome))
+        os.replace(whole, result)
+        sys.stderr.flush()
+        os._exit(0)
+
+    def use(taken: TakenOver) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            outcome: Suggestion | AmpdbgError = _WORK[job.command](taken, job, _Told(events))
+        except AmpdbgError as error:
+            outcome = _plain(error)
+        except BaseException as error:  # noqa: BLE001 - it would go on through the script
+            outcome = CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}")
+        end(outcome)
+
+    try:
+        take_over(Capture(job.path, job.script), use)
+    except AmpdbgError as error:
+        end(_plain(error))
+
+
+def _plain(error: AmpdbgError) -> AmpdbgError:
+    """The error without what only this process has."""
+    return CaptureError(str(error))
+
+
+def _replayed(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+    made = taken.investigated(observer)
+    return Suggestion(taken.diagnosed(how_often(taken, made), "replay"))
+
+
+def _measured(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+    observer.replay(taken.snapshot.step, "bfloat16, every op measured")
+    seen, unseen = shadow_step(taken.run, taken.snapshot)
+    unseen = replace(unseen, notes=(*taken.record.unseen.notes, *unseen.notes))
+    record = replace(taken.record, command="ranges", sites=sites_of(seen), unseen=unseen, elapsed=taken.run.elapsed)
+    return Suggestion(diagnose_ranges(record))
+
+
+def _bisected(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
+    made = taken.investigated(observer)
+    kept: Kept = {(made.step, made.why): taken.failing(made)}
+    record = taken.diagnosed(made, "bisect")
+    ended = search(taken.run, record, kept, job.strategy, job.max_trials, observer)
+    if job.command == "bisect":
+        return Suggestion(ended.record)
+    return suggestion_of(ended, job.form, job.verify, observer, CapturedStep(job.path, made, job.script))
+
+
+_WORK: Mapping[str, Callable[[TakenOver, CaptureJob, Observer], Suggestion]] = {
+    "replay": _replayed,
+    "ranges": _measured,
+    "bisect": _bisected,
+    "suggest-fp32": _bisected,
+}
