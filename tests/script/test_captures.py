@@ -1,0 +1,383 @@
+"""Captures of a script's failing steps: written while it trains, run again when its process has long gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from tests.commands.program import Result, environment, start
+from tests.script import scripts
+from tests.script.test_run import alone, run
+
+COLLAPSES = """
+import os, signal, sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Mix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x):
+        similar = (x * self.gain) @ (x * self.gain).transpose(-1, -2)
+        return x + similar.mean(-1, keepdim=True) / self.gain**2
+
+net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), Mix(), nn.Linear(32, 4)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+criterion = nn.CrossEntropyLoss()
+for step in range(400):
+    if step == 300:
+        net[3].gain = 1e3
+    if step == 320:
+        os.kill(os.getpid(), signal.SIGKILL)
+    x, y = torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
+    with torch.autocast("cuda"):
+        loss = criterion(net(x), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""From step 300 on its ``similar`` overflows, and at step 320 its process is killed."""
+
+
+def capture_of(folder: Path) -> Path:
+    """The first capture that a run in the folder has written."""
+    return min((folder / ".ampdbg" / "captures").glob("*.safetensors"))
+
+
+def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result, Record]:
+    """A command on a capture, and its record."""
+    result = start(folder, command, str(capture), "--record=c.json", *options)
+    return result, read_record(folder / "c.json")
+
+
+def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    (first / "train.py").write_text(COLLAPSES, encoding="utf-8")
+    ended = start(first, "run", "--emulate", "train.py")
+    assert ended.code == -signal.SIGKILL
+    shutil.copy(capture_of(first), other / "step.safetensors")
+    shutil.copy(first / "train.py", other / "train.py")
+    shutil.rmtree(first)
+    capture = other / "step.safetensors"
+
+    result, record = on(other, "replay", capture)
+    found = record.findings[0]
+    assert (result.code, found.code, found.module, found.op) == (1, "forward-overflow", "3", "aten.mm.default")
+    assert found.source is not None
+    assert found.source.text.startswith("similar = ")
+    made = record.investigations[0]
+    assert (made.step, made.reproduced, made.tries) == (301, 5, 5)
+    # The captured gain, not the script's own of its first steps.
+    value = found.evidence["value"]
+    assert isinstance(value, float)
+    assert value > 65504
+
+    result, record = on(other, "bisect", capture)
+    assert (result.code, [pin.name for pin in record.pins]) == (1, ["3"])
+
+    result, record = on(other, "suggest-fp32", capture)
+    assert result.code == 0
+    assert record.verification is not None
+    assert record.verification.passed
+    steps = {step.name: step.detail for step in record.verification.steps}
+    assert steps["further batches"].startswith("none to try")
+    assert steps["training"].startswith("not run")
+    assert "+++ b/train.py" in result.stdout
+
+
+def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
+    run(tmp_path, scripts.PLAIN, "400", "6")
+    result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)), "--apply")
+    assert result.code == 0
+    patched = start(tmp_path, "run", "--emulate", "--record=p.json", "train.py", "400", "6")
+    record = read_record(tmp_path / "p.json")
+    assert (patched.code, record.verdict) == (0, "healthy")
+    assert not any(step.skipped for step in record.steps)
+
+
+def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None:
+    head, _, rest = scripts.PLAIN.partition("class Net(")
+    head, imports = head.replace("torch.manual_seed(0)", ""), head.partition("torch.manual_seed")[0]
+    (tmp_path / "parts.py").write_text(head, encoding="utf-8")
+    text = f"{imports}from parts import Attention, device\ntorch.manual_seed(0)\nclass Net({rest}"
+    run(tmp_path, text, "400", "6")
+    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    assert (result.code, record.verification is not None and record.verification.passed) == (0, True)
+    assert "+++ b/parts.py" in result.stdout
+
+
+LOSS = "similar = (y * 1000.0) @ (y * 1000.0).T"
+
+CASES: dict[str, tuple[str, str, str]] = {
+    "a line of the script": (scripts.LOSS_LINE.replace("GAIN", "1000.0"), "forward-overflow", ""),
+    "a GAN": (scripts.GAN.replace("GAIN", "1e9"), "gradient-overflow", ""),
+    "a model in a function": (scripts.ONE_MODULE.replace("GAIN", "1e4"), "forward-overflow", ""),
+    **{name: (text.replace("GAIN", "1e3"), "forward-overflow", "3") for name, text in scripts.LOOPS.items()},
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(CASES)]
+)
+def test_a_replay_finds_what_the_run_has_found(tmp_path: Path, case: str) -> None:
+    text, code, module = CASES[case]
+    result, record = run(tmp_path, text)
+    found = record.findings[0]
+    assert (result.code, found.code, found.module) == (1, code, module)
+    result, again = on(tmp_path, "replay", capture_of(tmp_path))
+    found_again = again.findings[0]
+    assert (result.code, again.verdict) == (1, record.verdict)
+    assert (found_again.code, found_again.module, found_again.op) == (found.code, found.module, found.op)
+    assert found_again.source == found.source
+
+
+def test_a_replay_has_the_numbers_of_the_run(tmp_path: Path) -> None:
+    _, record = run(tmp_path, scripts.LOOPS["accumulation and clipping"].replace("GAIN", "1e3"))
+    _, again = on(tmp_path, "replay", capture_of(tmp_path))
+    there = next(made for made in record.investigations if made.step == again.investigations[0].step)
+    here = again.investigations[0]
+    for one, other in zip(there.replays, here.replays, strict=True):
+        assert (one.dtype, one.scale) == (other.dtype, other.scale)
+        assert str(one.loss) == str(other.loss)
+        assert str(one.grad_norm) == str(other.grad_norm)
+
+
+def test_a_healthy_script_writes_none(tmp_path: Path) -> None:
+    run(tmp_path, scripts.PLAIN, "1", "4")
+    assert not (tmp_path / ".ampdbg" / "captures").exists()
+
+
+ASKS = {
+    "a signal": "os.kill(os.getpid(), signal.SIGUSR1)",
+    "code": "__import__('ampdbg').capture()",
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> None:
+    text = scripts.PLAIN.replace("import sys, torch", "import os, signal, sys, torch")
+    text = text.replace("    for _ in range(steps):", f"    for step in range(steps):\n        if step == 2: {ask}")
+    result, record = run(tmp_path, text, "1", "6")
+    assert (result.code, record.verdict) == (0, "healthy")
+    assert record.script is not None
+    assert len(record.script.captures) == 1
+    weights = result.stdout.splitlines()[-1]
+    plain, _ = run(tmp_path, scripts.PLAIN, "1", "6")
+    assert plain.stdout.splitlines()[-1] == weights
+    result, again = on(tmp_path, "replay", Path(record.script.captures[0]), "--script", "train.py 1 6")
+    assert (result.code, again.verdict, again.investigations[0].step) == (0, "healthy", 3)
+    assert again.investigations[0].reproduced == 0
+
+
+def test_without_ampdbg_run_nobody_captures(tmp_path: Path) -> None:
+    assert alone(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
+
+
+# What a run does where a capture cannot be written
+
+
+def full(folder: Path) -> tuple[str, ...]:
+    return ("--captures=/dev/full/x",)
+
+
+def taken(folder: Path) -> tuple[str, ...]:
+    (folder / "taken").write_text("", encoding="utf-8")
+    return (f"--captures={folder / 'taken' / 'x'}",)
+
+
+CANNOT: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
+    "a folder that cannot be made": (taken, "cannot be written"),
+    "a capture beyond the limit": (lambda folder: ("--max-capture-size=1kB",), "--max-capture-size"),
+    "none allowed": (lambda folder: ("--max-captures=0",), ""),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_a_script_goes_on_without_a_capture(tmp_path: Path, case: str) -> None:
+    options, told = CANNOT[case]
+    result, record = run(tmp_path, scripts.PLAIN, "400", "6", options=("--emulate", *options(tmp_path)))
+    assert result.code == 1
+    assert record.script is not None
+    assert record.script.captures == ()
+    notes = [note for note in record.unseen.notes if "captured" in note]
+    assert len(notes) == bool(told)
+    assert all(told in note for note in notes)
+    assert "Traceback" not in result.stderr
+    bare = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "400", "6")
+    assert bare.stdout == result.stdout
+
+
+def test_only_captured_is_not_investigated(tmp_path: Path) -> None:
+    _, record = run(tmp_path, scripts.PLAIN, "400", "6", options=("--emulate", "--no-investigate", "--max-captures=1"))
+    assert all(made.is_as_it_trained for made in record.investigations)
+    assert record.script is not None
+    assert len(record.script.captures) == 1
+    result, again = on(tmp_path, "replay", Path(record.script.captures[0]))
+    assert (result.code, again.findings[0].code) == (1, "forward-overflow")
+
+
+def test_a_bad_size_is_refused_before_the_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('ran')", encoding="utf-8")
+    result = start(tmp_path, "run", "--max-capture-size=lots", "train.py")
+    assert (result.code, result.stdout) == (2, "")
+    assert "--max-capture-size: got 'lots'" in result.stderr
+
+
+# Captures that fit nothing, or come from a stranger
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a script and a capture of it."""
+    folder = tmp_path_factory.mktemp("captured")
+    run(folder, scripts.PLAIN, "400", "3")
+    return folder
+
+
+def header(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The tensors' places, the JSON and the bytes of a capture."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    places = json.loads(content[8 : 8 + length])
+    return places, json.loads(places["__metadata__"]["ampdbg.capture"]), content[8 + length :]
+
+
+def written(path: Path, places: dict[str, Any], head: Any, rest: bytes) -> Path:
+    places["__metadata__"]["ampdbg.capture"] = json.dumps(head)
+    text = json.dumps(places).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
+    return path
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], Path]:
+    """What writes a capture with another head."""
+
+    def write(capture: Path, to: Path) -> Path:
+        places, head, rest = header(capture)
+        change(head)
+        return written(to, places, head, rest)
+
+    return write
+
+
+def given_to_first(head: dict[str, Any], value: Any) -> None:
+    head["calls"][0]["given"] = value
+
+
+HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "truncated": (lambda capture, to: to.write_bytes(capture.read_bytes()[:-100]), "cannot be read as a capture"),
+    "empty": (lambda capture, to: to.write_bytes(b""), "cannot be read as a capture"),
+    "a pickle": (lambda capture, to: to.write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR."), "cannot be read"),
+    "no capture": (lambda capture, to: written(to, {"__metadata__": {}}, None, b""), "damaged"),
+    "of a newer version": (changed(lambda head: head.update(version=2)), "of version 2; this ampdbg reads version 1"),
+    "a head of another kind": (changed(lambda head: head.update(calls=7)), "damaged capture: calls"),
+    "a scale of nothing": (changed(lambda head: head.update(scale=0)), "damaged capture: scale"),
+    "a damaged record": (changed(lambda head: head["record"].update(steps=3)), "damaged"),
+    "deep nesting": (
+        changed(lambda head: given_to_first(head, json.loads("[" * 900 + "]" * 900))),
+        "",
+    ),
+    "a script elsewhere": (
+        changed(lambda head: head["start"].update(name="/usr/bin/hacked.py")),
+        "does not stand in this folder",
+    ),
+    "a module elsewhere": (
+        changed(lambda head: head["start"].update(name="http.server", is_module=True, arguments=[])),
+        "does not stand in this folder",
+    ),
+    "other calls": (changed(lambda head: head["calls"].pop()), "no step like the captured one"),
+    "a call of another name": (
+        changed(lambda head: head["calls"][0].update(name="os.system")),
+        "is of the model, and was of os.system",
+    ),
+    "a value of no kind": (changed(lambda head: given_to_first(head, [{"eval": "1"}, {}])), "a value of no kind"),
+    "a tensor that is not there": (changed(lambda head: given_to_first(head, [{"tensor": "x"}, {}])), "damaged"),
+    "a random state of text": (changed(lambda head: head.update(random_state="x")), "its random state"),
+    "names to print": (
+        changed(lambda head: head["start"].update(name="\x1b[31mred\u202e.py")),
+        "does not stand in this folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_capture_is_refused_in_a_line(made: Path, tmp_path: Path, case: str) -> None:
+    make, told = HOSTILE[case]
+    hostile = tmp_path / "hostile.safetensors"
+    make(capture_of(made), hostile)
+    result = start(made, "replay", str(hostile), "--quiet")
+    assert result.code == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert told in errors[0]
+    assert "Traceback" not in result.stderr
+    assert "\x1b" not in result.stderr
+    assert not (made / "hacked").exists()
+
+
+def test_a_model_of_other_shapes_is_told_of(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    (tmp_path / "train.py").write_text(scripts.PLAIN.replace("nn.Linear(16, 4)", "nn.Linear(16, 5)"), encoding="utf-8")
+    result = start(tmp_path, "replay", "c.safetensors")
+    assert result.code == 2
+    assert "the script makes another model now: out.weight is [5, 16], and was [4, 16]" in result.stderr
+
+
+def test_a_script_that_raises_is_told_of(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    (tmp_path / "train.py").write_text("raise ValueError('no data')", encoding="utf-8")
+    result = start(tmp_path, "replay", "c.safetensors")
+    assert result.code == 2
+    assert "train.py raised ValueError: no data" in result.stderr
+
+
+def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    text = scripts.PLAIN.replace("    main(float", "    try:\n        main(float")
+    (tmp_path / "train.py").write_text(
+        f"{text}    finally:\n        open('after', 'w')\nimport atexit; atexit.register(open, 'end', 'w')",
+        encoding="utf-8",
+    )
+    assert start(tmp_path, "replay", "c.safetensors").code == 1
+    assert not (tmp_path / "after").exists()
+    assert not (tmp_path / "weights.pt").exists()
+
+
+@pytest.mark.parametrize("option", [("--steps=3",), ("--set", "train.steps=3"), ("--seed=1",)])
+def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, ...]) -> None:
+    result = start(made, "bisect", str(capture_of(made)), *option)
+    assert result.code == 2
+    assert "it is one step as it was, and takes none of them" in result.stderr
+
+
+def test_a_search_that_is_interrupted_ends_with_130(made: Path, tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "ampdbg", "replay", str(capture_of(made))]
+    found = environment(PYTHONPATH=os.pathsep.join(sys.path))
+    child = subprocess.Popen(program, cwd=made, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    assert "starting train.py again" in child.stderr.readline()
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in errors
