@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ampdbg.errors import AmpdbgError, PatchError
-from ampdbg.given import CaptureSettings, Changes, Given, read_given
+from ampdbg.given import Changes, Given, RunSettings, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.quantities import byte_count
-from ampdbg.record.file import latest_record
+from ampdbg.record.file import latest_record, read_record
 from ampdbg.record.listings import with_listings
+from ampdbg.record.log import RunLog, is_log, read_log
 from ampdbg.record.pins import EVERYTHING, Form, Strategy
 from ampdbg.record.run import Record
 
@@ -65,7 +66,7 @@ def run(
     *,
     is_module: bool = False,
     emulate: bool = False,
-    captures: CaptureSettings | None = None,
+    settings: RunSettings | None = None,
     ended: Callable[[Record], None] = lambda record: None,
     observer: Observer = UNOBSERVED,
     ends_process: bool = False,
@@ -80,7 +81,8 @@ def run(
         arguments: the script's own.
         is_module: as ``python -m``.
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
-        captures: where its failing steps are written to; nowhere without it.
+        settings: what is kept beside the record, without them nothing: captures of its failing steps, and the run's log,
+            which :func:`read` makes a record of, also where the run was killed.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: its ``replay`` is called once for each step that is run again, while the script waits.
         ends_process: this process has nothing to do afterwards: the script's threads end before it, as at Python's end.
@@ -100,12 +102,13 @@ def run(
     def shown(record: Record) -> Record:
         return with_listings(diagnose(record))
 
-    asked = captures or CaptureSettings(most=0)
+    asked = settings or RunSettings(most=0)
     kept = Captures(asked.folder, start_of(given, emulate=emulate), most=asked.most, largest=asked.largest)
     return shown(
         watch_script(
             given,
             kept,
+            RunLog(asked.log, "run", observer.warned) if settings else None,
             investigates=asked.investigates,
             ended=lambda record: ended(shown(record)),
             observer=observer,
@@ -120,6 +123,20 @@ def capture() -> bool:
     """
     captures = sys.modules.get("ampdbg.script.captures")  # nobody captures where it was never imported
     return captures is not None and bool(captures.ask_for_capture())
+
+
+def read(path: str | Path) -> Record:
+    """The record in a file; or that of a run whose log it is, diagnosed as at the end of the run.
+
+    Raises:
+        RecordError: it is neither, or damaged.
+    """
+    file = Path(path)
+    if not is_log(file):
+        return read_record(file)
+    from ampdbg.diagnosis.diagnose import diagnose
+
+    return with_listings(diagnose(read_log(file)))
 
 
 def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_module: bool = False, emulate: bool) -> int:

@@ -35,13 +35,18 @@ class Changes(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class CaptureSettings:
-    """What ``run`` does with a step that goes wrong: so many are written to ``folder``, of so many bytes at most."""
+class RunSettings:
+    """What ``run`` keeps beside the record.
+
+    So many steps that go wrong are written to ``folder``, of so many bytes at most. The ``log`` is a file in the folder
+    of records where none is given.
+    """
 
     folder: Path = Path(".ampdbg", "captures")
     most: int = 3
     largest: int = 4 * 2**30
     investigates: bool = True
+    log: Path | None = None
 
 
 @dataclass(frozen=True)

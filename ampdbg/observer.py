@@ -27,6 +27,9 @@ class Observer:
     def trial(self, trial: Trial) -> None:
         """An experiment has ended."""
 
+    def warned(self, text: str) -> None:
+        """Something beside the run has failed, and the run goes on."""
+
     def stage(self, doing: str) -> None:
         """A part of planning or proving a patch is about to run."""
 

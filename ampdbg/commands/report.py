@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY
-from ampdbg.record.file import LATEST, latest_record, read_record, write_atomically
+from ampdbg.record.file import LATEST, latest_record, write_atomically
 from ampdbg.report.formats import FORMATS, written
 
 from . import options
@@ -39,7 +40,8 @@ def _formats(begun: str) -> list[str]:
 
 def command(
     record: Annotated[
-        Path | None, typer.Argument(metavar="[RECORD]", help="A record file; by default .ampdbg/latest.json.")
+        Path | None,
+        typer.Argument(metavar="[RECORD]", help="A record or a log; by default .ampdbg/latest.json."),
     ] = None,
     format: Annotated[  # noqa: A002
         str,
@@ -61,7 +63,7 @@ def command(
     path = record or latest_record()
     if output is not None:
         options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
-    shown = read_record(path)
+    shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
     text = written(shown, replace(typed_as("CONFIG", path), verbose=verbose), look, format)
     if output is None:

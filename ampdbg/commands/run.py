@@ -17,8 +17,8 @@ import typer
 
 from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError
-from ampdbg.given import CaptureSettings
-from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.given import RunSettings
+from ampdbg.observer import Observer
 from ampdbg.quantities import byte_count
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
@@ -42,16 +42,20 @@ def command(
     ] = True,
     captures: Annotated[
         Path, typer.Option("--captures", metavar="DIR", file_okay=False, help="Where steps that go wrong are written.")
-    ] = CaptureSettings.folder,
+    ] = RunSettings.folder,
     max_captures: Annotated[
         int, typer.Option("--max-captures", metavar="N", min=0, help="Write at most N of them.")
-    ] = CaptureSettings.most,
+    ] = RunSettings.most,
     max_capture_size: Annotated[
         str, typer.Option("--max-capture-size", metavar="SIZE", help="Write none that is larger, such as 800MB.")
     ] = "4GiB",
     investigate: Annotated[
         bool, typer.Option("--investigate/--no-investigate", help="Run a step that goes wrong again, or only write it.")
     ] = True,
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", metavar="FILE", dir_okay=False, help="A line for each step; by default in .ampdbg/."),
+    ] = None,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
     ] = "warning",
@@ -86,14 +90,20 @@ def command(
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
-    observer = UNOBSERVED if quiet else _Waits(stderr)
+    observer = _Said(stderr, is_quiet=quiet)
     try:
         seen = api.run(
             script,
             arguments or (),
             is_module=is_module,
             emulate=emulate,
-            captures=CaptureSettings(captures, max_captures, _bytes(max_capture_size), investigate),
+            settings=RunSettings(
+                captures,
+                max_captures,
+                _bytes(max_capture_size),
+                investigate,
+                log or (record and record.with_suffix(".jsonl")),
+            ),
             ended=tell,
             observer=observer,
             ends_process=True,
@@ -112,14 +122,18 @@ def _bytes(size: str) -> int:
         raise ConfigError(f"--max-capture-size: {error}") from None
 
 
-class _Waits(Observer):
-    """Says that the script waits, and why."""
+class _Said(Observer):
+    """Says that the script waits, and why; and what could not be done beside it."""
 
-    def __init__(self, stderr: TextIO) -> None:
-        self._said, self._stderr = -1, stderr
+    def __init__(self, stderr: TextIO, *, is_quiet: bool) -> None:
+        self._said, self._stderr, self._is_quiet = -1, stderr, is_quiet
+
+    def warned(self, text: str) -> None:
+        with redirect_stderr(self._stderr):
+            say(f"warning: {text}")
 
     def replay(self, step: int, doing: str) -> None:
-        if step != self._said:
+        if step != self._said and not self._is_quiet:
             self._said = step
             with redirect_stderr(self._stderr):
                 say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")

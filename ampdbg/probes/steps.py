@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -112,6 +112,16 @@ LISTED_PARAMETERS = 10_000
 """So many parameters are listed over all steps, about 2 MB of JSON; the first unhealthy step lists all of its own."""
 
 
+class Journal(Protocol):
+    """What keeps the steps elsewhere, as they are read."""
+
+    def step(self, step: Step) -> None:
+        """A step has ended."""
+
+    def thinned(self, steps: Sequence[Step]) -> None:
+        """Only these are kept from now on, and those that follow."""
+
+
 class StepLog:
     """The steps of one loop. ``batch`` collects the non-finite leaves of the batches of the step under way.
 
@@ -133,6 +143,8 @@ class StepLog:
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._room, self._stride = MOST_STEPS, 1
+        self.journal: Journal | None = None
+        """Told of every step once it is read, and of what is kept when healthy ones are left out."""
         self.look_at_model()
 
     def look_at_model(self) -> None:
@@ -146,6 +158,11 @@ class StepLog:
         """Those that have ended, but for healthy ones of a long run; on a GPU this reads what is unread (one sync)."""
         self._read()
         return tuple(self._steps)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the numbers of every step that has ended are on the host."""
+        return not self._unread
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -205,6 +222,8 @@ class StepLog:
             if made.skipped or not math.isfinite(made.loss):
                 made = self._with_bad_tensors(made)
             made = self._with_few_groups(made)
+            if self.journal is not None:
+                self.journal.step(made)
             self._keep(made)
             if self._on_step is not None:
                 self._on_step(made)
@@ -222,6 +241,8 @@ class StepLog:
                 self._stride *= 2
             self._steps = [kept for kept in self._steps if self._stays(kept.step, step.step)]
             self._room = max(MOST_STEPS, 2 * len(self._steps))
+            if self.journal is not None:
+                self.journal.thinned(self._steps)
 
     def _stays(self, number: int, last: int) -> bool:
         is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS

@@ -50,7 +50,6 @@ def from_json(text: str | bytes) -> Record:
     Raises:
         RecordError: the text is no record, one of another version, or a damaged one; the message names the key.
     """
-    from pydantic import ValidationError
     from pydantic_core import from_json as parsed
 
     try:
@@ -64,10 +63,21 @@ def from_json(text: str | bytes) -> Record:
             f"a record of version {shown(data.get('version'))}; this ampdbg reads versions "
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Run the command again to make a new record."
         )
+    return checked({**data, "version": RECORD_VERSION}, "record")
+
+
+def checked(data: Mapping[str, Any], what: str) -> Record:
+    """Plain data as a Record; ``what`` they were read from is named in the error.
+
+    Raises:
+        RecordError: they are damaged; the message names the key.
+    """
+    from pydantic import ValidationError
+
     try:
-        record = _adapter().validate_python({**data, "version": RECORD_VERSION})
+        record = _adapter().validate_python(data)
     except ValidationError as error:
-        raise RecordError(f"a damaged record: {_first_mistake(error)}") from None
+        raise RecordError(f"a damaged {what}: {_first_mistake(error)}") from None
     _check_references(record)
     return record
 
@@ -117,14 +127,23 @@ def add_record(record: Record) -> Path:
     Raises:
         RecordError: it cannot be written.
     """
-    path = _reserved(FOLDER / f"{_utc_time(record.created)}-{record.command}.json")
+    path = path_in_folder(Path(), record.created, record.command, ".json")
     try:
         write_record(record, path)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    _keep_out_of_git()
+    keep_out_of_git(Path())
     return path
+
+
+def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Path:
+    """``.ampdbg/<UTC time>-<command><suffix>``, a name that is free; an empty file holds it.
+
+    Raises:
+        RecordError: the folder cannot be written.
+    """
+    return _reserved(beside / FOLDER / f"{_utc_time(created)}-{command}{suffix}")
 
 
 def latest_record() -> Path:
@@ -162,9 +181,9 @@ def _reserved(path: Path) -> Path:
         raise RecordError(f"{candidate}: cannot be written: {error.strerror or error}") from None
 
 
-def _keep_out_of_git() -> None:
+def keep_out_of_git(beside: Path) -> None:
     """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
-    marker = FOLDER / ".gitignore"
+    marker = beside / FOLDER / ".gitignore"
     if not marker.exists():
         with contextlib.suppress(RecordError):
             write_atomically(marker, "# Made by ampdbg.\n*\n")

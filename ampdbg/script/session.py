@@ -25,6 +25,7 @@ from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
+from ampdbg.record.log import RunLog, kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import investigate
@@ -51,9 +52,6 @@ LONGEST_GAP = 32
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
 
-MOST_KEPT = 16
-"""So many are kept: the first row, and of the others the last."""
-
 
 class TracedSteps:
     """Traces the next step when one has gone wrong, keeps what is found in it, and captures it.
@@ -62,6 +60,7 @@ class TracedSteps:
         watcher: of the loop.
         captures: where captures go.
         observer: told before a step is run again.
+        log: told of each step when it has ended.
         investigates: a step that goes wrong is run again at once.
     """
 
@@ -86,8 +85,7 @@ class TracedSteps:
             step = self._watcher.log.latest()
             if step.found_inf or not math.isfinite(step.loss):
                 self._in_a_row += 1
-                self.found.append(traced.investigation(step))
-                del self.found[MOST_FOUND : MOST_FOUND - MOST_KEPT]
+                self.found[:] = kept([*self.found, traced.investigation(step)])
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
@@ -294,6 +292,7 @@ class _Hushed(io.TextIOBase):
 def watch_script(
     script: Script,
     captures: Captures,
+    log: RunLog | None,
     *,
     investigates: bool = True,
     ended: Callable[[Record], None],
@@ -304,6 +303,7 @@ def watch_script(
     Args:
         script: what to run.
         captures: where its failing steps go; it says too whether a GPU is to be emulated where there is none.
+        log: told of each step when it has ended.
         investigates: a step that goes wrong is run again at once.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: told of each step that is run again, before it is.
@@ -316,10 +316,20 @@ def watch_script(
     """
     owner, watcher = os.getpid(), Watch(None, ())
     traced = TracedSteps(watcher, captures, observer, investigates=investigates)
-    watcher.ended = traced.step_ended
+    watcher.log.journal = log
+
+    def step_ended(is_bad: bool) -> None:
+        traced.step_ended(is_bad)
+        if log is not None and watcher.log.is_read:
+            log.note(_news(watcher, captures), lambda: _record(script, watcher, traced, None), traced.found)
+
+    watcher.ended = step_ended
 
     def tell(number: int) -> None:
-        ended(_record(script, watcher, traced, ScriptEnd(128 + number)))
+        record = _record(script, watcher, traced, ScriptEnd(128 + number))
+        if log is not None:
+            log.end(record)
+        ended(record)
 
     with ExitStack() as stack:
         if captures.start.emulate:
@@ -336,7 +346,17 @@ def watch_script(
             raise SystemExit(ending.code)
         if ending.error is not None:
             watcher.calls.failed(ending.error)
-        return _record(script, watcher, traced, ending)
+        record = _record(script, watcher, traced, ending)
+        if log is not None:
+            log.end(record)
+        return record
+
+
+def _news(watcher: Watch, captures: Captures) -> object:
+    """What changes with the record of a run, but for its steps."""
+    misuses = tuple((misuse.code, misuse.source) for misuse in watcher.misuses)
+    is_lowered = watcher.calls.graphs > 0, bool(watcher.calls.lowered)
+    return misuses, watcher.notes, watcher.groups, is_lowered, len(captures.written), captures.why_not
 
 
 def run_unwatched(script: Script, *, emulate: bool) -> int:
@@ -345,8 +365,10 @@ def run_unwatched(script: Script, *, emulate: bool) -> int:
         return run_script(script).code
 
 
-def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptEnd) -> Record:
-    error, interrupted = ending.error, isinstance(ending.error, KeyboardInterrupt)
+def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Record:
+    """The record of the script; of one that goes on, and may be killed, without its end."""
+    error = ending.error if ending else None
+    interrupted = ending is None or isinstance(error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules())
     raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)
     seen, captures = watcher.record(), traced.captures
@@ -356,7 +378,11 @@ def _record(script: Script, watcher: Watch, traced: TracedSteps, ending: ScriptE
         command="run",
         unseen=replace(seen.unseen, notes=(*seen.unseen.notes, *notes)),
         script=ScriptRun(
-            script.name, script.arguments, script.is_module, ending.code, tuple(map(str, captures.written))
+            script.name,
+            script.arguments,
+            script.is_module,
+            ending.code if ending else 0,
+            tuple(map(str, captures.written)),
         ),
         investigations=tuple(traced.found),
         interrupted=interrupted,

@@ -1,0 +1,279 @@
+"""The log of a run: a line of JSON for each step as it ends, which a killed process leaves; it makes the record.
+
+The first line names the format; each other one holds a ``step``, an ``investigation``, or of the ``record`` all that is
+neither. A later line of a step or of the record replaces an earlier one. Where the record leaves healthy steps out, the
+log is written anew without them, so that it stays as small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampdbg.errors import RecordError
+from ampdbg.files import read_file, replace_file
+from ampdbg.quantities import shown
+from ampdbg.record.file import LARGEST_FILE, checked, keep_out_of_git, path_in_folder, strict
+from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+LOG_FORMAT = "ampdbg.log"
+LOG_VERSION = 1
+
+NEWS = 60.0
+"""Seconds after which the line of the record is written again: its times and counts are no older."""
+
+FIRST_KEPT, MOST_KEPT = 2, 16
+"""So many investigations are kept of a run: the first ones, and of the others the last."""
+
+
+def kept(investigations: Sequence[Investigation]) -> tuple[Investigation, ...]:
+    """Those that a record has of a long run."""
+    if len(investigations) <= MOST_KEPT:
+        return tuple(investigations)
+    return (*investigations[:FIRST_KEPT], *investigations[FIRST_KEPT - MOST_KEPT :])
+
+
+class RunLog:
+    """The log of one run while it goes on. It begins with the first step; what cannot be written costs a warning.
+
+    Args:
+        path: of the file, which is written over; None for one of the command's in the folder of records.
+        command: the name of the command.
+        warn: called once, with what has failed.
+    """
+
+    def __init__(self, path: Path | None, command: str, warn: Callable[[str], None]) -> None:
+        self._given = None if path is None else path.absolute()
+        self._folder, self._command, self._warn = Path.cwd(), command, warn
+        self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._owner = os.getpid()
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._is_over = False
+        self._record = b""
+        self._news: object = None
+        self._said = 0.0
+        self._seen: tuple[Investigation, ...] = ()
+        self._last: Step | None = None
+
+    def step(self, step: Step) -> None:
+        """A step has ended."""
+        self._last = step
+        self._write(_line("step", step))
+
+    def thinned(self, steps: Sequence[Step]) -> None:
+        """Healthy steps have been left out of the record: these are in it."""
+        if self._is_written and self._path is not None and self._path.is_file():
+            lines = [_head(), self._record, *(_line("investigation", one) for one in self._seen)]
+            lines += [_line("step", one) for one in steps]
+            with self._warned():
+                replace_file(self._path, b"".join(lines))
+                self._reopen()
+
+    def note(self, news: object, record: Callable[[], Record], investigations: Sequence[Investigation]) -> None:
+        """To be called when a step has ended: what else has been seen by now.
+
+        Args:
+            news: another value wherever something of the record but its steps has changed.
+            record: makes it.
+            investigations: all that the record has.
+        """
+        if self._is_over or not self._is_own:
+            return
+        for one in investigations:
+            if not any(one is seen for seen in self._seen):
+                self._write(_line("investigation", one))
+        self._seen = tuple(investigations)
+        if news != self._news or time.monotonic() - self._said > NEWS:
+            self._news, self._said = news, time.monotonic()
+            self._note_record(record())
+
+    def end(self, record: Record) -> None:
+        """The run has ended, with this record. A run without a step has no log."""
+        if self._last is None:
+            return
+        if record.steps and record.steps[-1] != self._last:
+            self.step(record.steps[-1])
+        self.note(object(), lambda: record, record.investigations)
+        self._is_over = True
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _note_record(self, record: Record) -> None:
+        fields = {key: value for key, value in vars(record).items() if key not in ("steps", "investigations")}
+        self._record = _line("record", Record(**fields))
+        self._write(self._record)
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process is the one that the run began in: a forked child writes nothing."""
+        return os.getpid() == self._owner
+
+    @property
+    def _is_written(self) -> bool:
+        return self._file is not None and not self._is_over and self._is_own
+
+    def _write(self, line: bytes) -> None:
+        """One write for each line: what is killed in between has written it, or has not."""
+        if self._is_over or not self._is_own:
+            return
+        with self._warned():
+            if self._file is None:
+                self._open()
+            left = line
+            while left and self._file is not None:
+                left = left[os.write(self._file, left) :]
+
+    def _open(self) -> None:
+        path = self._given
+        if path is None:
+            path = path_in_folder(self._folder, self._created, self._command, ".jsonl")
+            keep_out_of_git(self._folder)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        with path.open("wb" if path.is_file() or not path.exists() else "ab") as file:
+            file.write(_head())
+        self._reopen()
+
+    def _reopen(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._path is not None:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
+        """What cannot be written ends the log, and not the run."""
+        try:
+            yield
+        except (OSError, RecordError) as error:
+            self._is_over = True
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.close(self._file)
+                self._file = None
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
+
+
+def _head() -> bytes:
+    return json.dumps({"format": LOG_FORMAT, "version": LOG_VERSION}).encode() + b"\n"
+
+
+def _line(kind: str, value: Step | Investigation | Record) -> bytes:
+    data = _adapters()[kind].dump_python(value, warnings=False, exclude_defaults=True)
+    return json.dumps({kind: strict(data)}, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+@functools.cache
+def _adapters() -> Mapping[str, TypeAdapter[Any]]:
+    from pydantic import TypeAdapter  # `ampdbg --help` must not wait for it
+
+    return {"step": TypeAdapter(Step), "investigation": TypeAdapter(Investigation), "record": TypeAdapter(Record)}
+
+
+# Read back
+
+
+def is_log(path: Path) -> bool:
+    """Whether the file begins as a log does; a pipe is not looked into."""
+    try:
+        if not path.is_file():  # a pipe would wait for its writer
+            return False
+        with path.open("rb") as file:
+            return f'"{LOG_FORMAT}"'.encode() in file.readline(200)
+    except OSError:
+        return False
+
+
+def read_log(path: Path) -> Record:
+    """The record that the log makes, not yet diagnosed. One that does not end is ``interrupted``.
+
+    A last line that was cut off is left out.
+
+    Raises:
+        RecordError: it cannot be read, is of another version, or damaged; the message names it.
+    """
+    try:
+        content = read_file(path, LARGEST_FILE)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        return _record_of(content)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from None
+
+
+def _record_of(content: bytes) -> Record:
+    lines = content.split(b"\n")
+    head = _parsed(lines[0], 1)
+    if head.get("format") != LOG_FORMAT:
+        raise RecordError("not a log")
+    if head.get("version") != LOG_VERSION:
+        raise RecordError(f"a log of version {shown(head.get('version'))}; this ampdbg reads version {LOG_VERSION}")
+    steps: dict[Any, Any] = {}
+    investigations: list[Any] = []
+    record: dict[str, Any] = {}
+    for number, line in enumerate(lines[1:-1], start=2):  # behind the last end of a line is nothing, or a part of one
+        kind, value = _only(_parsed(line, number), number)
+        if kind == "step":
+            steps[_number_of(value, number)] = value
+        elif kind == "investigation":
+            investigations.append(value)
+        else:
+            record = value
+    if not record:
+        raise RecordError("a log that ends before it says of what; needed: its first step, and what it was")
+    made = checked(
+        {
+            **record,
+            "format": RECORD_FORMAT,
+            "version": RECORD_VERSION,
+            "steps": [steps[number] for number in sorted(steps)],
+            "investigations": investigations,
+        },
+        "log",
+    )
+    return Record(**{**vars(made), "investigations": kept(made.investigations)})
+
+
+def _parsed(line: bytes, number: int) -> dict[str, Any]:
+    from pydantic_core import from_json
+
+    try:
+        data = from_json(line, allow_inf_nan=False)
+    except ValueError as error:
+        raise RecordError(f"a damaged log: line {number}: {error}") from None
+    if not isinstance(data, dict):
+        raise RecordError(f"a damaged log: line {number}: got {shown(data)}; needed: a mapping")
+    return data
+
+
+KINDS = ("step", "investigation", "record")
+
+
+def _only(data: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    kind, value = next(iter(data.items()), ("", None))
+    if len(data) != 1 or kind not in KINDS or not isinstance(value, dict):
+        raise RecordError(f"a damaged log: line {number}: got {shown(data)}; needed: one of {', '.join(KINDS)}")
+    return kind, value
+
+
+def _number_of(step: dict[str, Any], line: int) -> int:
+    number = step.get("step")
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise RecordError(f"a damaged log: line {line}: step.step: got {shown(number)}; needed: a whole number")
+    return number

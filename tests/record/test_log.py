@@ -1,0 +1,230 @@
+"""The log of a run: its lines make the record, it stays small, and no fault of it reaches the run."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ampdbg.errors import RecordError
+from ampdbg.probes.steps import MOST_STEPS, OpenStep, StepLog
+from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
+from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
+
+ENVIRONMENT = Environment("0", "3", "2", "linux", "cpu", "", "cuda", emulated=True)
+GOING_ON = Record("run", "2026-01-02T03:04:05+00:00", ENVIRONMENT, {}, "inconclusive", interrupted=True)
+
+
+def step(number: int, **facts: Any) -> Step:
+    return replace(Step(number, 0.1 + number, 65536.0, found_inf=False, skipped=False, grad_norm=1.5), **facts)
+
+
+def investigation(number: int) -> Investigation:
+    return Investigation(number, "loss", (Replay("float16", 2.0, float("nan"), float("inf")),))
+
+
+def failing(text: str) -> None:
+    raise AssertionError(text)
+
+
+def log_of(path: Path, warn: Callable[[str], None] = failing) -> RunLog:
+    return RunLog(path, "run", warn)
+
+
+def test_the_lines_make_the_record(tmp_path: Path) -> None:
+    path, found = tmp_path / "deep" / "run.jsonl", [investigation(1)]
+    log, steps = log_of(path), [step(0), step(1, loss=float("nan"), skipped=True, grad_norm=float("inf")), step(2)]
+    for one in steps:
+        log.step(one)
+        log.note("news", lambda: GOING_ON, found[: one.step])
+    assert is_log(path)
+    assert repr(read_log(path)) == repr(replace(GOING_ON, steps=tuple(steps), investigations=tuple(found)))
+    ended = replace(GOING_ON, steps=(*steps[:2], replace(steps[2], loss=9.0)), interrupted=False, elapsed=3.0)
+    log.end(replace(ended, investigations=tuple(found)))
+    assert repr(read_log(path)) == repr(replace(ended, investigations=tuple(found)))
+
+
+def test_the_record_is_written_again_when_something_is_new(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log, misused = log_of(path), replace(GOING_ON, misuses=(Misuse("misuse-no-update", 1),))
+    for number, (news, record) in enumerate([(0, GOING_ON), (0, misused), (1, misused), (1, GOING_ON)]):
+        log.step(step(number))
+        log.note(news, functools.partial(replace, record), ())
+    kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert kinds == ["format", "step", "record", "step", "step", "record", "step"]
+    assert read_log(path).misuses == misused.misuses
+
+
+def test_a_line_is_small(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log_of(path).step(step(999_999, loss=0.12345678901234567, grad_norm=1.2345678901234567, scaler=1))
+    assert len(path.read_bytes().splitlines()[1]) < 160
+
+
+def test_each_line_is_there_before_the_next_step(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    log = log_of(path)
+    for number in range(5):
+        log.step(step(number))
+        assert len(path.read_bytes().splitlines()) == 2 + number
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "run.jsonl"
+    log = log_of(path)
+    log.step(step(0))
+    log.note(0, lambda: GOING_ON, ())
+    log.step(step(1))
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_log(path).steps == (step(0),)
+
+
+# --- a long run ---
+
+
+def run_of(path: Path, count: int) -> tuple[Record, int]:
+    """The record of a run of so many steps of which a few were skipped, and the most bytes that its log had."""
+    log = log_of(path)
+    steps = StepLog(torch.nn.Linear(1, 1), None)
+    steps.journal = log
+    most = 0
+    losses = torch.linspace(2.0, 1.0, 1000).unbind()
+    for number in range(count):
+        skipped = number in (0, 5003, 39_000)
+        steps.add_losses({"loss": losses[number % 1000]}, 1.0)
+        steps.close(OpenStep(scale=torch.tensor(65536.0), skipped=skipped))
+        log.note(0, lambda: GOING_ON, ())
+        if number % 499 == 0:
+            most = max(most, path.stat().st_size)
+    return replace(GOING_ON, steps=steps.steps), max(most, path.stat().st_size)
+
+
+def test_the_log_of_a_long_run_stays_small_and_has_the_steps_of_the_record(tmp_path: Path) -> None:
+    record, most = run_of(tmp_path / "run.jsonl", 40_000)
+    assert most < 2_000_000
+    found = {one.step: one for one in read_log(tmp_path / "run.jsonl").steps}
+    assert {one.step: found[one.step] for one in record.steps} == {one.step: one for one in record.steps}
+    assert len(found) <= 2 * MOST_STEPS
+
+
+@pytest.mark.slow
+def test_the_log_of_a_million_steps_is_smaller_than_100_megabytes(tmp_path: Path) -> None:
+    _, most = run_of(tmp_path / "run.jsonl", 1_000_000)
+    assert most < 2_000_000
+
+
+def test_of_many_investigations_the_first_and_the_last_are_kept() -> None:
+    made = [investigation(number) for number in range(40)]
+    assert kept(made[:MOST_KEPT]) == tuple(made[:MOST_KEPT])
+    assert kept(made) == (*made[:FIRST_KEPT], *made[-(MOST_KEPT - FIRST_KEPT) :])
+    one_by_one: tuple[Investigation, ...] = ()
+    for one in made:
+        one_by_one = kept([*one_by_one, one])
+    assert one_by_one == kept(made)
+
+
+# --- what goes wrong beside the run ---
+
+
+def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    log = log_of(path)
+    log.step(step(0))
+    before, parent = path.read_bytes(), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    log.step(step(1))
+    log.thinned([step(1)])
+    log.note(1, lambda: GOING_ON, [investigation(1)])
+    log.end(replace(GOING_ON, steps=(step(1),)))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["file/run.jsonl", "folder"])
+def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    said: list[str] = []
+    log = log_of(tmp_path / place, said.append)
+    for number in range(3):
+        log.step(step(number))
+        log.note(number, lambda: GOING_ON, ())
+    log.end(replace(GOING_ON, steps=(step(2),)))
+    (warning,) = said
+    assert warning.startswith(f"the log goes no further: {tmp_path / place}: ")
+    assert warning.endswith("; the run does")
+
+
+def test_a_disk_that_is_full_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log = log_of(tmp_path / "run.jsonl", said.append)
+    log.step(step(0))
+    log.note(0, lambda: GOING_ON, ())
+    write = os.write
+
+    def full(file: int, line: bytes) -> int:
+        if len(line) < 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, line[: len(line) - 10])
+
+    monkeypatch.setattr(os, "write", full)
+    for number in range(1, 4):
+        log.step(step(number))
+    monkeypatch.undo()
+    log.end(replace(GOING_ON, steps=(step(3),)))
+    assert said == [f"the log goes no further: {tmp_path / 'run.jsonl'}: No space left on device; the run does"]
+    assert read_log(tmp_path / "run.jsonl").steps == (step(0),)
+
+
+# --- a log from somebody else ---
+
+
+HEAD = '{"format": "ampdbg.log", "version": 1}'
+STEP = '{"step":{"step":0,"loss":1,"scale":1,"found_inf":false,"skipped":false}}'
+RECORD = json.dumps({"record": {"command": "run", "created": "2026", "environment": vars(ENVIRONMENT), "config": {}}})
+RECORD = RECORD.replace('"config": {}', '"config": {}, "verdict": "inconclusive"')
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([HEAD], "a log that ends before it says of what"),
+        ([HEAD.replace("1}", "7}"), STEP], "a log of version 7; this ampdbg reads version 1"),
+        ([HEAD, "nonsense", RECORD], "a damaged log: line 2: expected ident"),
+        ([HEAD, "[]", RECORD], "a damaged log: line 2: got []; needed: a mapping"),
+        ([HEAD, "{}", RECORD], "a damaged log: line 2: got {}; needed: one of step, investigation, record"),
+        ([HEAD, '{"steps":{}}', RECORD], "needed: one of step, investigation, record"),
+        ([HEAD, '{"step":3}', RECORD], "needed: one of step, investigation, record"),
+        ([HEAD, '{"step":{"step":"x"}}', RECORD], 'line 2: step.step: got "x"; needed: a whole number'),
+        ([HEAD, '{"step":{"step":1e999}}', RECORD], "a damaged log: line 2"),
+        ([HEAD, '{"step":{"step":-1}}', RECORD], "a damaged log: steps[0].step: got -1"),
+        ([HEAD, STEP.replace(":1,", ':"low",'), RECORD], 'a damaged log: steps[0].loss: got "low"'),
+        ([HEAD, STEP, '{"record":{"command":"run"}}'], "a damaged log: created: missing"),
+        ([HEAD, STEP, '{"investigation":{}}', RECORD], "a damaged log: investigations[0].step: missing"),
+        ([HEAD, "[" * 100_000, RECORD], "a damaged log: line 2"),
+    ],
+)
+def test_a_damaged_log_is_refused_in_one_message(tmp_path: Path, lines: list[str], expected: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert is_log(path)
+    with pytest.raises(RecordError) as raised:
+        read_log(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_file_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"format": "ampdbg.record"}')
+    assert not is_log(tmp_path / "r.json")
+    assert not is_log(tmp_path)
+    assert not is_log(tmp_path / "none")

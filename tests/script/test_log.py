@@ -1,0 +1,116 @@
+"""The log of ``ampdbg run``: what a killed script leaves, and that a log that cannot be written stops nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ampdbg.api import read
+from ampdbg.record.file import read_record
+from ampdbg.record.log import read_log
+from ampdbg.record.run import Record
+from tests.commands.program import command, environment, start
+from tests.script import scripts
+
+KILLED = scripts.PLAIN.replace(
+    "    for _ in range(steps):\n",
+    "    for number in range(100):\n        if number == steps:\n            import os, signal\n"
+    "            os.kill(os.getpid(), signal.SIGKILL)\n",
+)
+"""As the script alone up to its last step, and killed where that would end."""
+
+
+def seen(record: Record) -> str:
+    """What was seen of a run: all but how it ended, how long it took and the text of its script."""
+    alike = replace(record, created="", elapsed=0.0, interrupted=False, script=None, listings=())
+    return repr(alike)
+
+
+@pytest.mark.parametrize("gain", ["1", "400"])
+def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_had(tmp_path: Path, gain: str) -> None:
+    for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(text)
+    call = command("run", "--emulate", "--log=run.jsonl", "train.py", gain, "6")
+    killed = subprocess.run(call, check=False, cwd=tmp_path / "killed", env=environment(), capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    start(tmp_path / "ended", "run", "--emulate", "--record=r.json", "train.py", gain, "6")
+    found, whole = read(tmp_path / "killed" / "run.jsonl"), read_record(tmp_path / "ended" / "r.json")
+    assert found.interrupted
+    assert found.steps_run == 6
+    assert seen(found).replace("killed", "ended") == seen(whole)
+
+
+def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    call = command("run", "--emulate", "train.py", "400", "4")
+    subprocess.run(call, check=False, cwd=tmp_path, env=environment(), capture_output=True)
+    (log,) = (tmp_path / ".ampdbg").glob("*-run.jsonl")
+    assert list((tmp_path / ".ampdbg").glob("*.json")) == []
+    shown = start(tmp_path, "report", str(log))
+    assert shown.code == 0
+    assert "forward-overflow" in shown.stdout
+    assert "scores = h @ h.transpose(-1, -2)" in shown.stdout
+    as_json = start(tmp_path, "report", str(log), "--format=json")
+    assert json.loads(as_json.stdout)["findings"][0]["op"] == "aten.bmm.default"
+
+
+def test_the_log_of_a_run_that_ends_makes_its_very_record(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    start(tmp_path, "run", "--emulate", "--record=deep/r.json", "train.py", "400", "6")
+    assert repr(read(tmp_path / "deep" / "r.jsonl")) == repr(read_record(tmp_path / "deep" / "r.json"))
+
+
+def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    start(tmp_path, "run", "--record=r.json", "train.py")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "train.py"]
+
+
+def test_sigterm_leaves_a_log_that_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", "SIGTERM"))
+    call = command("run", "--emulate", "--record=r.json", "train.py", "1", "4")
+    ended = subprocess.run(call, check=False, cwd=tmp_path, env=environment(), capture_output=True)
+    assert ended.returncode == -signal.SIGTERM
+    log = read_log(tmp_path / "r.jsonl")
+    assert log.script is not None
+    assert (log.steps_run, log.script.exit_code) == (4, 128 + signal.SIGTERM)
+
+
+def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) -> None:
+    parts = {
+        "def main(gain, steps):": "def main(gain, steps):\n    import os",
+        "    for _ in range(steps):": "    child = os.fork() == 0\n    for _ in range(3 * steps if child else steps):",
+        '    print("weights"': '    if child:\n        os._exit(0)\n    os.wait()\n    print("weights"',
+    }
+    text = scripts.PLAIN
+    for old, new in parts.items():
+        text = text.replace(old, new)
+    (tmp_path / "train.py").write_text(text)
+    result = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "4")
+    assert result.code == 0
+    assert read_log(tmp_path / "r.jsonl").steps_run == 4
+    assert (tmp_path / "r.jsonl").read_text().count('"step":{') == 4
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
+def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    alone = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "1", "4")
+    full = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=/dev/full", "train.py", "1", "4")
+    assert (full.code, full.stdout) == (0, alone.stdout)
+    assert full.stderr.count("warning: the log goes no further: /dev/full: No space left on device; the run does") == 1
+    assert read_record(tmp_path / "r.json").steps_run == 4
+
+
+def test_a_log_that_is_damaged_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text('{"format": "ampdbg.log", "version": 1}\n{"step": 3}\n')
+    result = start(tmp_path, "report", "run.jsonl")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr.startswith('error: run.jsonl: a damaged log: line 2: got {"step": 3}; needed: one of')
