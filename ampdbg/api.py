@@ -81,7 +81,7 @@ def run(
         arguments: the script's own.
         is_module: as ``python -m``.
         emulate: a script that asks for a GPU on a machine without one finds one, and CUDA's FP16 is emulated.
-        settings: what is kept beside the record, without them nothing: captures of its failing steps, and the run's log,
+        settings: what is kept beside the record, without them nothing: captures of its failing steps, and the log,
             which :func:`read` makes a record of, also where the run was killed.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: its ``replay`` is called once for each step that is run again, while the script waits.
@@ -108,7 +108,7 @@ def run(
         watch_script(
             given,
             kept,
-            RunLog(asked.log, "run", observer.warned) if settings else None,
+            RunLog(asked.log, "run", observer.warned, is_kept=settings is not None),
             investigates=asked.investigates,
             ended=lambda record: ended(shown(record)),
             observer=observer,

@@ -50,16 +50,17 @@ class RunLog:
         path: of the file, which is written over; None for one of the command's in the folder of records.
         command: the name of the command.
         warn: called once, with what has failed.
+        is_kept: else nothing is written.
     """
 
-    def __init__(self, path: Path | None, command: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: Path | None, command: str, warn: Callable[[str], None], *, is_kept: bool = True) -> None:
         self._given = None if path is None else path.absolute()
         self._folder, self._command, self._warn = Path.cwd(), command, warn
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._owner = os.getpid()
         self._path: Path | None = None
         self._file: int | None = None
-        self._is_over = False
+        self._is_over = not is_kept
         self._record = b""
         self._news: object = None
         self._said = 0.0

@@ -292,7 +292,7 @@ class _Hushed(io.TextIOBase):
 def watch_script(
     script: Script,
     captures: Captures,
-    log: RunLog | None,
+    log: RunLog,
     *,
     investigates: bool = True,
     ended: Callable[[Record], None],
@@ -320,15 +320,14 @@ def watch_script(
 
     def step_ended(is_bad: bool) -> None:
         traced.step_ended(is_bad)
-        if log is not None and watcher.log.is_read:
+        if watcher.log.is_read:
             log.note(_news(watcher, captures), lambda: _record(script, watcher, traced, None), traced.found)
 
     watcher.ended = step_ended
 
     def tell(number: int) -> None:
         record = _record(script, watcher, traced, ScriptEnd(128 + number))
-        if log is not None:
-            log.end(record)
+        log.end(record)
         ended(record)
 
     with ExitStack() as stack:
@@ -347,8 +346,7 @@ def watch_script(
         if ending.error is not None:
             watcher.calls.failed(ending.error)
         record = _record(script, watcher, traced, ending)
-        if log is not None:
-            log.end(record)
+        log.end(record)
         return record
 
 
