@@ -153,7 +153,7 @@ def run_unwatched(script: str | Path, arguments: Sequence[str] = (), *, is_modul
     return run_it(given, emulate=emulate)
 
 
-def replay(capture: str | Path | Given, *, script: Sequence[str] = (), observer: Observer = UNOBSERVED) -> Record:
+def replay(capture: str | Path | Given, *, script: str = "", observer: Observer = UNOBSERVED) -> Record:
     """Runs a captured step again in the script that it is of, and says what went wrong and how often it does.
 
     The script is started again in a process of its own, and ended in the middle of its second step or a later one.

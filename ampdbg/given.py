@@ -77,14 +77,14 @@ class Given:
 def read_given(
     config: str | Path | None,
     module: str | Path | None = None,
-    script: Sequence[str] = (),
+    script: str = "",
     **changes: Unpack[Changes],
 ) -> Given:
     """Reads the one of ``config`` and ``module`` that is there.
 
     A ``config`` may be a record (``.json``), whose config is taken: its paths count from where the record was made,
     which is to be the current folder. It may be a capture (``.safetensors``), or the record of a script that has one:
-    then ``script`` replaces the captured command line.
+    then ``script``, a command line as a shell takes it, replaces the captured one.
 
     Raises:
         ConfigError: there are both or none, or there are mistakes in it; the message lists them all.
@@ -113,15 +113,19 @@ def read_given(
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
 
 
-def _of_capture(name: str, capture: Path, script: Sequence[str], changes: Changes) -> Given:
+def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Given:
     given = [f"--{key}" for key in _named(**changes)] + ["--set"] * bool(changes.get("overrides"))
     if given:
         raise ConfigError(f"got {' and '.join(given)} with a capture; it is one step as it was, and takes none of them")
     if not capture.is_file():
         raise ConfigError(f"{capture}: there is no such capture")
+    try:
+        started = tuple(shlex.split(script))
+    except ValueError as error:
+        raise ConfigError(f"--script {shlex.quote(script)}: {str(error).lower()}") from None
     from ampdbg.config.schema import Precision, config_of_script
 
-    return Given(name, changes, config_of_script(Precision()), capture=capture, script=tuple(script))
+    return Given(name, changes, config_of_script(Precision()), capture=capture, script=started)
 
 
 def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config:

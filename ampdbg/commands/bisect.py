@@ -24,7 +24,7 @@ def command(
     ] = None,
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
-    script: options.ScriptToStart = None,
+    script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
 ) -> int:
@@ -37,7 +37,7 @@ def command(
         with progress.shown(run.quiet, max_trials) as observer:
             taken = config if module is not None else options.default_config(config)
             # It imports the module, which may change the folder.
-            given = read_given(taken, module, script or (), **run.changes)
+            given = read_given(taken, module, script, **run.changes)
             searched = api.bisect(given, strategy=strategy, max_trials=max_trials, observer=observer)
         show(searched, given, stdout, run=run)
     return exit_code(searched)

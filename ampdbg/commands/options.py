@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -103,11 +102,11 @@ OR_CAPTURE = "The YAML config of the run, a record, or the capture of a script's
 OptionalConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=CONFIG_OR_RECORD, show_default=False)]
 StepOrConfig = Annotated[Path | None, typer.Argument(metavar="CONFIG", help=OR_CAPTURE, show_default=False)]
 ScriptToStart = Annotated[
-    list[str] | None,
+    str,
     typer.Option(
         "--script",
         metavar="'SCRIPT ARGS...'",
-        parser=shlex.split,
+        show_default=False,
         help="With a capture: start this again, not the captured command line.",
     ),
 ]

@@ -26,7 +26,7 @@ def command(
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=1, help="How many sites and modules to list.")
     ] = None,
-    script: options.ScriptToStart = None,
+    script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
 ) -> int:
@@ -37,7 +37,7 @@ def command(
     with results_only() as stdout:
         # The first step, the default, is no reason for a scan of one step.
         changes = replace(run, steps=steps if steps > 1 else None).changes
-        given = read_given(options.config_or_default(config), None, script or (), **changes)
+        given = read_given(options.config_or_default(config), None, script, **changes)
         with progress.shown(run.quiet) as observer:
             measured = api.ranges(given, observer=observer)
         show(measured, given, stdout, run=run, order=order, top=top)

@@ -20,7 +20,7 @@ from .scan import exit_code
 @functools.partial(options.with_run_options, but=options.OF_A_CONFIG)
 def command(
     config: Annotated[Path, typer.Argument(metavar="CAPTURE", help="What ampdbg run has written.")],
-    script: options.ScriptToStart = None,
+    script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
 ) -> int:
@@ -30,7 +30,7 @@ def command(
     up to its second step, such as to make its folder or to begin its log, it does again.
     """
     with results_only() as stdout:
-        given = read_given(config, None, script or ())
+        given = read_given(config, None, script)
         if given.capture is None:
             raise ConfigError(f"{config}: no capture; ampdbg run writes them to .ampdbg/captures")
         with progress.shown(run.quiet) as observer:

@@ -37,7 +37,7 @@ def command(
     strategy: options.SearchingChoice = "guided",
     max_trials: options.MaxTrials = None,
     module: Annotated[Path | None, typer.Option("--module", hidden=True)] = None,
-    script: options.ScriptToStart = None,
+    script: options.ScriptToStart = "",
     *,
     run: options.RunOptions,
 ) -> int:
@@ -51,7 +51,7 @@ def command(
         options.check_place("--output", output, format_, config=config, record=run.record)
         _check_writable(output)
     with results_only() as stdout:
-        given = read_given(_given_or_latest(config), None, script or (), **run.changes)
+        given = read_given(_given_or_latest(config), None, script, **run.changes)
         if apply and not force and not run.quiet:
             _warn_of_uncommitted(given)
         with progress.shown(run.quiet, max_trials) as observer:

@@ -138,7 +138,10 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(0)
 
-    def use(taken: TakenOver) -> None:
+    def use(taken: TakenOver | CaptureError) -> None:
+        if isinstance(taken, CaptureError):
+            end(taken)
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             outcome: Suggestion | AmpdbgError = _WORK[job.command](taken, job, _Told(events))
@@ -152,6 +155,8 @@ def main() -> None:
         take_over(Capture(job.path, job.script), use)
     except AmpdbgError as error:
         end(_plain(error))
+    except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
+        end(CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}"))
 
 
 def _plain(error: AmpdbgError) -> AmpdbgError:

@@ -32,7 +32,7 @@ from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, rewound, weights_of
-from ampdbg.script.capture import Capture
+from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.takeover import TakenOver, take_over
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
@@ -96,8 +96,10 @@ def perform_in_script(job: Job, captured: CapturedStep, observer: Observer, deli
     with overlaid(job.patched.files) as taken:
         own = next((path for path in job.patched.files if not start.is_module and is_same_file(path, start.name)), None)
 
-        def use(step: TakenOver) -> None:
+        def use(step: TakenOver | CaptureError) -> None:
             def seen() -> Seen:
+                if isinstance(step, CaptureError):
+                    raise step
                 with pinned_by(job.patched, step.run):
                     return _seen(step.run, (step.failing(captured.made),), job, observer)
 

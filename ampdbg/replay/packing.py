@@ -157,9 +157,9 @@ class Unpacking:
         Raises:
             PackedError: it needs one that is not at hand, or is damaged.
         """
-        if not isinstance(packed, dict):
+        if packed is None or isinstance(packed, (bool, int, float, str)):
             return packed
-        for kind, parts in packed.items():
+        for kind, parts in packed.items() if isinstance(packed, dict) else ():
             make = _MAKE.get(kind)
             if make is not None:
                 return make(self, parts, packed, live)

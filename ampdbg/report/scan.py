@@ -38,11 +38,17 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     return view.Page(
         headline(record),
         tuple(_sections(record)),
-        (" · ".join(_facts(record)), *ran_on(record)),
+        (" · ".join(_facts(record)), *ran_on(record), *_captures(record, typed)),
         typed.record_path,
         next_command(record, typed),
         story=tuple(_story(record)),
     )
+
+
+def _captures(record: Record, typed: view.Typed) -> Iterator[str]:
+    if record.command == "run" and record.script is not None and record.script.captures:
+        paths = [_to_type(path, typed.folder) for path in record.script.captures]
+        yield f"Captured: {' '.join(paths)}"
 
 
 def _story(record: Record) -> Iterator[view.Section]:

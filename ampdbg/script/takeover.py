@@ -69,14 +69,18 @@ class TakenOver:
         return diagnose(ended)
 
 
-def take_over(capture: Capture, use: Callable[[TakenOver], None], text: bytes | None = None) -> None:
+Use = Callable[["TakenOver | CaptureError"], None]
+"""Takes a step that was taken over, or why it could not be put into the script."""
+
+
+def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
 
     What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
 
     Args:
         capture: the step.
-        use: called once, in the middle of the script.
+        use: called at most once, in the middle of the script.
         text: what the script's file is taken to hold.
 
     Raises:
@@ -95,8 +99,6 @@ def take_over(capture: Capture, use: Callable[[TakenOver], None], text: bytes | 
                 ended = run_script(script)
             finally:
                 taking.end()
-    if taking.failure is not None:
-        raise taking.failure
     if ended.error is not None and not taking.is_used:
         raise CaptureError(f"{start.name} raised {type(ended.error).__name__}: {first_line(ended.error)}")
     if not taking.is_used:
@@ -106,10 +108,9 @@ def take_over(capture: Capture, use: Callable[[TakenOver], None], text: bytes | 
 class _Taking:
     """Tapes each step of a script, until one is of the captured calls."""
 
-    def __init__(self, capture: Capture, use: Callable[[TakenOver], None]) -> None:
+    def __init__(self, capture: Capture, use: Use) -> None:
         self.watcher = Watch(None, ())
         self.is_used = False
-        self.failure: CaptureError | None = None
         self._capture = capture
         self._use = use
         self._tape: Tape | None = None
@@ -166,12 +167,15 @@ class _Taking:
         self.end()
         torch.clear_autocast_cache()
         with self.watcher.paused(), torch.enable_grad():
-            try:
-                taken = self._taken(played, model)
-            except CaptureError as error:
-                self.failure = error
-                raise
-            self._use(taken)
+            self._use(self._taken_or_why_not(played, model))
+
+    def _taken_or_why_not(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver | CaptureError:
+        try:
+            return self._taken(played, model)
+        except CaptureError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - torch and the user's own code may raise anything
+            return CaptureError(f"{self._capture.path}: {first_line(error)}")
 
     def _taken(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver:
         capture, optimizers = self._capture, tuple(self.watcher.optimizers)

@@ -112,7 +112,7 @@ def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
     patched = start(tmp_path, "run", "--emulate", "--record=p.json", "train.py", "400", "6")
     record = read_record(tmp_path / "p.json")
     assert (patched.code, record.verdict) == (0, "healthy")
-    assert not any(step.skipped for step in record.steps)
+    assert not record.steps[-1].skipped
 
 
 def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None:
@@ -288,13 +288,13 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "truncated": (lambda capture, to: to.write_bytes(capture.read_bytes()[:-100]), "cannot be read as a capture"),
     "empty": (lambda capture, to: to.write_bytes(b""), "cannot be read as a capture"),
     "a pickle": (lambda capture, to: to.write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR."), "cannot be read"),
-    "no capture": (lambda capture, to: written(to, {"__metadata__": {}}, None, b""), "damaged"),
+    "no capture": (lambda capture, to: written(to, {"__metadata__": {}}, None, b""), "of version nothing"),
     "of a newer version": (changed(lambda head: head.update(version=2)), "of version 2; this ampdbg reads version 1"),
     "a head of another kind": (changed(lambda head: head.update(calls=7)), "damaged capture: calls"),
     "a scale of nothing": (changed(lambda head: head.update(scale=0)), "damaged capture: scale"),
     "a damaged record": (changed(lambda head: head["record"].update(steps=3)), "damaged"),
     "deep nesting": (
-        changed(lambda head: given_to_first(head, json.loads("[" * 900 + "]" * 900))),
+        changed(lambda head: given_to_first(head, json.loads('{"list": [' * 400 + "]}" * 400))),
         "",
     ),
     "a script elsewhere": (
