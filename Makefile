@@ -13,7 +13,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: demo test suite slow fuzz matrix bench lint format setup clean help
+.PHONY: docs screens demo test suite slow fuzz matrix bench lint format setup clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -44,6 +44,12 @@ bench: setup ## the measured claims: speed of the emulation, of watching, of ran
 	@$(BIN)/python -m benchmarks.ranges
 	@$(BIN)/python -m benchmarks.search
 	@$(BIN)/python -m benchmarks.bisect
+
+docs: setup ## the documentation, from docs/ and from the code, into build/docs
+	@$(BIN)/python -m pip install --quiet --editable ".[docs]" && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+screens: setup ## the screens of README and documentation, by running the examples: minutes
+	@$(BIN)/python scripts/screens.py
 
 lint: setup ## only lint, format and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -72,7 +72,8 @@ def _program(
     """
 
 
-def _build() -> typer.Typer:
+def program() -> typer.Typer:
+    """The program with its commands, as Typer has it."""
     app = typer.Typer(
         name="ampdbg",
         no_args_is_help=True,
@@ -95,7 +96,7 @@ def main() -> None:
     """Runs the program on ``sys.argv`` and exits with its code."""
     code: Any = EXIT_COULD_NOT_RUN
     try:
-        code = _build()(prog_name="ampdbg", standalone_mode=False)
+        code = program()(prog_name="ampdbg", standalone_mode=False)
     except UsageError as error:
         said = io.StringIO()
         cast(Any, error).show(said)

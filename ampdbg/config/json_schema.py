@@ -21,13 +21,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def _spelled(value: Any, *, is_names: bool = False) -> Any:
-    """Without titles, which only repeat the key, and with limits as the standard spells them."""
+    """Without the titles that only repeat a key, and with limits as the standard spells them."""
     if isinstance(value, Mapping):
         return {
             key if is_names else LIMITS.get(key, key): _spelled(
                 item, is_names=not is_names and key in ("properties", "$defs")
             )
             for key, item in value.items()
-            if is_names or key != "title"
+            if is_names or key != "title" or not item[:1].isupper()
         }
     return [_spelled(item) for item in value] if isinstance(value, list) else value

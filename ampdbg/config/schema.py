@@ -1,6 +1,6 @@
 """The keys of the YAML config: their types, defaults and limits.
 
-A field's ``description`` is what the error message says is allowed there.
+A field's ``title`` says what it means, its ``description`` what is allowed there: the error message's words.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Also:
     def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
         """The type's own schema, or one of the others."""
         shown = handler(core)
-        about = {key: shown.pop(key) for key in ("description", "default") if key in shown}
+        about = {key: shown.pop(key) for key in ("title", "description", "default") if key in shown}
         return {"anyOf": [shown, *self._others], **about}
 
 
@@ -122,17 +122,25 @@ class _Section(BaseModel):
 class TargetSpec(_Section):
     """Something of the user's: where it is defined, and the keyword arguments it is called with."""
 
-    target: Annotated[str, AfterValidator(_target), Field(description=TARGET_FORMS)]
-    args: Annotated[dict[str, Any], Empty, NOTHING, Field(description="a mapping of argument names to values")] = {}
+    target: Annotated[str, AfterValidator(_target), Field(title="where it is defined", description=TARGET_FORMS)]
+    args: Annotated[
+        dict[str, Any],
+        Empty,
+        NOTHING,
+        Field(title="what it is called with", description="a mapping of argument names to values"),
+    ] = {}
 
 
 class OptimizerSpec(TargetSpec):
     """``groups``: one parameter group for each parameter, for each module, or a single one."""
 
-    target: Annotated[str, AfterValidator(_target), Field(description=TARGET_FORMS)] = "torch.optim:AdamW"
-    groups: Annotated[Literal["parameter", "module", "single"], Field(description="parameter, module or single")] = (
-        "parameter"
+    target: Annotated[str, AfterValidator(_target), Field(title="where it is defined", description=TARGET_FORMS)] = (
+        "torch.optim:AdamW"
     )
+    groups: Annotated[
+        Literal["parameter", "module", "single"],
+        Field(title="one parameter group for each of these", description="parameter, module or single"),
+    ] = "parameter"
 
 
 class CheckpointFiles(_Section):
@@ -147,12 +155,16 @@ class CheckpointFiles(_Section):
 class LossScale(_Section):
     """A dynamic loss scale, with GradScaler's parameters and defaults, and the bounds of Apex's."""
 
-    init: Scale = 65536.0
-    growth_factor: Annotated[Number, Field(gt=1, allow_inf_nan=False, description="a finite number above 1")] = 2.0
-    backoff_factor: Annotated[Number, Field(gt=0, lt=1, description="a number between 0 and 1, exclusive")] = 0.5
-    growth_interval: Count = 2000
-    min: Scale | None = None
-    max: Scale | None = None
+    init: Annotated[Scale, Field(title="the first one")] = 65536.0
+    growth_factor: Annotated[
+        Number, Field(title="how it grows", gt=1, allow_inf_nan=False, description="a finite number above 1")
+    ] = 2.0
+    backoff_factor: Annotated[
+        Number, Field(title="how it falls", gt=0, lt=1, description="a number between 0 and 1, exclusive")
+    ] = 0.5
+    growth_interval: Annotated[Count, Field(title="it grows after so many steps without a skip")] = 2000
+    min: Annotated[Scale | None, Field(title="the scale falls no lower")] = None
+    max: Annotated[Scale | None, Field(title="the scale grows no higher, in Apex to 2**24")] = None
 
     @field_validator("max")
     @classmethod
@@ -166,18 +178,28 @@ class LossScale(_Section):
 class Precision(_Section):
     """Which dtype each op gets, and how the loss is scaled (a number is a static scale)."""
 
-    dtype: Annotated[Literal["float16", "bfloat16", "float32"], Field(description="float16, bfloat16 or float32")] = (
-        "float16"
-    )
-    level: Annotated[str, Field(pattern=f"^({'|'.join(LEVELS)})$", description=CHOICES)] = "O1"
-    policy: Annotated[Literal["cuda", "native"], Field(description="cuda or native")] = "cuda"
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32"],
+        Field(title="what autocast lowers to", description="float16, bfloat16 or float32"),
+    ] = "float16"
+    level: Annotated[
+        str, Field(title="one of Apex's levels", pattern=f"^({'|'.join(LEVELS)})$", description=CHOICES)
+    ] = "O1"
+    policy: Annotated[
+        Literal["cuda", "native"],
+        Field(
+            title="the lists of ops that autocast goes by: CUDA's on any device, or its own",
+            description="cuda or native",
+        ),
+    ] = "cuda"
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
         Discriminator(_scale_kind),
         NOTHING,
         Field(
+            title="what the loss is multiplied by",
             description="a positive number that float32 can hold (a static scale), or a mapping of "
-            "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)"
+            "init, growth_factor, backoff_factor, growth_interval, min, max (a dynamic one)",
         ),
     ] = LossScale()
     pins: Annotated[
@@ -185,7 +207,10 @@ class Precision(_Section):
         BeforeValidator(_not_text),
         BeforeValidator(lambda value: () if value is None else value),
         NOTHING,
-        Field(description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone"),
+        Field(
+            title="what runs in FP32",
+            description="a list of module names, fnmatch patterns allowed; NAME:own for its own lines alone",
+        ),
     ] = ()
     keep_norms_fp32: Flag = None
     master_weights: Flag = None
@@ -229,38 +254,63 @@ class Precision(_Section):
 class Train(_Section):
     """How long to train, and where. ``clip_grad_norm`` is applied to unscaled gradients."""
 
-    steps: Count = 50
-    accumulate: Count = 1
+    steps: Annotated[Count, Field(title="optimizer steps")] = 50
+    accumulate: Annotated[Count, Field(title="micro-batches a step")] = 1
     clip_grad_norm: Annotated[
-        Annotated[Number, Field(gt=0)] | None, Field(description="a number above 0, or null for no clipping")
+        Annotated[Number, Field(gt=0)] | None,
+        Field(title="clips the unscaled gradients", description="a number above 0, or null for no clipping"),
     ] = None
     seed: Annotated[
-        int, BeforeValidator(_not_boolean), Field(ge=0, lt=2**32, description="a whole number from 0 to 2**32 - 1")
+        int,
+        BeforeValidator(_not_boolean),
+        Field(title="of Python, NumPy and torch", ge=0, lt=2**32, description="a whole number from 0 to 2**32 - 1"),
     ] = 0
-    device: Annotated[str, Field(pattern=DEVICE, description="auto, cpu, cuda or cuda:INDEX, up to 127")] = "auto"
+    device: Annotated[
+        str, Field(title="where to run", pattern=DEVICE, description="auto, cpu, cuda or cuda:INDEX, up to 127")
+    ] = "auto"
 
 
 class ConfigFile(_Section):
     """The whole file."""
 
-    model: Annotated[TargetSpec, Field(description="an nn.Module class, factory or instance: {target: FILE.py:NAME}")]
-    data: Annotated[
-        TargetSpec, Field(description="an iterable of batches, or a factory of one: {target: FILE.py:NAME}")
+    model: Annotated[
+        TargetSpec,
+        Field(title="what is trained", description="an nn.Module class, factory or instance: {target: FILE.py:NAME}"),
     ]
-    loss: TargetSpec | None = None
-    step: TargetSpec | None = None
-    optimizer: Annotated[OptimizerSpec, Empty, NOTHING] = OptimizerSpec()
+    data: Annotated[
+        TargetSpec,
+        Field(
+            title="what it is trained on",
+            description="an iterable of batches, or a factory of one: {target: FILE.py:NAME}",
+        ),
+    ]
+    loss: Annotated[
+        TargetSpec | None,
+        Field(title="loss(output, target), a scalar; not needed where the model's output is or carries the loss"),
+    ] = None
+    step: Annotated[
+        TargetSpec | None,
+        Field(title="step(model, batch), a scalar or {name: loss}, in the place of the model's call and the loss"),
+    ] = None
+    optimizer: Annotated[OptimizerSpec, Empty, NOTHING, Field(title="what updates the weights")] = OptimizerSpec()
     checkpoint: Annotated[
         Annotated[
             Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
             Discriminator(_checkpoint_kind),
         ]
         | None,
-        Field(description=f"{SAVED}, or a mapping of {', '.join(CheckpointFiles.model_fields)} to such paths"),
+        Field(
+            title="what to start from; nothing but tensors is unpickled",
+            description=f"{SAVED}, or a mapping of {', '.join(CheckpointFiles.model_fields)} to such paths",
+        ),
     ] = None
-    scheduler: TargetSpec | None = None
-    precision: Annotated[Precision, Empty, NOTHING] = Precision()
-    train: Annotated[Train, Empty, NOTHING] = Train()
+    scheduler: Annotated[
+        TargetSpec | None, Field(title="scheduler(optimizer), stepped after each step that was taken")
+    ] = None
+    precision: Annotated[
+        Precision, Empty, NOTHING, Field(title="which dtype each op gets, and how the loss is scaled")
+    ] = Precision()
+    train: Annotated[Train, Empty, NOTHING, Field(title="how long to train, and where")] = Train()
 
 
 class Config(ConfigFile):

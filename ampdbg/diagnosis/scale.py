@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
+from ampdbg import quantities
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
@@ -303,7 +304,7 @@ def _collapse(start: int, lows: int, record: Record) -> Finding:
         "scale-collapse",
         start,
         "backward",
-        f"the loss scale keeps falling, from {number(first)} to {number(last)}",
+        f"the loss scale keeps falling, from {quantities.scale(first)} to {quantities.scale(last)}",
         evidence={"first_scale": first, "last_scale": last, "new_lows": lows},
         root=0,
     )

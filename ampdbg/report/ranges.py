@@ -126,6 +126,12 @@ def _sentence(record: Record) -> str:
     if record.findings:
         return "The forward pass fits FP16; its gradients do not, at any one loss scale."
     whole = window(record.sites)
+    beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
+    if beyond:
+        return (
+            f"No op overflows of itself; an input or a constant of the code is beyond FP16 at "
+            f"{counted(beyond, 'place')}, and {_scales(whole)}."
+        )
     return f"Everything fits FP16 at {_step(record)}: {_spare(record.sites)}, and {_scales(whole)}."
 
 

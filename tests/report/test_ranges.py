@@ -120,6 +120,12 @@ def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
     assert plain(one).startswith("? 1 place would overflow in FP16.\n")
 
 
+def test_what_a_constant_brings_beyond_the_limit_is_not_said_to_fit() -> None:
+    text = " ".join(plain(diagnose_ranges(replace(overflowing(), sites=(SITES[0], *SITES[2:4], *SITES[5:])))).split())
+    assert text.startswith("✓ No op overflows of itself; an input or a constant of the code is beyond FP16 at 1 place,")
+    assert "fits" not in text.partition("Tightest")[0]
+
+
 def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
     stopped = replace(overflowing(), sites=(), findings=(), interrupted=True)
     assert plain(stopped).startswith("! Interrupted after 0 of 1 step, before the ranges were measured.")

@@ -186,7 +186,7 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
         if section.is_brief and number:
             break
         yield from _finding(finding)
-        yield from map(_follow_up, effects)
+        yield from (_follow_up(effect, is_cut=section.is_brief and len(effects) > 1) for effect in effects)
     if section.is_brief:
         yield from map(_one_line, (finding for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]))
         yield from (_line(one) for one in view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
@@ -218,8 +218,11 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
         yield _verbatim(f"ampdbg explain {finding.code}", "dim", INDENT)
 
 
-def _follow_up(finding: Finding) -> RenderableType:
-    return _indented(Text(f"└ then {finding.code} at step {finding.step}: {finding.message}", style="dim"))
+def _follow_up(finding: Finding, *, is_cut: bool) -> RenderableType:
+    """What follows from a finding; of several that have to share a screen the beginning of each."""
+    text = Text(f"└ then {finding.code} at step {finding.step}: {finding.message}", style="dim")
+    text.no_wrap, text.overflow = is_cut, "ellipsis" if is_cut else "fold"
+    return _indented(text)
 
 
 def _prose(markdown: str) -> Iterator[RenderableType]:

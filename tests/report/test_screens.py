@@ -1,0 +1,84 @@
+"""The screens of the commands that have no record of their own in golden/records, at 80 and 140 columns, in colour too.
+
+Those of scan, ranges, bisect and suggest-fp32 are stories of real runs (test_pages.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ampdbg.commands.explain import as_text
+from ampdbg.diagnosis.comparison import Comparison
+from ampdbg.machine.facts import Machine
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record, ScriptRun
+from ampdbg.report import comparison, doctor
+from ampdbg.report.formats.text import draw, write
+from ampdbg.report.view import Look, Typed
+from tests.conftest import Golden
+from tests.machine.test_judgments import CPU_TORCH
+from tests.report.runs import RECORDS
+from tests.report.test_cost import ON_CPU, on_gpu
+
+GOLDEN = Path(__file__).parent / "golden" / "screens"
+TO_COPY = r"  .*\bampdbg |Record: |All of it: |    "
+"""Code and commands, which are never cut nor wrapped."""
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def made(name: str) -> Record:
+    return read_record(RECORDS / f"{name}.json")
+
+
+def told(record: Record) -> Callable[[Look], str]:
+    path = f".ampdbg/20250102T030405Z-{record.command}.json"
+    return lambda look: write(record, Typed("config.yaml", path), look)
+
+
+def of_script() -> Record:
+    return replace(made("scan_forward_overflow"), command="run", script=ScriptRun("train.py", ("--epochs", "3")))
+
+
+def compared(look: Look) -> str:
+    then, now = replace(made("ranges_overflow"), sites=(), findings=()), made("ranges_overflow")
+    calm = replace(then, sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
+    return draw(comparison.page(Comparison(calm, now, 1.0), "then.json", "now.json"), look, is_brief=True)
+
+
+SCREENS: dict[str, Callable[[Look], str]] = {
+    "run": told(of_script()),
+    "cost": told(ON_CPU),
+    "cost_gpu": told(on_gpu()),
+    "compare": compared,
+    "explain": lambda look: as_text("forward-overflow", look),
+    "explain_all": lambda look: as_text(None, look),
+    "doctor": lambda look: draw(doctor.page(Machine(CPU_TORCH)), look),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_screen_is_its_golden_file_and_colour_adds_no_word(name: str, width: int, golden: Golden) -> None:
+    plain = SCREENS[name](Look(width, color=False, unicode=True))
+    colored = SCREENS[name](Look(width, color=True, unicode=True))
+    golden(GOLDEN / f"{name}_{width}.txt", plain)
+    golden(GOLDEN / f"{name}_{width}.ansi", colored)
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == plain.splitlines()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_it_fits_but_for_what_is_there_to_copy(name: str, width: int) -> None:
+    lines = SCREENS[name](Look(width, color=False, unicode=True)).splitlines()
+    assert [line for line in lines if len(line) > width and not re.match(TO_COPY, line)] == []
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_stream_that_carries_ascii_alone_can_show_it(name: str) -> None:
+    assert SCREENS[name](Look(80, color=False, unicode=False)).isascii()

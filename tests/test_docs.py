@@ -1,0 +1,146 @@
+"""The documentation is built from the code: every command, every code, every key; every link leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ampdbg.commands.app import COMMANDS
+from ampdbg.config.schema import ConfigFile
+from ampdbg.record.codes import CODES
+from ampdbg.report.explanation import explanation
+from tests.commands.program import start
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SCREENS = DOCS / "screens"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages; mkdocs.yml asks for an error wherever a link leads nowhere."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+def text_of(page: Path) -> str:
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8"))).split())
+
+
+def test_every_command_has_a_page_with_its_help(site: Path) -> None:
+    for name in COMMANDS:
+        assert f"Usage: ampdbg {name} [OPTIONS]" in text_of(site / "commands" / name / "index.html")
+    listing = (site / "commands" / "index.html").read_text(encoding="utf-8")
+    assert all(f'href="{name}/"' in listing for name in COMMANDS)
+
+
+def test_every_code_has_a_page_with_its_explanation(site: Path) -> None:
+    for name in CODES:
+        text = text_of(site / "codes" / name / "index.html")
+        assert explanation(name).title.replace("`", "") in text
+        assert "What fixes it" in text
+    assert 'href="../silent-overflow/"' in (site / "codes" / "precision-loss" / "index.html").read_text("utf-8")
+
+
+def test_every_key_of_the_config_is_described(site: Path) -> None:
+    rows = re.findall(r"<tr>\s*(.*?)</tr>", (site / "config" / "index.html").read_text(encoding="utf-8"), re.DOTALL)
+    cells = [[unescape(re.sub(r"<[^>]+>", "", cell)) for cell in re.findall(r"<td>(.*?)</td>", row)] for row in rows]
+    known = {row[0]: row for row in cells if row}
+    assert set(ConfigFile.model_fields) <= known.keys()
+    assert {"precision.loss_scale.growth_interval", "train.device", "checkpoint.optimizer"} <= known.keys()
+    assert known["train.steps"] == ["train.steps", "optimizer steps", "a whole number of at least 1, below 2**63", "50"]
+    assert [row[0] for row in known.values() if not row[2]] == []
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for page in (site / "index.html", site / "tutorial" / "vit" / "index.html"):
+        loaded = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text(encoding="utf-8"))
+        assert loaded == []
+
+
+@pytest.mark.parametrize("path", sorted(SCREENS.glob("*.svg")), ids=lambda path: path.stem)
+def test_a_picture_says_what_the_screen_says_and_loads_nothing(path: Path) -> None:
+    picture = path.read_text(encoding="utf-8")
+    shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", picture)).replace("\xa0", " ").split())
+    screen = path.with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    assert all(" ".join(line.split())[:60] in shown for line in screen if len(line) < 80)
+    assert "url(http" not in picture
+    assert "@font-face" not in picture
+
+
+def test_no_screen_is_of_this_machine_alone() -> None:
+    for path in SCREENS.glob("*.txt"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(tmp|home|root|work)/", text), path
+
+
+def test_the_readme_shows_the_screen_of_the_documentation() -> None:
+    screen = (SCREENS / "scan.txt").read_text(encoding="utf-8")
+    assert f"```console\n{screen}```" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+ACTION = yaml.safe_load((DOCS / "github-action.yml").read_text(encoding="utf-8"))
+STEPS = {step["name"]: step["run"] for step in ACTION["jobs"]["fp16"]["steps"] if "name" in step}
+
+
+@pytest.mark.slow  # five runs of a program that imports torch
+@pytest.mark.skipif(os.name == "nt", reason="the steps are shell scripts")
+def test_the_gate_passes_a_harmless_change_and_stops_an_overflow(tmp_path: Path) -> None:
+    """The steps of the workflow as they stand, in a repository whose branch adds an overflow."""
+    start(tmp_path, "init")
+    model = tmp_path / "workload.py"
+    git(tmp_path, "init", "-q", "-b", "main")
+    git(tmp_path, "add", "workload.py", "ampdbg.yaml")
+    git(tmp_path, "commit", "-qm", "main")
+    git(tmp_path, "update-ref", "refs/remotes/origin/main", "HEAD")
+    code = model.read_text(encoding="utf-8")
+    harmless = code.replace("import torch\n", "import torch\n\n# A comment.\n", 1)
+    for changed, codes in (
+        (harmless, [0, 0, 0]),
+        (code.replace("self.body(images)", "self.body(images) * 3e4"), [1, 0, 1]),
+    ):
+        git(tmp_path, "checkout", "-q", "-B", "change", "main")
+        model.write_text(changed, encoding="utf-8")
+        git(tmp_path, "commit", "-qam", "change")
+        assert [step(tmp_path, script) for script in STEPS.values()] == codes
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "### ✓ Not worse" in summary
+    assert "### ✗ Worse: forward-overflow" in summary
+    assert '"ruleId": "forward-overflow"' in (tmp_path / "ampdbg.sarif").read_text(encoding="utf-8")
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=me", "-c", "user.email=me@example.com")
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def step(folder: Path, script: str) -> int:
+    """Runs a step as GitHub does with `shell: bash`, and the program of this checkout."""
+    program = f'ampdbg() {{ PYTHONPATH={ROOT} "{sys.executable}" -m ampdbg "$@"; }}\n'
+    variables = {**os.environ, "GITHUB_STEP_SUMMARY": str(folder / "summary.md"), "GITHUB_BASE_REF": "main"}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", program + script]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=False).returncode
+
+
+def test_the_options_of_the_workflow_exist(tmp_path: Path) -> None:
+    for script in STEPS.values():
+        for verb, rest in re.findall(r"ampdbg (\w+)([^|\n]*)", script):
+            printed = start(tmp_path, verb, "--help").stdout
+            assert all(option in printed for option in re.findall(r"--\w+", rest.partition(">>")[0]))
