@@ -191,7 +191,7 @@ def _patch(record: Record, page: view.Page) -> ShownPatch | None:
     shown = harmless(text, but="\n\t")
     folder = record.handover.folder if record.handover.form == "diff" else ""
     edits = tuple(one for section in page.sections if _is_of_edits(section) for one in section.lines)
-    return ShownPatch(tuple(shown.split("\n")), shown.encode() == content, harmless(folder), edits)
+    return ShownPatch(tuple(shown.removesuffix("\n").split("\n")), shown.encode() == content, harmless(folder), edits)
 
 
 def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:

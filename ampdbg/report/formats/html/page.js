@@ -79,7 +79,7 @@ function placeOf(site) {
 }
 
 function copyFrom(button) {
-  const text = button.parentElement.querySelector("code").textContent.replace(/\n$/, "") + (button.closest(".diff") ? "\n" : "");
+  const text = button.parentElement.querySelector("code").textContent;
   const done = () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1600); };
   const byHand = () => {
     const range = document.createRange();
