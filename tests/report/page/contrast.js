@@ -10,7 +10,9 @@
   const ground = (element) => {
     const layers = [];
     for (let it = element; it; it = it.parentElement) layers.push(rgba(getComputedStyle(it).backgroundColor));
-    return layers.reverse().reduce((under, over) => [0, 1, 2].map((at) => over[at] * over[3] + under[at] * (1 - over[3])), [255, 255, 255]);
+    return layers
+      .reverse()
+      .reduce((under, over) => [0, 1, 2].map((at) => over[at] * over[3] + under[at] * (1 - over[3])), [255, 255, 255]);
   };
   const poor = [];
   for (const it of document.querySelectorAll("main *")) {
@@ -21,4 +23,4 @@
     if (ratio < 4.5) poor.push(`${it.className} "${it.textContent.trim().slice(0, 40)}" ${ratio.toFixed(2)}`);
   }
   return poor;
-})()
+})();

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
 
 from ampdbg.diagnosis.ranges import window
 from ampdbg.record.findings import Finding, Source
@@ -16,8 +17,9 @@ from ampdbg.record.run import Record, Site
 from ampdbg.report import suggestion
 from tests.report.page.browser import Tab, browser, installed
 from tests.report.page.samples import HOSTILE, golden_record, hostile, large, write_page
-from tests.report.records import healthy
+from tests.report.records import healthy, healthy_step, run
 from tests.report.runs import RUNS
+from tests.strategies import records
 
 PROGRAM = installed()
 
@@ -264,6 +266,13 @@ def test_the_pointer_on_the_timeline_tells_values(shown: Tab, tmp_path: Path) ->
     assert drawn == sum(step.skipped for step in record.steps)
 
 
+@pytest.mark.parametrize("norms", [(1.3e17, 1.3e17), (-1.7e308, 1.7e308), (0.0, 0.0), (5e-324, 1e-310)])
+def test_numbers_of_any_size_are_drawn(norms: tuple[float, ...], shown: Tab, tmp_path: Path) -> None:
+    steps = [replace(healthy_step(number), grad_norm=norm) for number, norm in enumerate(norms)]
+    open_page(shown, run(steps), tmp_path)
+    assert shown.ask("document.querySelectorAll('#timeline .curve').length") == 3
+
+
 def test_names_of_the_users_world_are_shown_and_not_run(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, hostile(), tmp_path)
     shown.click("#unfold")
@@ -334,3 +343,13 @@ def test_a_large_page_can_be_used_at_once(shown: Tab, tmp_path: Path) -> None:
 def test_a_page_without_sites_or_steps_says_so_by_leaving_them_out(shown: Tab, tmp_path: Path) -> None:
     open_page(shown, replace(healthy(), steps=(), groups=()), tmp_path)
     assert shown.ask("document.querySelector('#timeline, #ranges, #modules, #source')") is None
+
+
+@pytest.mark.slow
+@given(record=records())
+@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
+def test_any_record_is_drawn(record: Record, tab: Tab, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tab.problems.clear()
+    open_page(tab, record, tmp_path_factory.mktemp("page"))
+    assert tab.problems == []
+    assert tab.ask("document.getElementById('trouble').hidden")

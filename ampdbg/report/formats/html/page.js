@@ -2,13 +2,19 @@
 "use strict";
 
 const page = {
-  names: [], sites: null, levels: null, findings: [],
+  names: [],
+  sites: null,
+  levels: null,
+  findings: [],
   power: 0, // the exponent of the loss scale that is tried
   chosen: -1, // the site that is looked at
-  onPower: [], onChosen: [],
+  onPower: [],
+  onChosen: [],
 };
 
-function byId(id) { return document.getElementById(id); }
+function byId(id) {
+  return document.getElementById(id);
+}
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -27,7 +33,9 @@ function drawing(tag, attributes = {}, text = "") {
   return made;
 }
 
-function counted(count, noun) { return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`; }
+function counted(count, noun) {
+  return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+}
 
 async function unpacked(id) {
   const packed = Uint8Array.from(atob(byId(id).textContent), (char) => char.charCodeAt(0));
@@ -35,8 +43,14 @@ async function unpacked(id) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-function setPower(power) { page.power = power; for (const tell of page.onPower) tell(); }
-function choose(site) { page.chosen = site; for (const tell of page.onChosen) tell(); }
+function setPower(power) {
+  page.power = power;
+  for (const tell of page.onPower) tell();
+}
+function choose(site) {
+  page.chosen = site;
+  for (const tell of page.onChosen) tell();
+}
 
 // A loss scale in words; beyond those that can be tried as a power.
 function scaleInWords(power) {
@@ -71,7 +85,9 @@ function room(site) {
   return bits[site] === null || bits[site] <= -9999 || phase[site] === "f" ? bits[site] : bits[site] - page.power;
 }
 
-function moduleName(number) { return page.names[number] || "(root)"; }
+function moduleName(number) {
+  return page.names[number] || "(root)";
+}
 
 function placeOf(site) {
   const { file, line } = page.sites;
@@ -80,7 +96,12 @@ function placeOf(site) {
 
 function copyFrom(button) {
   const text = button.parentElement.querySelector("code").textContent;
-  const done = () => { button.textContent = "Copied"; setTimeout(() => { button.textContent = "Copy"; }, 1600); };
+  const done = () => {
+    button.textContent = "Copied";
+    setTimeout(() => {
+      button.textContent = "Copy";
+    }, 1600);
+  };
   const byHand = () => {
     const range = document.createRange();
     range.selectNodeContents(button.parentElement.querySelector("code"));
@@ -97,24 +118,32 @@ function unfoldTargets() {
   const unfold = () => {
     const target = location.hash.length > 1 && byId(decodeURIComponent(location.hash.slice(1)));
     const around = target && target.closest("details");
-    if (around && !around.open) { around.open = true; target.scrollIntoView(); }
+    if (around && !around.open) {
+      around.open = true;
+      target.scrollIntoView();
+    }
   };
   addEventListener("hashchange", unfold);
-  addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details.rest")) one.open = true; });
+  addEventListener("beforeprint", () => {
+    for (const one of document.querySelectorAll("details.rest")) one.open = true;
+  });
   unfold();
 }
 
 function followScroll() {
   const links = [...document.querySelectorAll(".top li a")];
-  const seen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      if (!isIntersecting) continue;
-      for (const link of links) {
-        if (link.hash === `#${target.id}`) link.setAttribute("aria-current", "true");
-        else link.removeAttribute("aria-current");
+  const seen = new IntersectionObserver(
+    (entries) => {
+      for (const { target, isIntersecting } of entries) {
+        if (!isIntersecting) continue;
+        for (const link of links) {
+          if (link.hash === `#${target.id}`) link.setAttribute("aria-current", "true");
+          else link.removeAttribute("aria-current");
+        }
       }
-    }
-  }, { rootMargin: "-20% 0px -70% 0px" });
+    },
+    { rootMargin: "-20% 0px -70% 0px" },
+  );
   for (const link of links) {
     const part = document.querySelector(link.hash);
     if (part) seen.observe(part);
@@ -128,16 +157,26 @@ async function start() {
   }
   try {
     const data = JSON.parse(new TextDecoder().decode(await unpacked("data")));
-    Object.assign(page, { names: data.names, sites: data.sites, findings: data.findings, levels: await unpacked("levels") });
+    Object.assign(page, {
+      names: data.names,
+      sites: data.sites,
+      findings: data.findings,
+      levels: await unpacked("levels"),
+    });
     document.documentElement.classList.add("ready");
     if (data.timeline) drawTimeline(data.timeline);
     if (byId("source")) showSource(data.files);
-    if (byId("ranges")) { prepareSites(); drawMap(); listSites(); }
+    if (byId("ranges")) {
+      prepareSites();
+      drawMap();
+      listSites();
+    }
     if (byId("modules")) showModules(data.modules);
     if (byId("ranges")) setPower(page.sites.scales.of_run);
   } catch (error) {
     byId("trouble").hidden = false;
-    byId("trouble").textContent = `The timeline, the range map, the modules and the source cannot be drawn in this browser: ${error.message}`;
+    byId("trouble").textContent =
+      `The timeline, the range map, the modules and the source cannot be drawn in this browser: ${error.message}`;
     throw error;
   } finally {
     document.documentElement.dataset.done = "true";

@@ -33,14 +33,25 @@ function percent(part) {
   return part < 0.001 ? "<0.1 %" : `${(100 * part).toFixed(part < 0.1 ? 1 : 0)} %`;
 }
 
-function colourOf(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+function colourOf(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
 
-function rgb(hex) { return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); }
+function rgb(hex) {
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+}
 
 function readColours() {
-  const full = (name) => { const hex = colourOf(name); return hex.length === 4 ? `#${[...hex.slice(1)].map((one) => one + one).join("")}` : hex; };
+  const full = (name) => {
+    const hex = colourOf(name);
+    return hex.length === 4 ? `#${[...hex.slice(1)].map((one) => one + one).join("")}` : hex;
+  };
   map.colours = {
-    ground: full("--ground"), ink: full("--ink"), soft: full("--soft"), line: full("--line"), focus: full("--focus"),
+    ground: full("--ground"),
+    ink: full("--ink"),
+    soft: full("--soft"),
+    line: full("--line"),
+    focus: full("--focus"),
     zones: ["--lost", "--subnormal", "--normal", "--overflow"].map((name) => rgb(full(name))),
   };
 }
@@ -57,12 +68,25 @@ function drawMap() {
   readColours();
   new ResizeObserver(redraw).observe(canvas);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {
-    matchMedia(query).addEventListener("change", () => { readColours(); paint(); });
+    matchMedia(query).addEventListener("change", () => {
+      readColours();
+      paint();
+    });
   }
-  addEventListener("beforeprint", () => { readColours(); paint(); });
-  addEventListener("afterprint", () => { readColours(); redraw(); });
+  addEventListener("beforeprint", () => {
+    readColours();
+    paint();
+  });
+  addEventListener("afterprint", () => {
+    readColours();
+    redraw();
+  });
   page.onPower.push(redraw);
-  page.onChosen.push(() => { keepInSight(); redraw(); sayChosen(); });
+  page.onChosen.push(() => {
+    keepInSight();
+    redraw();
+    sayChosen();
+  });
   page.onPower.push(sayChosen);
   steerMap(canvas);
   drawScale();
@@ -70,19 +94,33 @@ function drawMap() {
 }
 
 function legend() {
-  const parts = [["overflow", "overflows (2^16 and more)"], ["normal", "normal"], ["subnormal", "subnormal (below 2^-14): loses precision"], ["lost", "lost in zero (below 2^-24)"]];
+  const parts = [
+    ["overflow", "overflows (2^16 and more)"],
+    ["normal", "normal"],
+    ["subnormal", "subnormal (below 2^-14): loses precision"],
+    ["lost", "lost in zero (below 2^-24)"],
+  ];
   for (const [name, text] of parts) byId("map-legend").append(element("span", { class: `key ${name}` }, text));
   byId("map-legend").append(element("span", {}, "darker: more of its values"));
 }
 
 function geometry(canvas) {
-  const width = canvas.clientWidth, height = canvas.clientHeight;
+  const width = canvas.clientWidth,
+    height = canvas.clientHeight;
   const cell = (height - MAP.top - 22) / (MAP.high - MAP.low);
-  return { width, height, cell, left: MAP.gutter, room: width - MAP.gutter - 8, y: (exponent) => height - 22 - (exponent - MAP.low) * cell };
+  return {
+    width,
+    height,
+    cell,
+    left: MAP.gutter,
+    room: width - MAP.gutter - 8,
+    y: (exponent) => height - 22 - (exponent - MAP.low) * cell,
+  };
 }
 
 function paint() {
-  const canvas = byId("map"), ratio = devicePixelRatio || 1;
+  const canvas = byId("map"),
+    ratio = devicePixelRatio || 1;
   const box = geometry(canvas);
   if (!box.width) return;
   canvas.width = Math.round(box.width * ratio);
@@ -98,7 +136,11 @@ function paintGround(pen, box) {
   const { limits } = page.sites;
   pen.fillStyle = map.colours.ground;
   pen.fillRect(0, 0, box.width, box.height);
-  const zones = [[MAP.low, limits.least, 0], [limits.least, limits.normal, 1], [limits.overflow, MAP.high, 3]];
+  const zones = [
+    [MAP.low, limits.least, 0],
+    [limits.least, limits.normal, 1],
+    [limits.overflow, MAP.high, 3],
+  ];
   for (const [low, high, zone] of zones) {
     pen.fillStyle = `rgba(${map.colours.zones[zone].join(",")},.09)`;
     pen.fillRect(box.left, box.y(high), box.room, box.y(low) - box.y(high));
@@ -113,12 +155,14 @@ function paintSites(pen, box, canvas, ratio) {
   const picture = new OffscreenCanvas(columns, rows);
   const inner = picture.getContext("2d");
   const image = inner.createImageData(columns, rows);
-  const most = new Uint8Array(rows), sum = new Uint32Array(rows);
+  const most = new Uint8Array(rows),
+    sum = new Uint32Array(rows);
   const each = (map.to - map.from) / columns;
   for (let column = 0; column < columns; column++) {
     most.fill(0);
     sum.fill(0);
-    const start = map.from + Math.floor(column * each), end = Math.max(start + 1, map.from + Math.floor((column + 1) * each));
+    const start = map.from + Math.floor(column * each),
+      end = Math.max(start + 1, map.from + Math.floor((column + 1) * each));
     for (let site = start; site < end; site++) {
       const shift = lowest[site] + (phase[site] === "b" ? page.power : 0) - MAP.low;
       for (let at = map.offsets[site]; at < map.offsets[site + 1]; at++) {
@@ -169,7 +213,12 @@ function paintLabels(pen, box) {
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "right";
   pen.textBaseline = "middle";
-  for (const [exponent, text] of [[limits.overflow, "overflow 2^16"], [0, "1"], [limits.normal, "normal 2^-14"], [limits.least, "zero 2^-24"]]) {
+  for (const [exponent, text] of [
+    [limits.overflow, "overflow 2^16"],
+    [0, "1"],
+    [limits.normal, "normal 2^-14"],
+    [limits.least, "zero 2^-24"],
+  ]) {
     const isLimit = exponent !== 0;
     pen.fillStyle = isLimit ? map.colours.ink : map.colours.soft;
     pen.fillText(text, MAP.gutter - 6, box.y(exponent));
@@ -182,8 +231,17 @@ function paintLabels(pen, box) {
   const turn = phase.indexOf("b");
   const at = (site) => box.left + ((site - map.from) / (map.to - map.from)) * box.room;
   if (map.from < (turn < 0 ? Infinity : turn)) pen.fillText("forward", box.left + 2, 8);
-  if (turn >= 0 && turn < map.to) pen.fillText(`backward, at a loss scale of ${scaleInWords(page.power)}`, Math.max(box.left + (map.from < turn ? 60 : 2), Math.min(at(turn) + 4, box.width - 220)), 8);
-  pen.fillText(`sites ${(map.from + 1).toLocaleString("en")} to ${map.to.toLocaleString("en")} of ${phase.length.toLocaleString("en")}`, box.left, box.height - 7);
+  if (turn >= 0 && turn < map.to)
+    pen.fillText(
+      `backward, at a loss scale of ${scaleInWords(page.power)}`,
+      Math.max(box.left + (map.from < turn ? 60 : 2), Math.min(at(turn) + 4, box.width - 220)),
+      8,
+    );
+  pen.fillText(
+    `sites ${(map.from + 1).toLocaleString("en")} to ${map.to.toLocaleString("en")} of ${phase.length.toLocaleString("en")}`,
+    box.left,
+    box.height - 7,
+  );
 }
 
 // Zoom and choice
@@ -213,16 +271,23 @@ function steerMap(canvas) {
   };
   const middle = () => (page.chosen >= 0 ? page.chosen : (map.from + map.to) >> 1);
   canvas.addEventListener("click", (event) => choose(siteAt(event)));
-  canvas.addEventListener("pointermove", (event) => { if (event.pointerType === "mouse") describe(siteAt(event)); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (event.pointerType === "mouse") describe(siteAt(event));
+  });
   canvas.addEventListener("pointerleave", sayChosen);
-  canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
-    event.preventDefault();
-    zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, siteAt(event));
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
+      event.preventDefault();
+      zoom((event.deltaY || event.deltaX) > 0 ? 1.25 : 0.8, siteAt(event));
+    },
+    { passive: false },
+  );
   canvas.addEventListener("keydown", (event) => {
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -50, PageDown: 50, Home: -all, End: all };
-    if (event.key in moves) choose(Math.max(0, Math.min(all - 1, (page.chosen < 0 ? map.from - 1 : page.chosen) + moves[event.key])));
+    if (event.key in moves)
+      choose(Math.max(0, Math.min(all - 1, (page.chosen < 0 ? map.from - 1 : page.chosen) + moves[event.key])));
     else if (event.key === "+" || event.key === "=") zoom(0.5, middle());
     else if (event.key === "-") zoom(2, middle());
     else if (event.key === "0") zoom(all, middle());
@@ -235,14 +300,24 @@ function steerMap(canvas) {
   byId("zoom-all").addEventListener("click", () => zoom(all, middle()));
 }
 
-function sayChosen() { if (page.chosen >= 0) describe(page.chosen); else byId("map-readout").textContent = "Point at a site, or choose one with the arrow keys."; }
+function sayChosen() {
+  if (page.chosen >= 0) describe(page.chosen);
+  else byId("map-readout").textContent = "Point at a site, or choose one with the arrow keys.";
+}
 
 function describe(site) {
   const { module, op, file, line, max, phase, calls, call, bad, size } = page.sites;
   const { over, subnormal, lost } = shares(site);
   const where = [" · ", phase[site] === "f" ? "forward" : "backward", " · ", page.names[op[site]], " · "];
-  if (file[site] >= 0) where.push(element("a", { href: "#source", "data-file": page.names[file[site]], "data-line": line[site] }, placeOf(site)), " · ");
-  const facts = [`largest ${max[site]}${phase[site] === "b" ? " at a loss scale of 1" : ""}`, `${bitsInWords(room(site))} bits to the limit`];
+  if (file[site] >= 0)
+    where.push(
+      element("a", { href: "#source", "data-file": page.names[file[site]], "data-line": line[site] }, placeOf(site)),
+      " · ",
+    );
+  const facts = [
+    `largest ${max[site]}${phase[site] === "b" ? " at a loss scale of 1" : ""}`,
+    `${bitsInWords(room(site))} bits to the limit`,
+  ];
   if (calls[site] > 1) facts.push(`${calls[site]} calls${call[site] > 0 ? `, call ${call[site]} largest` : ""}`);
   if (bad[site]) facts.push(`${bad[site]} of ${size[site]}`);
   facts.push(`overflow: ${percent(over)}`, `subnormal: ${percent(subnormal)}`, `lost: ${percent(lost)}`);

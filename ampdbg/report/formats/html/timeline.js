@@ -12,7 +12,10 @@ function drawTimeline(data) {
   const shown = data.series.filter((one) => one.words.some((word) => word !== "-"));
   const bottom = top + shown.length * (panel + gap) - gap;
   const svg = drawing("svg", { viewBox: `0 0 ${width} ${bottom + 24}`, role: "img", tabindex: "0" });
-  svg.setAttribute("aria-label", `${shown.map((one) => one.title).join(", ")} over ${counted(count, "step")}. Left and right move the pointer.`);
+  svg.setAttribute(
+    "aria-label",
+    `${shown.map((one) => one.title).join(", ")} over ${counted(count, "step")}. Left and right move the pointer.`,
+  );
   for (let at = 0; at < count; at++) {
     if (data.skipped[at]) svg.append(drawing("line", { class: "skipped", x1: x(at), x2: x(at), y1: top, y2: bottom }));
   }
@@ -29,25 +32,44 @@ function drawTimeline(data) {
 function axis(one) {
   const values = one.values.filter((value) => value !== null);
   const positive = values.length > 0 && values.every((value) => value > 0);
-  let least = Infinity, most = -Infinity;
-  for (const value of values) { least = Math.min(least, value); most = Math.max(most, value); }
+  let least = Infinity,
+    most = -Infinity;
+  for (const value of values) {
+    least = Math.min(least, value);
+    most = Math.max(most, value);
+  }
   const isLog = positive && (one.name === "scale" || most / least > 100);
   const of = isLog ? Math.log2 : (value) => value;
-  let low = of(least), high = of(most);
-  if (high - low < 1e-9) { low -= 1; high += 1; }
+  let low = of(least),
+    high = of(most);
+  if (high - low <= 1e-9 * Math.abs(high)) {
+    const around = Math.max(1, Math.abs(high) / 2);
+    low -= around;
+    high += around;
+  }
   return { isLog, of, low, high, least, most, values };
 }
 
 function drawCurve(svg, one, top, x, count) {
   const { width, left, right, panel } = TIMELINE;
   const { isLog, of, low, high, least, most, values } = axis(one);
-  const y = (value) => top + panel - ((of(value) - low) / (high - low)) * panel;
-  svg.append(drawing("text", { class: "title", x: left, y: top - 6 }, one.title + (one.name === "scale" ? " (log₂)" : isLog ? " (log)" : "")));
+  // In halves: the whole span may be beyond what a number holds.
+  const y = (value) => top + panel - ((of(value) / 2 - low / 2) / (high / 2 - low / 2)) * panel;
+  svg.append(
+    drawing(
+      "text",
+      { class: "title", x: left, y: top - 6 },
+      one.title + (one.name === "scale" ? " (log₂)" : isLog ? " (log)" : ""),
+    ),
+  );
   for (const value of values.length ? new Set([least, most]) : []) {
     svg.append(drawing("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    svg.append(drawing("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, one.words[one.values.indexOf(value)]));
+    svg.append(
+      drawing("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, one.words[one.values.indexOf(value)]),
+    );
   }
-  let path = "", isDown = false;
+  let path = "",
+    isDown = false;
   for (let at = 0; at < count; at++) {
     const value = one.values[at];
     if (value === null) {
@@ -68,11 +90,21 @@ function drawSteps(svg, data, x, bottom) {
   const count = data.step.length;
   for (const at of new Set([0, count >> 1, count - 1])) {
     const anchor = at === 0 ? "start" : at === count - 1 ? "end" : "middle";
-    svg.append(drawing("text", { x: x(at), y: bottom + 16, "text-anchor": anchor }, at === 0 ? `step ${data.step[at]}` : String(data.step[at])));
+    svg.append(
+      drawing(
+        "text",
+        { x: x(at), y: bottom + 16, "text-anchor": anchor },
+        at === 0 ? `step ${data.step[at]}` : String(data.step[at]),
+      ),
+    );
   }
-  const legend = { subnormal: [data.skipped.filter(Boolean).length, "skipped"], overflow: [data.series[0].values.filter((value) => value === null).length, "with a loss of inf or NaN"] };
+  const legend = {
+    subnormal: [data.skipped.filter(Boolean).length, "skipped"],
+    overflow: [data.series[0].values.filter((value) => value === null).length, "with a loss of inf or NaN"],
+  };
   for (const [name, [steps, what]] of Object.entries(legend)) {
-    if (steps) byId("timeline-legend").append(element("span", { class: `key ${name}` }, `${counted(steps, "step")} ${what}`));
+    if (steps)
+      byId("timeline-legend").append(element("span", { class: `key ${name}` }, `${counted(steps, "step")} ${what}`));
   }
 }
 
@@ -97,7 +129,9 @@ function pointAtSteps(svg, cross, data, x) {
     cross.setAttribute("x1", x(now));
     cross.setAttribute("x2", x(now));
     cross.setAttribute("visibility", "visible");
-    const parts = data.series.filter((one) => one.words[now] !== "-").map((one) => `${one.title.toLowerCase()} ${one.words[now]}`);
+    const parts = data.series
+      .filter((one) => one.words[now] !== "-")
+      .map((one) => `${one.title.toLowerCase()} ${one.words[now]}`);
     const codes = data.findings.filter(([step]) => step === data.step[now]).map(([, code]) => code);
     readout.replaceChildren(element("b", {}, `step ${data.step[now]}`), ` · ${parts.join(" · ")}`);
     if (data.skipped[now]) readout.append(" · skipped");
@@ -106,15 +140,24 @@ function pointAtSteps(svg, cross, data, x) {
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const wanted = ((event.clientX - box.left) / box.width) * TIMELINE.width;
-    let low = 0, high = data.step.length - 1;
+    let low = 0,
+      high = data.step.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (x(middle) < wanted) low = middle + 1; else high = middle;
+      if (x(middle) < wanted) low = middle + 1;
+      else high = middle;
     }
     show(low > 0 && wanted - x(low - 1) < x(low) - wanted ? low - 1 : low);
   });
   svg.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - 10, PageDown: now + 10, Home: 0, End: data.step.length - 1 };
+    const moves = {
+      ArrowLeft: now - 1,
+      ArrowRight: now + 1,
+      PageUp: now - 10,
+      PageDown: now + 10,
+      Home: 0,
+      End: data.step.length - 1,
+    };
     if (!(event.key in moves)) return;
     event.preventDefault();
     show(moves[event.key]);
