@@ -58,8 +58,11 @@ def indented(document: Document, statements: Sequence[ast.stmt], head: str, unit
 
 
 def dedented(document: Document, statements: Sequence[ast.stmt], by: str) -> list[Edit]:
-    """Neighbouring statements moved out by ``by``, with the comments between them."""
-    span = document.lines(statements[0]).start, document.lines(statements[-1]).end
+    """Neighbouring statements moved out by ``by``, with the comments between them and right above the first."""
+    first = statements[0].lineno
+    while document.line(first - 1).strip().startswith("#"):
+        first -= 1
+    span = document.offset(first, 0), document.lines(statements[-1]).end
     return [
         Edit(start, start + len(by), "")
         for start in _line_starts(document, *span)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import argument, method, takes_stars
+from ampdbg.lint.document import Document, argument, method, takes_stars
 from ampdbg.lint.edits import replaced
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
 
 CODE = "misuse-bce"
 FUNCTION, MODULE = "torch.nn.functional.binary_cross_entropy", "torch.nn.BCELoss"
+LOGITS = "logits"
+"""What a variable is called that no sigmoid is applied to any more."""
 SIGMOIDS = ("torch.sigmoid", "torch.nn.functional.sigmoid", "torch.special.expit")
 
 
@@ -69,7 +71,18 @@ def _logits(facts: Facts, node: ast.expr) -> tuple[Edit, ...] | None:
     inner = _of_sigmoid(facts, binders[0]) if len(binders) == 1 else None
     if inner is None or document.read(node.id, document.home(node)) != [node]:
         return None
-    return (replaced(document, binders[0], document.source(inner)),)
+    edits = replaced(document, binders[0], document.source(inner)), replaced(document, node, LOGITS)
+    target = _target(document, node, binders[0])
+    return (*edits, replaced(document, target, LOGITS)) if target is not None else None
+
+
+def _target(document: Document, name: ast.Name, value: ast.AST) -> ast.Name | None:
+    """What the value is assigned to, which is to be called by what it is; None where the file has that name already."""
+    statement = document.statement(value)
+    targets = statement.targets if isinstance(statement, ast.Assign) and statement.value is value else []
+    is_taken = any(one.id == LOGITS for one in document.find(ast.Name))
+    first = targets[0] if len(targets) == 1 and not is_taken else None
+    return first if isinstance(first, ast.Name) and first.id == name.id else None
 
 
 def _of_sigmoid(facts: Facts, node: ast.AST) -> ast.expr | None:

@@ -32,6 +32,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     calls = [node for node in uses if _is_used(document, node[0])]
     if not calls or _is_for_several(document):
         return
+    if any(_is_a_fallback(document, node) for node, _ in uses):
+        return
     fix = _fix(document, [node for node, _ in uses])
     for node, origin in calls:
         home, _, name = origin.rpartition(".")
@@ -62,6 +64,12 @@ def _is_for_several(document: Document) -> bool:
     imports = [node for node, text in texts if "amp" in text and "torch" in text]
     guarded = any(isinstance(one, (ast.Try, ast.If)) for node in imports for one in document.around(node))
     return guarded or any(word in document.text for word in _ASKS)
+
+
+def _is_a_fallback(document: Document, node: ast.expr) -> bool:
+    """Whether it stands beside torch.amp's in a ``try``, an ``if`` or a conditional expression."""
+    choices = (one for one in document.around(node) if isinstance(one, (ast.Try, ast.If, ast.IfExp)))
+    return any("torch.amp." in ast.unparse(one) for one in choices)
 
 
 def _imports(document: Document) -> list[ast.Import | ast.ImportFrom]:
@@ -189,6 +197,15 @@ except ImportError:
     from torch.cuda.amp import GradScaler
 
 scaler = GradScaler()
+""",
+        """
+import torch
+
+def scaler_for(device):
+    try:
+        return torch.amp.GradScaler(device=device)
+    except TypeError:
+        return torch.cuda.amp.GradScaler()
 """,
     ),
     pattern=r"c(?:uda|pu)\s*\.\s*amp|from torch\.c(?:uda|pu) import",

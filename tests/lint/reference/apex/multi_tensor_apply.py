@@ -1,0 +1,3 @@
+"""Imported by scripts, and used by none of them."""
+
+multi_tensor_applier = None
