@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GITHUB = "https://github.com"
@@ -266,8 +267,12 @@ def start(file: str, arguments: list[str]) -> None:
 
     vars(torch.cuda)["LongTensor"] = torch.LongTensor
     # Else the first steps are skipped while the scale falls from 65536, as apex's does too: its stand-in skips none.
-    device, _, *others = torch.amp.GradScaler.__init__.__defaults__ or ()
-    torch.amp.GradScaler.__init__.__defaults__ = (device, FIRST_SCALE, *others)
+    made = torch.amp.GradScaler.__init__
+
+    def initialized(scaler: Any, device: str = "cuda", init_scale: float = FIRST_SCALE, **options: Any) -> None:
+        made(scaler, device, init_scale, **options)
+
+    torch.amp.GradScaler.__init__ = initialized  # type: ignore[method-assign, assignment]
     torch.manual_seed(0)
     sys.argv = [file, *arguments]
     sys.path.insert(0, str(Path(file).parent))

@@ -26,7 +26,7 @@ PARTS = ("misuse", "deprecated", "apex")
 
 CODES = tuple(sorted({code for rule in RULES for code in rule.codes}))
 
-_TORCH = re.compile(r"""(?m)^[\s"'\[,-]*torch\s*(?:\[[^\]]*\])?\s*(==|>=|~=|>|===)\s*["']?v?(\d+)\.(\d+)""")
+_TORCH = re.compile(r"""(?<![\w.-])torch\s*(?:\[[^\]]*\])?\s*(==|>=|~=|>|===)\s*["']?v?(\d+)\.(\d+)""")
 
 
 @dataclass(frozen=True)
@@ -117,4 +117,4 @@ def _bounds(file: Path) -> list[tuple[int, int]]:
         text = read_file(file, MOST_BYTES).decode("utf-8", "replace")
     except OSError:
         return []
-    return [(int(major), int(minor)) for _, major, minor in _TORCH.findall(text)]
+    return [(int(major), int(minor)) for _, major, minor in _TORCH.findall(re.sub(r"#.*", "", text))]

@@ -19,6 +19,9 @@ SUFFIXES = (".py", ".ipynb")
 NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
 """Folders that hold nothing of the user's own; hidden ones and virtual environments neither."""
 
+MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"})
+"""A folder with one of them is a project of its own."""
+
 MOST_BYTES = 2_000_000
 """Larger files are made by programs."""
 
@@ -28,7 +31,7 @@ _MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SourcePath:
-    """A file that is to be linted; ``problem`` says why it cannot be."""
+    """A file that is to be linted, and the folder of its project; ``problem`` says why it cannot be."""
 
     path: str
     root: str
@@ -83,24 +86,29 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
     if not os.path.isdir(given):
         yield SourcePath(given, os.path.dirname(given) or ".")
         return
-    waiting, entered = [given], {os.path.realpath(given)}
+    waiting, entered = [(given, given)], {os.path.realpath(given)}
     while waiting:
-        folder = waiting.pop()
+        folder, root = waiting.pop()
         try:
             with os.scandir(folder) as scanned:
                 entries = sorted(scanned, key=lambda entry: entry.name)
         except OSError as error:
-            yield SourcePath(folder, given, f"cannot be read: {error.strerror or error}")
+            yield SourcePath(folder, root, f"cannot be read: {error.strerror or error}")
             continue
+        root = folder if any(entry.name in MARKS for entry in entries) else root
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
-            if entry.is_dir() and _leads_back(entry, folder):
-                yield SourcePath(_shown(entry.path), given, "a link in a circle, which is not followed")
-            elif not entry.is_dir() and entry.name.endswith(SUFFIXES):
-                yield SourcePath(_shown(entry.path), given)
-        below = [entry.path for entry in entries if entry.is_dir() and os.path.realpath(entry.path) not in entered]
+            if os.path.isdir(entry.path) and _leads_back(entry, folder):
+                yield SourcePath(_shown(entry.path), root, "a link in a circle, which is not followed")
+            elif not os.path.isdir(entry.path) and entry.name.endswith(SUFFIXES):
+                yield SourcePath(_shown(entry.path), root)
+        below = [entry.path for entry in entries if _is_new(entry.path, entered)]
         entered |= set(map(os.path.realpath, below))
-        waiting += [path for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
+        waiting += [(path, root) for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
+
+
+def _is_new(path: str, entered: set[str]) -> bool:
+    return os.path.isdir(path) and os.path.realpath(path) not in entered
 
 
 def _shown(path: str) -> str:

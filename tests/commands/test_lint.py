@@ -1,0 +1,352 @@
+"""``ampdbg lint``: what it prints and writes, its settings, its formats, and files that it cannot look at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft4Validator
+
+from ampdbg.lint import engine
+from ampdbg.lint.settings import Settings
+from tests.commands.program import ROOT, Here, imported_by, start_anew
+
+SCHEMA = json.loads((ROOT / "tests" / "report" / "sarif" / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+
+CLIPS = """\
+import torch
+
+def train(model, optimizer, loader):
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda"):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+"""
+CLIP = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+FIXED = CLIPS.replace(CLIP, f"        scaler.unscale_(optimizer)\n{CLIP}")
+OLD = "from torch.cuda.amp import autocast\n\nwith autocast():\n    pass\n"
+HEALTHY = FIXED
+
+
+def codes(here: Here, *arguments: str) -> list[str]:
+    return [finding["code"] for finding in as_json(here, *arguments)["findings"]]
+
+
+def as_json(here: Here, *arguments: str) -> Any:
+    return json.loads(here("lint", "--format", "json", *arguments).stdout)
+
+
+def write(here: Here, name: str, text: str | bytes) -> Path:
+    path = here.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_finding_has_its_line_its_remedy_and_exit_code_1(here: Here) -> None:
+    write(here, "train.py", CLIPS)
+    done = here("lint", "train.py")
+    assert (done.code, done.stderr) == (1, "")
+    assert done.stdout == (
+        "✗ 1 finding in 1 file; 1 can be fixed.\n"
+        "\n"
+        "train.py:10:9 error misuse-clip-scaled [fix]\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "  the code clips gradients that still carry the loss scale, and so to far less\n"
+        "  than the limit it sets\n"
+        "  Remedy: clip after unscaling: scaler.unscale_(optimizer), then\n"
+        "  clip_grad_norm_, then scaler.step(optimizer)\n"
+        "\n"
+        "Next: look at the fixes\n"
+        "  ampdbg lint --diff train.py\n"
+    )
+
+
+def test_nothing_found_is_exit_code_0(here: Here) -> None:
+    write(here, "train.py", HEALTHY)
+    done = here("lint", ".")
+    assert (done.code, done.stdout) == (0, "✓ Nothing found in 1 file.\n")
+
+
+def test_information_alone_is_shown_and_is_no_failure(here: Here) -> None:
+    scheduled = "    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n    for x"
+    text = HEALTHY.replace("    for x", scheduled) + "        scheduler.step()\n"
+    write(here, "train.py", text)
+    done = here("lint", "train.py")
+    assert done.code == 0
+    assert "info misuse-scheduler-on-skip" in done.stdout
+
+
+def test_the_diff_is_git_s_and_writes_nothing(here: Here) -> None:
+    path = write(here, "train.py", CLIPS)
+    done = here("lint", "--diff", "train.py")
+    assert done.code == 1
+    assert path.read_text() == CLIPS
+    subprocess.run(["git", "apply", "-"], input=done.stdout.encode(), cwd=here.folder, check=True)
+    assert path.read_text() == FIXED
+    assert here("lint", "--diff", "train.py").code == 0
+
+
+def test_a_fix_is_written_and_keeps_the_rest_of_the_file(here: Here) -> None:
+    text = "# -*- coding: latin-1 -*-\n# Gr\u00f6\u00dfe\n" + CLIPS.replace("1.0)", "1.0)\t# \u00a0\f ")
+    path = write(here, "train.py", text.replace("\n", "\r\n").encode("latin-1"))
+    path.chmod(0o755)
+    done = here("lint", "--fix", "train.py")
+    assert (done.code, done.stdout) == (0, "✓ 1 file fixed. Nothing found in 1 file.\n")
+    line = "        torch"
+    expected = text.replace(line, f"        scaler.unscale_(optimizer)\n{line}").replace("\n", "\r\n")
+    assert path.read_bytes() == expected.encode("latin-1")
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert here("lint", "--fix", "train.py").stdout == "✓ Nothing found in 1 file.\n"
+
+
+def test_fix_and_diff_together_are_refused(here: Here) -> None:
+    done = here("lint", "--fix", "--diff", ".")
+    assert done.code == 2
+    assert done.stderr.startswith("error: got --fix and --diff; ")
+
+
+def test_codes_are_selected_and_ignored_by_their_names_or_how_they_begin(here: Here) -> None:
+    write(here, "train.py", CLIPS)
+    write(here, "old.py", OLD)
+    assert codes(here, ".") == ["deprecated-amp", "misuse-clip-scaled"]
+    assert codes(here, ".", "--select", "misuse") == ["misuse-clip-scaled"]
+    assert codes(here, ".", "--ignore", "misuse-clip-scaled,apex") == ["deprecated-amp"]
+    assert codes(here, ".", "--select", "misuse", "--select", "deprecated", "--ignore", "deprecated") == [
+        "misuse-clip-scaled"
+    ]
+
+
+def test_a_code_that_no_rule_has_is_refused_with_those_there_are(here: Here) -> None:
+    done = here("lint", ".", "--select", "forward-overflow")
+    assert done.code == 2
+    assert done.stderr.startswith("error: --select: 'forward-overflow' is no code of a rule; allowed are misuse, ")
+
+
+@pytest.mark.parametrize(
+    ("comment", "left"),
+    [
+        ("# ampdbg: ignore", []),
+        ("# ampdbg: ignore[misuse-clip-scaled]", []),
+        ("# why not  # ampdbg:ignore[misuse-bce, misuse-clip-scaled]", []),
+        ("# ampdbg: ignore[misuse-bce]", ["misuse-clip-scaled"]),
+        ("# ignore", ["misuse-clip-scaled"]),
+    ],
+)
+def test_a_comment_ignores_all_of_its_line_or_what_it_names(here: Here, comment: str, left: list[str]) -> None:
+    write(here, "train.py", CLIPS.replace("1.0)\n", f"1.0)  {comment}\n"))
+    assert codes(here, "train.py") == left
+
+
+def test_a_fix_that_would_cure_what_is_ignored_too_is_not_made(here: Here) -> None:
+    text = OLD + "\nwith autocast():  # ampdbg: ignore\n    pass\n"
+    path = write(here, "old.py", text)
+    (finding,) = as_json(here, "old.py")["findings"]
+    assert (finding["line"], finding["fixable"]) == (3, False)
+    here("lint", "--fix", "old.py")
+    assert path.read_text() == text
+
+
+def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
+    write(here, "a.py", CLIPS)
+    write(here, "made/b.py", CLIPS)
+    write(here, "old.py", OLD)
+    write(here, "pyproject.toml", '[tool.ampdbg.lint]\nignore = ["deprecated"]\nexclude = ["made"]\n')
+    assert codes(here, ".") == ["misuse-clip-scaled"]
+    assert codes(here, ".", "--ignore", "misuse") == ["deprecated-amp"]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("selct = []", "selct: no such key; allowed are select, ignore, exclude"),
+        ('select = "misuse"', "select: got 'misuse'; needed: a list of texts"),
+        ('ignore = ["misuse-typo"]', "ignore: 'misuse-typo' is no code of a rule; allowed are "),
+    ],
+)
+def test_what_is_wrong_in_it_is_told_with_its_key(here: Here, table: str, said: str) -> None:
+    write(here, "pyproject.toml", f"[tool.ampdbg.lint]\n{table}\n")
+    done = here("lint", ".")
+    assert done.code == 2
+    assert f"pyproject.toml: [tool.ampdbg.lint] {said}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_told"),
+    [
+        ("requirements.txt", "numpy\ntorch>=1.13\n", False),
+        ("requirements.txt", "torch==2.3.1\ntorchvision\n", False),
+        ("requirements.txt", "torch>=2.4\n", True),
+        ("requirements.txt", "torchmetrics>=0.5\n", True),
+        ("pyproject.toml", '[project]\ndependencies = ["numpy", "torch>=2.0"]\n', False),
+        ("setup.py", 'setup(install_requires=[\n    "torch >= 1.7",\n])\n', False),
+    ],
+)
+def test_a_spelling_is_deprecated_from_the_torch_on_that_a_project_asks_for(
+    here: Here, file: str, text: str, is_told: bool
+) -> None:
+    write(here, "old.py", OLD)
+    write(here, file, text)
+    assert codes(here, ".") == ["deprecated-amp"] * is_told
+
+
+def test_a_mask_constant_counts_where_a_file_of_the_project_trains_in_half(here: Here) -> None:
+    attend = "def attend(scores, mask):\n    scores = scores.masked_fill(mask, -1e9)\n    return scores.softmax(-1)\n"
+    write(here, "one/requirements.txt", "torch\n")
+    write(here, "one/model.py", attend)
+    write(here, "two/requirements.txt", "torch\n")
+    write(here, "two/model.py", attend)
+    write(here, "two/train.py", HEALTHY)
+    (found,) = as_json(here, ".")["findings"]
+    assert (found["path"], found["code"], found["severity"]) == ("two/model.py", "mask-constant", "warning")
+    here("lint", "--fix", "two")
+    assert "torch.finfo(scores.dtype).min" in (here.folder / "two/model.py").read_text()
+    assert (here.folder / "two/model.py").read_text().startswith("import torch\n")
+
+
+# Formats
+
+
+def test_json_has_all_of_it(here: Here) -> None:
+    write(here, "train.py", CLIPS)
+    found = as_json(here, "train.py")
+    assert (found["format"], found["version"], found["files"], found["problems"]) == ("ampdbg.lint", 1, 1, [])
+    (finding,) = found["findings"]
+    assert finding["line"], finding["column"] == (10, 9)
+    assert finding["severity"] == "error"
+    assert finding["fixable"] is True
+
+
+def test_github_shows_a_finding_at_its_line(here: Here) -> None:
+    write(here, "a,b.py", CLIPS)
+    done = here("lint", "--format", "github", "a,b.py")
+    assert done.stdout.startswith("::error file=a%2Cb.py,line=10,col=9,title=misuse-clip-scaled::the code clips ")
+    assert done.stdout.count("\n") == 1
+
+
+def test_sarif_is_as_its_schema_says(here: Here) -> None:
+    write(here, "train.py", CLIPS)
+    log = json.loads(here("lint", "--format", "sarif", ".").stdout)
+    assert list(Draft4Validator(SCHEMA).iter_errors(log)) == []
+    (result,) = log["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert result["ruleId"] == "misuse-clip-scaled"
+    assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 10)
+
+
+# Notebooks
+
+
+def notebook(*cells: str) -> str:
+    made: list[object] = [{"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [],
+             "source": cell.splitlines(keepends=True)} for cell in cells]  # fmt: skip
+    text = {"cell_type": "markdown", "metadata": {}, "source": ["# Größe\n"]}
+    book = {"cells": [text, *made], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+
+
+def test_a_notebook_s_cells_are_one_text_and_are_fixed_in_their_form(here: Here) -> None:
+    first, magic = "%matplotlib inline\n!pip install torch\nimport torch", "%%bash\nnot python"
+    path = write(here, "train.ipynb", notebook(first, magic, CLIPS))
+    (finding,) = as_json(here, ".")["findings"]
+    assert (finding["cell"], finding["line"]) == (4, 10)
+    assert "train.ipynb:cell 4:10:9 error" in here("lint", ".").stdout
+    assert here("lint", "--fix", ".").code == 0
+    assert path.read_text("utf-8") == notebook(first, magic, FIXED)
+
+
+def test_a_notebook_that_would_not_keep_its_form_is_told(here: Here) -> None:
+    path = write(here, "train.ipynb", notebook(CLIPS).replace("\n", ""))
+    done = here("lint", "--fix", ".")
+    assert "train.ipynb cannot be fixed in its form" in done.stderr
+    assert done.code == 1
+    assert path.read_text("utf-8") == notebook(CLIPS).replace("\n", "")
+
+
+# What cannot be looked at
+
+
+def test_each_file_that_cannot_be_looked_at_has_one_line(here: Here) -> None:
+    write(here, "python2.py", f"{OLD}print 'autocast'\n")
+    write(here, "bytes.py", OLD.encode() + b"# \xff\n")
+    write(here, "cookie.py", f"# coding: klingon\n{OLD}")
+    write(here, "null.py", OLD.encode() + b"x = '\x00'\n")
+    write(here, "deep.py", f"{OLD}x = {'-' * 5000}1\n")
+    write(here, "huge.py", OLD.encode() * 40_000)
+    write(here, "book.ipynb", OLD)
+    (here.folder / "gone.py").symlink_to("nowhere.py")
+    (here.folder / "self.py").symlink_to("self.py")
+    (here.folder / "below").mkdir()
+    (here.folder / "below" / "up").symlink_to("..", target_is_directory=True)
+    write(here, "train.py", HEALTHY)
+    found = as_json(here, ".")
+    problems = {one["path"]: one["problem"] for one in found["problems"]}
+    assert set(problems) == {
+        "python2.py", "bytes.py", "cookie.py", "null.py", "deep.py", "huge.py", "book.ipynb", "gone.py", "self.py",
+        "below/up",
+    }  # fmt: skip
+    assert problems["python2.py"].startswith("line 5 does not parse: ")
+    assert problems["huge.py"] == "cannot be read: larger than 2,000,000 bytes"
+    assert problems["gone.py"] == "cannot be read: No such file or directory"
+    assert problems["self.py"].startswith("cannot be read: Too many levels of symbolic links")
+    assert problems["below/up"] == "a link in a circle, which is not followed"
+    assert problems["book.ipynb"] == "is no notebook of version 4"
+    assert all("\n" not in problem and problem for problem in problems.values())
+    done = here("lint", ".")
+    assert done.code == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="nothing is unreadable for root")
+def test_an_unreadable_file_has_a_line(here: Here) -> None:
+    write(here, "train.py", CLIPS).chmod(0)
+    assert [one["problem"] for one in as_json(here, ".")["problems"]] == ["cannot be read: Permission denied"]
+
+
+def test_a_path_that_is_not_there_is_an_error(here: Here) -> None:
+    done = here("lint", "nowhere")
+    assert (done.code, done.stderr) == (2, "error: nowhere: there is no such file or folder\n")
+
+
+def test_a_file_that_is_met_twice_is_linted_once(here: Here) -> None:
+    path = write(here, "train.py", CLIPS)
+    (here.folder / "link.py").symlink_to(path)
+    assert len(codes(here, ".", "train.py")) == 1
+
+
+def test_many_files_are_linted_by_several_processes_in_the_same_order(here: Here) -> None:
+    for number in range(engine.ENOUGH_FOR_PROCESSES + 5):
+        write(here, f"{number:03}.py", CLIPS)
+    found = engine.lint([str(here.folder)], Settings())
+    assert [Path(one.path).name for one in found.findings] == sorted(one.name for one in here.folder.glob("*.py"))
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CLIPS)
+    done = start_anew(tmp_path, "lint", "train.py", flags=("-X", "importtime"))
+    assert done.code == 1
+    assert not {"torch", "libcst"} & imported_by(done)
+
+
+# The misuses that are planted for the watched loop
+
+
+def test_no_healthy_loop_of_the_zoo_is_blamed_and_planted_misuses_are_found_at_their_line() -> None:
+    zoo = ROOT / "tests" / "zoo_misuse"
+    assert engine.lint([str(zoo / "healthy.py")], Settings()).findings == ()
+    found = engine.lint([str(zoo / "planted.py")], Settings()).findings
+    lines = (zoo / "planted.py").read_text("utf-8").splitlines()
+    for one in found:
+        marked = lines[one.line - 1].rpartition("# ")[2]
+        assert marked == one.code or (one.code == "misuse-stale-gradients" and "zero_grad" in one.text)
+    assert len(found) >= 12
