@@ -16,7 +16,7 @@ from ampdbg.record.run import Record
 from tests.commands.program import Here, start
 from tests.report.records import collapse, healthy
 
-MAKE_A_RECORD = ("scan", "ranges", "bisect", "cost", "suggest-fp32", "run")
+MAKE_A_RECORD = ("scan", "ranges", "bisect", "cost", "suggest-fp32", "run", "replay")
 
 PAGE = "<!doctype html>\n<!-- A report of ampdbg "
 

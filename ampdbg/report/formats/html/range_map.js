@@ -30,7 +30,7 @@ function shares(site) {
 function percent(part) {
   if (part <= 0) return "none";
   if (part >= 0.995) return "all";
-  return part < 0.001 ? "<0.1 %" : `${(100 * part).toFixed(part < 0.1 ? 1 : 0)} %`;
+  return part < 0.001 ? "<0.1%" : `${(100 * part).toFixed(part < 0.1 ? 1 : 0)}%`;
 }
 
 function colourOf(name) {
@@ -101,7 +101,7 @@ function legend() {
     ["lost", "lost in zero (below 2^-24)"],
   ];
   for (const [name, text] of parts) byId("map-legend").append(element("span", { class: `key ${name}` }, text));
-  byId("map-legend").append(element("span", {}, "darker: more of its values"));
+  byId("map-legend").append(element("span", {}, "stronger: more of its values"));
 }
 
 function geometry(canvas) {
