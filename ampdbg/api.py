@@ -112,6 +112,7 @@ def run(
             investigates=asked.investigates,
             ended=lambda record: ended(shown(record)),
             observer=observer,
+            trend=asked.trend,
         )
     )
 

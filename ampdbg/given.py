@@ -39,7 +39,7 @@ class RunSettings:
     """What ``run`` keeps beside the record.
 
     So many steps that go wrong are written to ``folder``, of so many bytes at most. The ``log`` is a file in the folder
-    of records where none is given.
+    of records where none is given. One step of ``trend`` is sampled; 0 for none.
     """
 
     folder: Path = Path(".ampdbg", "captures")
@@ -47,6 +47,7 @@ class RunSettings:
     largest: int = 4 * 2**30
     investigates: bool = True
     log: Path | None = None
+    trend: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,10 @@ def command(
         Path | None,
         typer.Option("--log", metavar="FILE", dir_okay=False, help="A line for each step; by default in .ampdbg/."),
     ] = None,
+    trend: Annotated[
+        int,
+        typer.Option("--trend", metavar="N", min=0, help="At one step of N: what grows towards FP16's limit."),
+    ] = 0,
     fail_on: Annotated[
         FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
     ] = "warning",
@@ -103,6 +107,7 @@ def command(
                 _bytes(max_capture_size),
                 investigate,
                 log or (record and record.with_suffix(".jsonl")),
+                trend,
             ),
             ended=tell,
             observer=observer,

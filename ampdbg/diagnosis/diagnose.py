@@ -17,6 +17,7 @@ from ampdbg.diagnosis.tensors import (
     spoilt_weights,
     weights_nonfinite,
 )
+from ampdbg.diagnosis.trend import ahead
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
@@ -40,6 +41,7 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
     lost_updates,
     frozen_weights,
     doubtful_misuses,
+    ahead,
 )
 
 

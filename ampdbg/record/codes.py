@@ -144,6 +144,15 @@ _ALL = (
         passes=True,
     ),
     Code(
+        "limit-ahead",
+        GRADIENTS,
+        "inconclusive",
+        "go on from here, and run it again at that step: ampdbg scan, with checkpoint: {model: FILE, optimizer: FILE}",
+        "What grows steadily{where} would reach FP16's limit.",
+        information="Healthy so far; what grows steadily{where} would reach FP16's limit.",
+        counts_against_a_patch=False,
+    ),
+    Code(
         "optimizer-underflow",
         GRADIENTS,
         "other",

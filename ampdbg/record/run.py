@@ -89,6 +89,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Trend:
+    """The largest magnitude of one thing at the steps that were sampled: ``values[i]`` at ``steps[i]``, all above 0.
+
+    ``name`` is the module of an activation, which is its output in float16, or the parameter of a gradient, which is
+    without the loss scale; "" for the loss scale itself.
+    """
+
+    kind: Literal["activation", "gradient", "scale"]
+    name: str
+    steps: tuple[Count, ...]
+    values: tuple[Annotated[float, Interval(gt=0, lt=math.inf)], ...]
+
+
+@dataclass(frozen=True)
 class Environment:
     """What the run ran on. ``emulated`` says that CUDA's autocast was emulated on a CPU.
 
@@ -355,6 +369,7 @@ class Record:
     investigations: tuple[Investigation, ...] = ()
     misuses: tuple[Misuse, ...] = ()
     half_updates: HalfUpdates | None = None
+    trends: tuple[Trend, ...] = ()
     script: ScriptRun | None = None
     listings: tuple[Listing, ...] = ()
     groups: tuple[str, ...] = ()

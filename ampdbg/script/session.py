@@ -24,6 +24,7 @@ from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.torch_errors import autocast_error
+from ampdbg.probes.trend import TrendSamples
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import RunLog, kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
@@ -60,7 +61,6 @@ class TracedSteps:
         watcher: of the loop.
         captures: where captures go.
         observer: told before a step is run again.
-        log: told of each step when it has ended.
         investigates: a step that goes wrong is run again at once.
     """
 
@@ -297,6 +297,7 @@ def watch_script(
     investigates: bool = True,
     ended: Callable[[Record], None],
     observer: Observer = UNOBSERVED,
+    trend: int = 0,
 ) -> Record:
     """Runs the script and watches every optimizer and scaler that it makes.
 
@@ -307,6 +308,7 @@ def watch_script(
         investigates: a step that goes wrong is run again at once.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
         observer: told of each step that is run again, before it is.
+        trend: one step of so many is sampled; 0 for none.
 
     Returns:
         What was seen, not yet diagnosed.
@@ -317,16 +319,21 @@ def watch_script(
     owner, watcher = os.getpid(), Watch(None, ())
     traced = TracedSteps(watcher, captures, observer, investigates=investigates)
     watcher.log.journal = log
+    samples = TrendSamples(watcher, trend)
+
+    def seen(ending: ScriptEnd | None) -> Record:
+        return replace(_record(script, watcher, traced, ending), trends=samples.seen())
 
     def step_ended(is_bad: bool) -> None:
+        samples.step_ended()
         traced.step_ended(is_bad)
         if watcher.log.is_read:
-            log.note(_news(watcher, captures), lambda: _record(script, watcher, traced, None), traced.found)
+            log.note((_news(watcher, captures), samples.count // 8), lambda: seen(None), traced.found)
 
     watcher.ended = step_ended
 
     def tell(number: int) -> None:
-        record = _record(script, watcher, traced, ScriptEnd(128 + number))
+        record = seen(ScriptEnd(128 + number))
         log.end(record)
         ended(record)
 
@@ -341,11 +348,12 @@ def watch_script(
                 ending = run_script(script)
             finally:
                 traced.end()
+                samples.end()
         if os.getpid() != owner:
             raise SystemExit(ending.code)
         if ending.error is not None:
             watcher.calls.failed(ending.error)
-        record = _record(script, watcher, traced, ending)
+        record = seen(ending)
         log.end(record)
         return record
 
