@@ -12,6 +12,7 @@ from ampdbg.diagnosis.ranges import Window, module_windows, window
 from ampdbg.formats import Exponents
 from ampdbg.quantities import counted, duration, number, scale
 from ampdbg.record.codes import catalogued
+from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Site
 
 from . import view
@@ -63,18 +64,30 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     yield from raised(record)
     others = tuple(finding for finding in record.findings if not catalogued(finding.code).in_range_table)
-    if others:
+    is_led_by_table = any(site.overflow == "starts" for site in record.sites)
+    if others and not is_led_by_table:
         yield view.Findings(others, is_brief=True)
     if not record.sites or record.error:
         return
-    top = typed.top or (BESIDE_FINDINGS if others else BRIEF_SITES)
-    full = _site_table(record.sites, replace(typed, top=top))
-    shown = [at for at, column in enumerate(SITE_COLUMNS) if column.kind != "histogram"]
-    rows = tuple(tuple(_first_line(row[at]) for at in shown) for row in full.rows)
-    yield replace(full, columns=tuple(SITE_COLUMNS[at] for at in shown), rows=rows, below=full.below[-1:])
+    yield _brief_site_table(record, typed, BESIDE_FINDINGS if others else BRIEF_SITES)
+    if others and is_led_by_table:
+        yield view.Paragraph(tuple(_finding_line(finding) for finding in others))
     windows = sorted(module_windows(record.sites), key=_width)
     if windows and not others:  # a finding says what bounds them
         yield replace(_window_table(window(record.sites), windows, typed.top or BRIEF_MODULES), below=())
+
+
+def _brief_site_table(record: Record, typed: view.Typed, top: int) -> view.Table:
+    """The tightest sites in a line each, without their exponents."""
+    full = _site_table(record.sites, replace(typed, top=typed.top or top))
+    shown = [at for at, column in enumerate(SITE_COLUMNS) if column.kind != "histogram"]
+    rows = tuple(tuple(_first_line(row[at]) for at in shown) for row in full.rows)
+    return replace(full, columns=tuple(SITE_COLUMNS[at] for at in shown), rows=rows, below=full.below[-1:])
+
+
+def _finding_line(finding: Finding) -> view.Line:
+    code = view.Words(f"{finding.severity} {finding.code}", "bad" if finding.severity == "error" else "doubtful")
+    return line(code, f" · {finding.message}")
 
 
 def _first_line(cell: view.Cell) -> view.Cell:

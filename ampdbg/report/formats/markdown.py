@@ -61,9 +61,11 @@ def draw(page: view.Page, details: Sequence[view.Snippet] = ()) -> str:
     story = page.story or page.sections[:1]
     folded = [section for section in page.sections if section not in story and not _is_told(section, story)]
     for at, section in enumerate((*story, *details, *folded)):
-        part = "\n\n".join(_section(section, is_open=at < len(story)))
+        is_open = at < len(story)
+        again = not is_open and any(_title(section) == _title(one) for one in story)
+        part = "\n\n".join(_section(section, ", in full" if again else "", is_open=is_open))
         if len(part) + 2 > room:
-            left_out.append("findings" if isinstance(section, view.Findings) else section.title or "a table")
+            left_out.append("findings" if isinstance(section, view.Findings) else _title(section) or "a table")
             continue
         room -= len(part) + 2
         parts.append(part)
@@ -87,7 +89,11 @@ def _is_told(section: view.Section, story: Sequence[view.Section]) -> bool:
     return isinstance(section, view.Findings) and any(isinstance(one, view.Findings) for one in story)
 
 
-def _section(section: view.Section, *, is_open: bool) -> Iterator[str]:
+def _title(section: view.Section) -> str:
+    return "" if isinstance(section, view.Findings) else section.title
+
+
+def _section(section: view.Section, more: str, *, is_open: bool) -> Iterator[str]:
     if isinstance(section, view.Findings):
         yield from _findings(section.findings)
         return
@@ -96,7 +102,7 @@ def _section(section: view.Section, *, is_open: bool) -> Iterator[str]:
         yield f"**{escaped(section.title)}**\n\n{body}" if section.title else body
     else:
         # The tags' line is no Markdown: a backslash there would be shown.
-        yield f"<details><summary>{MENTIONS.sub(_apart, html.escape(section.title)) or 'Also'}</summary>"
+        yield f"<details><summary>{MENTIONS.sub(_apart, html.escape(section.title + more)) or 'Also'}</summary>"
         yield body
         yield "</details>"
 
@@ -150,6 +156,10 @@ def _line(one: view.Line) -> str:
 
 
 def _words(words: view.Words) -> str:
+    inner = words.text.strip()
+    if inner and inner != words.text:  # what stands between words is no part of a name
+        first, last = (" " if char.isspace() else "" for char in (words.text[0], words.text[-1]))
+        return f"{first}{_words(view.Words(inner, words.tone))}{last}"
     said = escaped(words.text)
     if words.tone == "name" and said.strip():
         return f"<code>{said}</code>"

@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -78,12 +78,25 @@ def draw(page: view.Page, look: view.Look, *, is_brief: bool = False) -> str:
         _environ={},
     )
     with console.capture() as capture:
-        for number, part in enumerate(_parts(page, look.width, is_brief=is_brief and bool(page.story))):
+        for number, part in enumerate(_parts(page, look.width, is_brief=is_brief and _leaves_out(page))):
             if number:
                 console.print()
             console.print(part, crop=False)
     text = "\n".join(row.rstrip() for row in capture.get().splitlines()) + "\n"
     return text if look.unicode else text.translate(ASCII)
+
+
+def _leaves_out(page: view.Page) -> bool:
+    """Whether the story, where there is one, says less than the sections."""
+    whole = [section for section in page.story if not isinstance(section, view.Findings) or _is_whole(section)]
+    told = [*whole, *(replace(one, is_brief=False) for one in whole if isinstance(one, view.Findings))]
+    return bool(page.story) and any(section not in told for section in page.sections)
+
+
+def _is_whole(section: view.Findings) -> bool:
+    """Whether a brief list of the findings leaves none of them out."""
+    groups = list(view.with_effects(section.findings))
+    return len(groups) == 1 and len(groups[0][1]) < 2
 
 
 def _parts(page: view.Page, width: int, *, is_brief: bool) -> Iterator[RenderableType]:
@@ -102,7 +115,9 @@ def _headline(headline: view.Headline) -> Text:
 
 
 def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
-    yield from (Text(fact, style="dim") for fact in page.footer)
+    for fact in page.footer:
+        is_cut = is_brief and fact.startswith("Note: ")
+        yield Text(fact, style="dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
         if is_brief:
