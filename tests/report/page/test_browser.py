@@ -15,7 +15,7 @@ from ampdbg.diagnosis.ranges import window
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record, Site
 from ampdbg.report import suggestion
-from tests.report.page.browser import Tab, browser, installed
+from scripts.browser import Tab, browser, installed
 from tests.report.page.samples import HOSTILE, golden_record, hostile, large, write_page
 from tests.report.records import healthy, healthy_step, run
 from tests.report.runs import RUNS
@@ -163,6 +163,7 @@ def test_a_finding_leads_to_its_line_in_any_file(shown: Tab, tmp_path: Path) -> 
               ((record.listings[0], 3), (record.listings[3], 290), (record.listings[3], 17))]  # fmt: skip
     findings = tuple(Finding("forward-overflow", "error", 0, "forward", f"at {one.line}", source=one) for one in places)
     open_page(shown, replace(record, findings=findings), tmp_path)
+    shown.click("details.rest summary")
     for number, place in enumerate(places):
         shown.click(f"#finding-{number} a[data-line]")
         assert shown.ask("document.querySelector('.code .here').dataset.line") == str(place.line)
