@@ -81,7 +81,7 @@ class Captures:
     def cannot(self, step: int, why: str) -> None:
         """Notes that a step could not be captured."""
         self.is_wanted = False
-        self.why_not = self.why_not or f"step {step} was not captured, for it cannot be run again: {why}"
+        self.why_not = self.why_not or f"step {step} was not captured: {why}"
 
     def add(self, captured: Captured) -> None:
         """Writes one; where that cannot be, ``why_not`` says why, and the script goes on."""

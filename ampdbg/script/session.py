@@ -189,7 +189,7 @@ class TracedStep:
         """Captures the step, and runs it again; the script waits meanwhile."""
         played = self._tape.played()
         if played is None:
-            self._captures.cannot(self._watcher.log.closed(), self._tape.why_not)
+            self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
             return
         self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
@@ -201,22 +201,26 @@ class TracedStep:
         self.waited = time.monotonic() - began
 
     def _capture(self, played: PlayedStep, scaler: torch.amp.GradScaler | None, scale: float, *, is_bad: bool) -> None:
-        with contextlib.suppress(Exception), self._watcher.paused(), torch.no_grad():
-            captured = Captured(
-                played=played,
-                model=self._model,
-                state=self._tape.state,
-                optimizers=tuple(self._watcher.optimizers),
-                scaler=scaler,
-                step=self._watcher.log.closed(),
-                scale=scale,
-                loss=self._tape.loss,
-                why=_why(self._tape.loss) if is_bad else "end",
-                half=_half_in(self._trace),
-                record=self._watcher.record(),
-                start=self._captures.start,
-            )
-            self._captures.add(captured)
+        step = self._watcher.log.closed()
+        try:
+            with self._watcher.paused(), torch.no_grad():
+                captured = Captured(
+                    played=played,
+                    model=self._model,
+                    state=self._tape.state,
+                    optimizers=tuple(self._watcher.optimizers),
+                    scaler=scaler,
+                    step=step,
+                    scale=scale,
+                    loss=self._tape.loss,
+                    why=_why(self._tape.loss) if is_bad else "end",
+                    half=_half_in(self._trace),
+                    record=self._watcher.record(),
+                    start=self._captures.start,
+                )
+                self._captures.add(captured)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, the script goes on
+            self._captures.cannot(step, f"{type(error).__name__}: {first_line(error)}")
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
         """What replays of the step show; None where it does not go wrong again."""
