@@ -89,12 +89,15 @@ class TrendSamples:
     def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if seam == "update" and not self._watcher.is_paused and (scale := args[0]._get_scale_async()) is not None:
             self._found[SCALE] = scale.detach().clone()
+        if seam != "engine" or not kwargs.get("accumulate_grad", True) or self._watcher.is_paused:
+            return original(*args, **kwargs)
+        before = {name: _written(parameter) for name, parameter in self._watcher.models.named_parameters()}
         result = original(*args, **kwargs)
-        if seam == "engine" and kwargs.get("accumulate_grad", True) and not self._watcher.is_paused:
-            for name, parameter in self._watcher.models.named_parameters():
-                self._found.pop(("gradient", name), None)  # of several micro-batches all are in the last one's
-                if parameter.grad is not None:
-                    self._note(("gradient", name), parameter.grad)
+        for name, parameter in self._watcher.models.named_parameters():
+            # Those of another optimizer of the loop may be unscaled by now. Of micro-batches the last has all.
+            if parameter.grad is not None and _written(parameter) != before.get(name):
+                self._found.pop(("gradient", name), None)
+                self._note(("gradient", name), parameter.grad)
         return result
 
     def _note(self, key: Key, tensor: torch.Tensor) -> None:
@@ -126,6 +129,12 @@ class TrendSamples:
     def _add(self, key: Key, step: int, value: float) -> None:
         if math.isfinite(value) and value > 0:
             self._series.setdefault(key, {})[step] = value
+
+
+def _written(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
+    """What changes whenever the gradient is written."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _urgency(trend: Trend) -> tuple[float, float]:

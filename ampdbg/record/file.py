@@ -153,7 +153,9 @@ def latest_record() -> Path:
         RecordError: there is none.
     """
     if not LATEST.exists():
-        raise RecordError(f"no record given, and none here ({LATEST}); make one with: ampdbg scan CONFIG")
+        logs = sorted(FOLDER.glob("*.jsonl"))
+        to_do = f"of a run there is its log: ampdbg report {logs[-1]}" if logs else "make one with: ampdbg scan CONFIG"
+        raise RecordError(f"no record given, and none here ({LATEST}); {to_do}")
     return LATEST
 
 

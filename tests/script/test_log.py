@@ -53,6 +53,8 @@ def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     subprocess.run(call, check=False, cwd=tmp_path, env=environment(), capture_output=True)
     (log,) = (tmp_path / ".ampdbg").glob("*-run.jsonl")
     assert list((tmp_path / ".ampdbg").glob("*.json")) == []
+    hint = f"of a run there is its log: ampdbg report {log.relative_to(tmp_path)}"
+    assert hint in " ".join(start(tmp_path, "report").stderr.split())
     shown = start(tmp_path, "report", str(log))
     assert shown.code == 0
     assert "forward-overflow" in shown.stdout

@@ -106,3 +106,22 @@ def test_a_long_run_has_few_samples_and_no_hook_is_left() -> None:
     assert trends["gradient", "1.bias"].values == pytest.approx([1.0] * len(trends["gradient", "1.bias"].steps))
     assert trends["scale", ""].values[0] == 8.0
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_gradients_that_another_optimizer_has_unscaled_are_not_measured_again() -> None:
+    nets = [torch.nn.Linear(4, 1, bias=False), torch.nn.Linear(4, 1, bias=False)]
+    model = torch.nn.ModuleList(nets)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-9) for net in nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    with watch(model, optimizers) as watcher:
+        samples = TrendSamples(watcher, 1)
+        watcher.ended = lambda is_bad: samples.step_ended()
+        for _ in range(12):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+                scaler.step(optimizer)
+            scaler.update()
+        samples.end()
+    trends = {trend.name: trend for trend in samples.seen() if trend.kind == "gradient"}
+    assert {name: set(trend.values) for name, trend in trends.items()} == {"0.weight": {2.0}, "1.weight": {2.0}}
