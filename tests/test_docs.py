@@ -113,8 +113,8 @@ def test_the_gate_passes_a_harmless_change_and_stops_an_overflow(tmp_path: Path)
     code = model.read_text(encoding="utf-8")
     harmless = code.replace("import torch\n", "import torch\n\n# A comment.\n", 1)
     for changed, codes in (
-        (harmless, [0, 0, 0]),
-        (code.replace("self.body(images)", "self.body(images) * 3e4"), [1, 0, 1]),
+        (harmless, [0, 0, 0, 0]),
+        (code.replace("self.body(images)", "self.body(images) * 3e4"), [0, 1, 0, 1]),
     ):
         git(tmp_path, "checkout", "-q", "-B", "change", "main")
         model.write_text(changed, encoding="utf-8")

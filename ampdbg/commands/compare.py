@@ -18,7 +18,7 @@ from ampdbg.escapes import harmless
 from ampdbg.record.file import read_record, strict
 
 from . import options
-from .output import look_of, write_result
+from .output import in_form, look_of, write_result
 
 Form = Literal["text", "json", "markdown", "sarif"]
 
@@ -56,7 +56,7 @@ def command(
     """
     compared = Comparison(read_record(then), read_record(now), within)
     _check(compared, then, now)
-    write_result(FORMATS[format_](compared, str(then), str(now), verbose), sys.stdout)
+    write_result(in_form(FORMATS[format_](compared, str(then), str(now), verbose), format_), sys.stdout)
     return EXIT_FOUND if compared.is_worse else EXIT_HEALTHY
 
 

@@ -92,12 +92,27 @@ def write_result(text: str | bytes, stream: TextIO) -> None:
         if isinstance(text, bytes):  # past the encoding and the line ends of the stream
             stream.buffer.write(text)
         else:
-            stream.write(text)
+            stream.write(_as_carried(text, stream))
         stream.flush()
     except OSError as error:
         _silence(stream)
         if not isinstance(error, BrokenPipeError):
             raise AmpdbgError(f"stdout: cannot be written: {error.strerror or error}") from None
+
+
+def _as_carried(text: str, stream: TextIO) -> str:
+    """The text with the characters that the stream does not carry as escapes: names may hold any."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a stream of text alone carries all
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def in_form(text: str, format_: str) -> str | bytes:
+    """What :func:`write_result` takes: a page for the stream as it is, other formats in UTF-8 whatever the locale."""
+    return text if format_ == "text" else text.encode("utf-8", "replace")
 
 
 def end_streams() -> None:
@@ -221,7 +236,8 @@ def show(
     saved = save(record, run.record)
     typed = replace(typed_as(given.typed, saved.path), order=order, top=top, verbose=run.verbose)
     no_page = failure_of_page(record, typed, run.html)
-    write_result(written(record, typed, look_of(stdout), "json" if run.json else "text"), stdout)
+    form = "json" if run.json else "text"
+    write_result(in_form(written(record, typed, look_of(stdout), form), form), stdout)
     for failure in (saved.failure, no_page):
         if failure is not None:
             raise failure

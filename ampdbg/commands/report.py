@@ -15,7 +15,7 @@ from ampdbg.record.file import LATEST, latest_record, write_atomically
 from ampdbg.report.formats import FORMATS, written
 
 from . import options
-from .output import PLAIN, look_of, typed_as, write_result
+from .output import PLAIN, in_form, look_of, typed_as, write_result
 
 CONTENTS: dict[str, options.Content] = {
     "html": "html",
@@ -67,7 +67,7 @@ def command(
     look = look_of(sys.stdout) if output is None else PLAIN
     text = written(shown, replace(typed_as("CONFIG", path), verbose=verbose), look, format)
     if output is None:
-        write_result(text, sys.stdout)
+        write_result(in_form(text, format), sys.stdout)
     else:
         write_atomically(output, text)
     return EXIT_HEALTHY

@@ -19,5 +19,5 @@ def command(debug: options.Debug = False) -> int:
     """
     from ampdbg.config.json_schema import json_schema  # pydantic, which `ampdbg --help` need not wait for
 
-    write_result(json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n", sys.stdout)
+    write_result(json.dumps(json_schema(), indent=2) + "\n", sys.stdout)
     return EXIT_HEALTHY

@@ -19,7 +19,7 @@ from ampdbg.record.pins import Form
 from ampdbg.report.formats import written
 
 from . import bisect, options, progress
-from .output import Saved, failure_of_page, look_of, results_only, save, say, typed_as, write_result
+from .output import Saved, failure_of_page, in_form, look_of, results_only, save, say, typed_as, write_result
 
 
 @options.with_run_options
@@ -85,7 +85,7 @@ def command(
         no_page = failure_of_page(found, typed, run.html)
         if text is None or not run.quiet:
             say(written(found, typed, look_of(sys.stderr), "text").rstrip())
-        write_result(to_json(found) if run.json else text or b"" if is_printed else b"", stdout)
+        write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
     for failure in (saved.failure, no_page):
         if failure is not None:
             raise failure

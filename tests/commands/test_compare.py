@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import cmarkgfm
 import pytest
 
-from ampdbg.record.file import write_record
-from tests.commands.program import Here, start
+from ampdbg.record.file import from_json, write_record
+from ampdbg.report.formats import FORMATS
+from tests.commands.program import Here, environment, start
 from tests.report.records import collapse, healthy
 from tests.report.test_sarif import mistakes
 from tests.test_escapes import HOSTILE, record_of
@@ -143,6 +145,26 @@ def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -
     assert here("compare", "a.json").code == 2
     for bits in ("nan", "-1", "few"):
         assert here("compare", "a.json", "a.json", "--within", bits).code == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_encoding_of_stdout_is_an_error_and_formats_for_files_are_utf_8(
+    form: str, encoding: str, tmp_path: Path
+) -> None:
+    write_record(healthy(), tmp_path / "a.json")
+    write_record(record_of("tête 名"), tmp_path / "b.json")
+    for verb in (("report", "b.json"), *([("compare", "a.json", "b.json")] if form != "html" else [])):
+        command = [sys.executable, "-m", "ampdbg", *verb, "--format", form]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(PYTHONIOENCODING=encoding), capture_output=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (int(verb[0] == "compare"), b"")
+        said = done.stdout.decode(encoding if form == "text" else "utf-8")
+        if form == "json" and verb[0] == "report":
+            assert from_json(said) == record_of("tête 名")
+        if form == "text":
+            assert ("tête" if encoding != "ascii" else r"t\xeate") in said
 
 
 @pytest.mark.parametrize("form", ["text", "json", "markdown", "sarif"])
