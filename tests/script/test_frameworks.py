@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.record.file import read_record
 from tests.commands.program import start
 from tests.script import frameworks
 from tests.script.test_run import alone, run
@@ -62,3 +63,8 @@ def test_a_planted_fault_is_named_and_the_step_run_again(tmp_path: Path, name: s
     assert (record.verdict, found.code, found.module) == ("precision", "forward-overflow", module)
     assert found.source.text.startswith("similar = ")
     assert [replay.dtype for replay in record.investigations[0].replays[:2]] == ["float16", "float32"]
+    capture = min((tmp_path / ".ampdbg" / "captures").iterdir())
+    again = start(tmp_path, "replay", str(capture), "--record=c.json")
+    replayed = read_record(tmp_path / "c.json")
+    assert (again.code, replayed.findings[0].code, replayed.findings[0].module) == (1, "forward-overflow", module)
+    assert (replayed.investigations[0].reproduced, replayed.findings[0].source) == (5, found.source)
