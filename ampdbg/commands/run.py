@@ -26,6 +26,7 @@ from ampdbg.report.formats import written
 from . import options
 from .output import failure_of_page, look_of, save, say, typed_as
 from .scan import FailOn, exit_code
+from .source_findings import loaded_files, say_source_findings
 
 
 def command(
@@ -116,6 +117,8 @@ def command(
     except SystemExit as ended:  # in a child that the script has forked
         return cast(int, ended.code)
     tell(seen)
+    with redirect_stderr(stderr), _working_in(started):
+        say_source_findings(seen, loaded_files() if is_module else [script, *loaded_files()], is_quiet=quiet)
     ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
     return ended_with or exit_code(seen, fail_on)
 

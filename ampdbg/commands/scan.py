@@ -13,6 +13,7 @@ from ampdbg.record.run import Record
 
 from . import options, progress
 from .output import results_only, show
+from .source_findings import say_source_findings
 
 FailOn = Literal["error", "warning", "never"]
 
@@ -43,6 +44,7 @@ def command(
         with progress.shown(run.quiet) as observer:
             scanned = api.scan(given, replays=replays, observer=observer)
         show(scanned, given, stdout, run=run)
+        say_source_findings(scanned, given.config.target_files(), is_quiet=run.quiet)
     return exit_code(scanned, fail_on)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -101,6 +99,10 @@ def _each(found: Sequence[SourcePath], work: partial[LintedFile]) -> list[Linted
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if len(found) < ENOUGH_FOR_PROCESSES or count < 2:
         return [work(one) for one in found]
+    # Here, as they cannot be imported where Python is about to end: after a script that was run.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     with ProcessPoolExecutor(count, multiprocessing.get_context()) as pool:
         return list(pool.map(work, found, chunksize=16))
 

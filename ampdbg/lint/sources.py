@@ -22,8 +22,8 @@ NEVER = frozenset({"__pycache__", "node_modules", "build", "dist", "venv"})
 MARKS = frozenset({".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"})
 """A folder with one of them is a project of its own."""
 
-MOST_BYTES = 2_000_000
-"""Larger files are made by programs."""
+MOST_BYTES = {".py": 2_000_000, ".ipynb": 50_000_000}
+"""Larger files are made by programs; notebooks hold pictures."""
 
 _MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
 """A line of a notebook that is IPython's, not Python's."""
@@ -133,7 +133,7 @@ def read_bytes(path: str) -> bytes:
         UnreadableSource: it cannot be read, or is too large.
     """
     try:
-        return read_file(Path(path), MOST_BYTES)
+        return read_file(Path(path), MOST_BYTES.get(Path(path).suffix, MOST_BYTES[".py"]))
     except OSError as error:
         raise UnreadableSource(f"cannot be read: {error.strerror or error}") from None
 

@@ -1,0 +1,62 @@
+"""What the source of the files that ran shows beside the record of the run: ``ampdbg lint``'s rules, on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampdbg.record.run import Record
+
+from .output import say
+
+if TYPE_CHECKING:
+    from ampdbg.lint.engine import LintFinding
+
+MOST_FILES = 100
+MOST_LINES = 5
+
+
+def loaded_files() -> list[str]:
+    """The user's own files among the modules that are loaded, the script among them."""
+    from ampdbg.source.ownership import is_users_file
+
+    files = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    return [file for file in dict.fromkeys(files) if isinstance(file, str) and is_users_file(file)]
+
+
+def say_source_findings(record: Record, files: Iterable[str | Path], *, is_quiet: bool = False) -> None:
+    """A line for each misuse that the source shows and the record does not name; a run is never disturbed by it."""
+    try:
+        found = [] if is_quiet else _beside(record, list(dict.fromkeys(map(str, files)))[:MOST_FILES])
+    except Exception:  # noqa: BLE001 - what is said in addition must not cost the run its result
+        return
+    if found:
+        say("in the source, beside what the run has shown:")
+        for finding in found[:MOST_LINES]:
+            say(f"  {os.path.relpath(finding.path)}:{finding.line}: {finding.code}: {finding.message}")
+        more = f" ({len(found) - MOST_LINES} more)" if len(found) > MOST_LINES else ""
+        say(f"  ampdbg lint {os.path.relpath(found[0].path)}{more}")
+
+
+def _beside(record: Record, files: Sequence[str]) -> list[LintFinding]:
+    """Misuse alone: an old spelling has nothing to do with what went wrong."""
+    from ampdbg.lint.engine import lint_file
+    from ampdbg.lint.settings import Settings
+    from ampdbg.lint.sources import SourcePath
+    from ampdbg.record.codes import CODES
+    from ampdbg.record.misuse_codes import OLD
+
+    known = {finding.code for finding in record.findings}
+    lines = {(os.path.abspath(one.source.file), one.source.line) for one in record.findings if one.source}
+    return [
+        finding
+        for file in files
+        for finding in lint_file(SourcePath(file, file), Settings()).findings
+        if finding.severity != "info"
+        and CODES[finding.code].family != OLD
+        and finding.code not in known
+        and (os.path.abspath(file), finding.line) not in lines
+    ]

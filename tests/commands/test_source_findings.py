@@ -1,0 +1,61 @@
+"""What the source shows beside a run: said on stderr, once, and never at the cost of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.commands.source_findings import say_source_findings
+from ampdbg.lint import engine
+from tests.commands.program import start
+from tests.report.records import healthy
+
+SCRIPT = """\
+import torch
+
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.amp.GradScaler("cuda")
+for _ in range(3):
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        loss = model(torch.randn(2, 4).cuda()).square().mean()
+    scaler.scale(loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "checkpoint.pt")
+"""
+SAID = """\
+in the source, beside what the run has shown:
+  train.py:14: misuse-unsaved-scaler: the checkpoint leaves the scaler's state out: a resumed run begins at the first \
+scale again
+  ampdbg lint train.py
+"""
+
+
+def test_a_run_says_what_only_the_source_shows_and_repeats_nothing_that_it_has_found(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = start(tmp_path, "run", "--emulate", "train.py")
+    assert done.code == 1
+    assert done.stdout == ""
+    assert done.stderr.endswith(SAID)
+    assert "error misuse-clip-scaled" in done.stderr.removesuffix(SAID)
+
+
+def test_nothing_is_said_of_a_healthy_source_or_of_an_old_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\n\nwith autocast():\n    pass\n")
+    say_source_findings(healthy(), [tmp_path / "old.py", tmp_path / "gone.py"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rule_that_fails_costs_the_run_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(engine, "hits_of", lambda *given: 1 / 0)
+    say_source_findings(healthy(), [tmp_path / "train.py"])
+    assert capsys.readouterr().err == ""
