@@ -83,9 +83,11 @@ def command(
             verbose=run.verbose,
         )
         no_page = failure_of_page(found, typed, run.html)
-        if text is None or not run.quiet:
-            say(written(found, typed, look_of(sys.stderr), "text").rstrip())
-        write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
+        try:  # first: in a terminal the story and the next command stay in sight below a long patch
+            write_result(in_form(to_json(found), "json") if run.json else text or b"" if is_printed else b"", stdout)
+        finally:
+            if text is None or not run.quiet:
+                say(written(found, typed, look_of(sys.stderr), "text").rstrip())
     for failure in (saved.failure, no_page):
         if failure is not None:
             raise failure

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import ampdbg
+from ampdbg.commands import suggest_fp32
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, PatchError, WorkloadError
@@ -130,6 +131,17 @@ def test_stderr_says_what_it_pins_and_why_the_proof_and_what_to_type(here: Here,
     assert "planning the patch" in lines
     assert lines.rstrip().endswith(".patch")
     assert "\n  patch -p1 < .ampdbg/" in lines
+
+
+def test_in_a_terminal_the_story_stands_below_the_patch(
+    here: Here, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake()
+    order: list[str] = []
+    monkeypatch.setattr(suggest_fp32, "write_result", lambda result, stream: order.append("patch"))
+    monkeypatch.setattr(suggest_fp32, "say", lambda text: order.append(text[:1]))
+    here("suggest-fp32", "config.yaml")
+    assert order[-2:] == ["patch", "✓"]
 
 
 def test_quiet_says_nothing_beside_a_patch(here: Here, fake: Fake) -> None:
