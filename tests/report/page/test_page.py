@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from ampdbg.diagnosis.ranges import module_windows, window
 from ampdbg.escapes import printable
 from ampdbg.record.file import from_json, to_json
-from ampdbg.record.pins import Trial
+from ampdbg.record.pins import FileDiff, Trial
 from ampdbg.record.run import Record
 from ampdbg.report.formats import html as page_format
-from ampdbg.report.formats.html import MOST_BYTES, SCRIPTS
+from ampdbg.report.formats.html import MOST_BYTES, NOT_EXACT, NOT_WHOLE, SCRIPTS
 from tests.report.page.samples import HOSTILE, Parsed, data_of, golden_record, hostile, html, large, unpacked
 from tests.report.pages import rendered
 from tests.report.records import healthy, healthy_step, run, skipped_step
@@ -95,8 +95,19 @@ def test_data_for_the_script_is_harmless_too() -> None:
 
 
 def test_a_patch_that_is_shown_with_escapes_is_not_offered_for_copying() -> None:
-    assert "It has characters that are shown here as escapes" in html(hostile())
-    assert "It has characters that are shown here as escapes" not in html(golden_record("suggestion"))
+    assert NOT_EXACT in html(hostile())
+    page = html(golden_record("suggestion"))
+    assert NOT_EXACT not in page
+    assert NOT_WHOLE not in page
+
+
+def test_a_patch_that_is_cut_is_not_offered_for_copying() -> None:
+    record = golden_record("suggestion")
+    assert record.handover is not None
+    long = FileDiff("x.py", "utf-8", "+x = 1\n" * 20_000)
+    page = html(replace(record, handover=replace(record.handover, files=(long,))))
+    assert NOT_WHOLE in page
+    assert page.count('aria-label="Copy the patch"') == 0
 
 
 def test_the_sites_carry_the_windows_of_the_record() -> None:
@@ -167,16 +178,24 @@ def test_twenty_thousand_sites_take_two_megabytes_and_more_are_left_out_with_a_w
 
 
 def test_no_record_makes_a_page_that_is_too_large() -> None:
-    long = "x<&\"'" * 20_000
+    long = "x<&\"'" * 5_000
     finding = replace(hostile().findings[0], message=long, module=long, remedy=long)
     record = replace(
         hostile(),
         findings=(finding,) * 300,
         trials=(Trial((long,), False, long, long),) * 400,
-        config={long: [long] * 20},
-        error=long,
+        config={long: [long] * 20, "many": list(range(60_000))},
+        error=long + "\nline" * 60_000,
     )
-    assert len(html(record).encode()) < MOST_BYTES
+    assert record.handover is not None
+    diff = FileDiff("x.py", "utf-8", "--- a/x.py\n+++ b/x.py\n" + f"+{long}\n" * 30 + "+x\n" * 60_000)
+    handover = replace(record.handover, files=(diff,), refused=(long,) * 1000, notes=(long,) * 50)
+    record = replace(
+        record, handover=handover, trials=record.trials, environment=replace(record.environment, notes=(long,) * 50)
+    )
+    page = html(record)
+    assert len(page.encode()) < MOST_BYTES
+    assert NOT_WHOLE in page or NOT_EXACT in page
 
 
 def test_a_long_run_keeps_its_ends_and_extremes() -> None:

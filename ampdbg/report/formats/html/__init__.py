@@ -61,14 +61,14 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
     names, page = Names(), page_of(record, typed)
     drawn, steps = range_map(record, names, detail), timeline(record, detail)
     tree, code = module_tree(record, names, detail), listings(record, names, typed.folder, detail)
-    patch = _patch(record, page)
+    patch = _patch(record, page, detail)
     findings = harmless(record.findings[: detail.findings], typed.folder)
     data: dict[str, Any] = {
         "sites": drawn.columns,
         "modules": tree,
         "files": code,
         "timeline": steps,
-        "findings": [_at_line(at, one, record, names) for at, one in enumerate(findings)],
+        "findings": [_at_line(at, one, record, names, detail) for at, one in enumerate(findings)],
     }
     data["names"] = names.shown(typed.folder, detail.characters)
     style, script = _file("page.css"), "".join(map(_file, SCRIPTS))
@@ -76,7 +76,7 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
         _templates(detail.characters)
         .get_template("page.html")
         .render(
-            page=page,
+            page=replace(page, footer=page.footer[: detail.rows]),
             command=harmless(record.command),
             version=__version__,
             style=style,
@@ -89,7 +89,7 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
             sections=tuple(_sections(record, typed, page, detail, has_patch=patch is not None)),
             patch=patch,
             facts=tuple(_facts(record, typed)),
-            config=_config(record, typed),
+            config=_config(record, typed, detail),
             has=_holds(record, data),
             left_out=_left_out(record, data, detail),
         )
@@ -97,17 +97,17 @@ def _page(record: Record, typed: view.Typed, detail: Detail) -> str:
     return text
 
 
-def _at_line(at: int, finding: Finding, record: Record, names: Names) -> dict[str, Any]:
+def _at_line(at: int, finding: Finding, record: Record, names: Names, detail: Detail) -> dict[str, Any]:
     """A finding for the script; its file is named as the record names it, and so found among the files."""
     source = record.findings[at].source
     return {
         "file": names.number(source.file) if source else -1,
         "line": source.line if source else 0,
         "step": finding.step,
-        "code": finding.code,
+        "code": clipped(finding.code, detail.characters),
         "severity": finding.severity,
-        "module": finding.module,
-        "message": finding.message,
+        "module": clipped(finding.module, detail.characters),
+        "message": clipped(finding.message, detail.characters),
     }
 
 
@@ -137,14 +137,23 @@ def _sections(
         if isinstance(section, (view.Findings, view.ScaleChart)) or (has_patch and _is_of_edits(section)):
             continue
         if not isinstance(section, view.Table):
-            yield section
+            yield _cut(section, detail)
         elif section.columns != bisection.TRIAL_COLUMNS:
             left = view.more(len(section.rows) - detail.rows)
-            yield from _with_memory_chart(
-                replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left)), record
-            )
+            cut = replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left))
+            yield from _with_memory_chart(cut, record)
     if record.trials:
         yield harmless(bisection.trial_table(record, detail.rows), typed.folder)
+
+
+def _cut(section: view.Section, detail: Detail) -> view.Section:
+    """The section with as many lines as there is room for."""
+    if isinstance(section, view.Paragraph):
+        left = view.more(len(section.lines) - detail.rows, "line")
+        return replace(section, lines=(*section.lines[: detail.rows], *left))
+    if isinstance(section, view.Snippet) and len(section.lines) > detail.lines:
+        return replace(section, lines=(*section.lines[: detail.lines], "…"))
+    return section
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ def _with_memory_chart(table: view.Table, record: Record) -> Iterator[view.Secti
     bars = {at for row in table.rows for at, cell in enumerate(row) if _is_bar(cell)}
     costs = harmless(record.costs)
     if bars and costs is not None:
-        yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None))
+        yield MemoryChart(table.title, tuple(one for one in costs.levels if one.memory is not None)[: len(table.rows)])
         columns = tuple(column for at, column in enumerate(table.columns) if at not in bars)
         rows = tuple(tuple(cell for at, cell in enumerate(row) if at not in bars) for row in table.rows)
         table = view.Table("", columns, rows)
@@ -172,18 +181,22 @@ def _is_bar(cell: view.Cell) -> bool:
 
 @dataclass(frozen=True)
 class ShownPatch:
-    """What a suggestion hands over, as it is shown: ``is_exact`` says that the shown text can be copied as it is.
+    """What a suggestion hands over, as it is shown; ``edits`` are in words what it changes.
 
-    ``edits`` are in words what it changes.
+    ``why_not_copied`` is empty where the shown text is the patch, byte for byte.
     """
 
     lines: tuple[str, ...]
-    is_exact: bool
     folder: str
     edits: tuple[view.Line, ...]
+    why_not_copied: str
 
 
-def _patch(record: Record, page: view.Page) -> ShownPatch | None:
+NOT_EXACT = "It has characters that are shown here as escapes: print it with ampdbg suggest-fp32 to apply it."
+NOT_WHOLE = "It is longer than this page has room for: print it with ampdbg suggest-fp32."
+
+
+def _patch(record: Record, page: view.Page, detail: Detail) -> ShownPatch | None:
     content = suggestion.content(record)
     if content is None or record.handover is None:
         return None
@@ -191,7 +204,10 @@ def _patch(record: Record, page: view.Page) -> ShownPatch | None:
     shown = harmless(text, but="\n\t")
     folder = record.handover.folder if record.handover.form == "diff" else ""
     edits = tuple(one for section in page.sections if _is_of_edits(section) for one in section.lines)
-    return ShownPatch(tuple(shown.removesuffix("\n").split("\n")), shown.encode() == content, harmless(folder), edits)
+    lines = shown.removesuffix("\n").split("\n")
+    cut = [clipped(line, detail.characters) for line in lines[: detail.lines]]
+    why_not = NOT_EXACT if shown.encode() != content else NOT_WHOLE if cut != lines else ""
+    return ShownPatch(tuple(cut), harmless(folder), edits[: detail.rows], why_not)
 
 
 def _is_of_edits(section: view.Section) -> TypeGuard[view.Paragraph]:
@@ -216,11 +232,14 @@ def _facts(record: Record, typed: view.Typed) -> Iterator[tuple[str, str]]:
     yield from ((name, harmless(text)) for name, text in facts.items() if text)
 
 
-def _config(record: Record, typed: view.Typed) -> str:
+def _config(record: Record, typed: view.Typed, detail: Detail) -> list[str]:
+    """The resolved config in lines of YAML."""
     import yaml
 
     plain = json.loads(json.dumps(record.config, default=str))
-    return harmless(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), typed.folder, but="\n") if plain else ""
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True) if plain else ""
+    lines = harmless(text, typed.folder, but="\n").splitlines()
+    return lines[: detail.rows] + (["…"] if len(lines) > detail.rows else [])
 
 
 def _holds(record: Record, data: Mapping[str, Any]) -> dict[str, bool]:

@@ -37,7 +37,7 @@ MOST_OF_A_STRETCH = 8
 
 @dataclass(frozen=True)
 class Detail:
-    """How much of a record a page shows; ``characters`` of a text, of which a patch is none."""
+    """How much of a record a page shows; ``rows`` of tables and texts, ``lines`` of code, ``characters`` of a line."""
 
     sites: int
     modules: int
@@ -90,7 +90,9 @@ def timeline(record: Record, detail: Detail) -> Data | None:
         "shown": len(steps),
         "ran": record.steps_run,
         "kept": len(record.steps),
-        "findings": [[one.step, one.code, at] for at, one in enumerate(record.findings[: detail.findings])],
+        "findings": [
+            [one.step, clipped(harmless(one.code), detail.characters)] for one in record.findings[: detail.findings]
+        ],
     }
 
 

@@ -21,6 +21,9 @@ MOST_DEPTH = 32
 
 TAB = 4
 
+Seen = tuple[int, float, str]
+"""A line, the headroom of what ran there in FP32, and that in words."""
+
 # The tree of modules
 
 
@@ -155,7 +158,7 @@ def listings(record: Record, names: Names, folder: str, detail: Detail) -> list[
         pieces = files.setdefault(source.file, [])
         if source.line and not any(0 <= source.line - one.first < len(one.lines) for one in pieces):
             pieces.append(Listing(source.file, source.line, (source.text,)))
-    room = detail.lines
+    room, seen = detail.lines, _seen(record)
     shown: list[Data] = []
     for file, pieces in files.items():
         kept = list(_within(sorted(pieces, key=lambda one: one.first), room))
@@ -166,7 +169,7 @@ def listings(record: Record, names: Names, folder: str, detail: Detail) -> list[
                 "file": names.number(file),
                 "pieces": [[one.first, _texts(one.lines, folder, detail)] for one in kept],
                 "left_out": sum(len(one.lines) for one in pieces) - count,
-                "seen": list(_seen(record, file)),
+                "seen": seen.get(file, [])[: detail.rows],
             }
         )
     return shown
@@ -196,16 +199,19 @@ def _producers(record: Record) -> Iterator[Producer]:
             yield from replay.producers
 
 
-def _seen(record: Record, file: str) -> Iterator[list[object]]:
-    """``line, bits, words`` of what the replays saw overflow, each op of a line once, with the least room."""
-    worst: dict[tuple[int, str], Producer] = {}
+def _seen(record: Record) -> dict[str, list[Seen]]:
+    """What the replays saw overflow, by file: each op of a line once, with the least room."""
+    largest: dict[tuple[str, int, str], tuple[float, Producer]] = {}
     for one in _producers(record):
-        if one.source is not None and one.source.file == file and one.fp32_largest is not None:
-            key = (one.source.line, one.op)
-            if key not in worst or (worst[key].fp32_largest or 0.0) < one.fp32_largest:
-                worst[key] = one
-    for (line, op), one in worst.items():
-        bits = headroom_bits(one.fp32_largest or 0.0)
+        if one.source is not None and one.fp32_largest is not None:
+            key = (one.source.file, one.source.line, one.op)
+            if key not in largest or largest[key][0] < one.fp32_largest:
+                largest[key] = (one.fp32_largest, one)
+    seen: dict[str, list[Seen]] = {}
+    for (file, line, op), (size, one) in largest.items():
+        bits = headroom_bits(size)
         if math.isfinite(bits):
             where = f" in {one.module}" if one.module else ""
-            yield [line, round(bits, 2), harmless(f"{op_name(op)}{where}: {number(one.fp32_largest)} in FP32")]
+            words = harmless(f"{op_name(op)}{where}: {number(size)} in FP32")
+            seen.setdefault(file, []).append((line, round(bits, 2), words))
+    return seen

@@ -18,7 +18,7 @@ function showSource(files) {
         tabindex: -1,
         "aria-controls": "code",
       },
-      element("bdi", {}, page.names[file.file]),
+      element("bdi", {}, ...breakable(page.names[file.file])),
       element("span", { class: tone === "over" ? "tone-bad" : "tone-faint" }, bits),
     );
     button.addEventListener("click", () => openFile(at));
@@ -51,6 +51,11 @@ function showWorst() {
 
 function scrollCodeTo(row) {
   byId("code").scrollTop = row.offsetTop - byId("code").offsetTop - byId("code").clientHeight / 3;
+}
+
+// A path may be broken behind its slashes.
+function breakable(path) {
+  return path.split(/(?<=\/)/).flatMap((part) => [part, element("wbr")]);
 }
 
 // What is known of each line: the least headroom, the sites, the findings.
