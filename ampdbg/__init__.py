@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from .api import run as run
     from .api import scan as scan
     from .api import suggest_fp32 as suggest_fp32
+    from .callbacks import lightning_callback as lightning_callback
+    from .callbacks import transformers_callback as transformers_callback
     from .diagnosis.diagnose import diagnose as diagnose
     from .precision.pins import pin_fp32 as pin_fp32
-    from .probes.watch import watch as watch
     from .record.file import write_record as write_record
+    from .script.loop_watch import watch as watch
 
 __version__ = "0.1.0"
 
@@ -32,7 +34,9 @@ _HOMES = {
     "replay": ".api",
     "capture": ".api",
     "suggest_fp32": ".api",
-    "watch": ".probes.watch",
+    "watch": ".script.loop_watch",
+    "lightning_callback": ".callbacks",
+    "transformers_callback": ".callbacks",
     "diagnose": ".diagnosis.diagnose",
     "write_record": ".record.file",
     "pin_fp32": ".precision.pins",

@@ -105,8 +105,10 @@ def _faulty(folder: Path, other: Path) -> list[str]:
 
 
 def _names_it(record: dict[str, Any]) -> bool:
-    found = next(iter(record["findings"]), {"code": "none", "source": None})
-    return found["code"] == "forward-overflow" and bool(found["source"]) and found["source"]["text"] == PLANTED
+    if not record["findings"] or not record["findings"][0]["source"]:
+        return False
+    found = record["findings"][0]
+    return bool(found["code"] == "forward-overflow" and found["source"]["text"] == PLANTED)
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("report",),
     ("commands",),
+    ("callbacks",),
     ("__init__", "__main__"),
 )
 FLOOR = {name: floor for floor, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,92 @@
+"""Callbacks for Lightning and for the Trainer of transformers: their loops watched, with captures and a report.
+
+Neither library is imported before its callback is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ampdbg.commands.output import look_of, save, say, typed_as
+from ampdbg.report.formats import written
+
+if TYPE_CHECKING:
+    from ampdbg.probes.watch import Watch
+
+FOLDER = Path(".ampdbg", "captures")
+
+
+class Watched:
+    """One training run of a framework: watched from :meth:`begin` to :meth:`end`, which writes and shows its record."""
+
+    def __init__(self, captures: str | Path | None) -> None:
+        self._captures = captures
+        self._watch: Watch | None = None
+
+    def begin(self, model: Any, optimizers: Any) -> None:
+        """Watches from now on."""
+        from ampdbg.script.loop_watch import watch
+
+        self.end()
+        self._watch = watch(model, optimizers, captures=self._captures).start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Watches no more, writes the record to ``.ampdbg`` and its report to stderr; nothing where nothing began."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        from ampdbg.diagnosis.diagnose import diagnose
+
+        if error is not None:
+            watch.calls.failed(error)
+        watch.stop()
+        record = diagnose(watch.record())
+        saved = save(record, None)
+        say(written(record, typed_as("", saved.path), look_of(sys.stderr), "text").rstrip("\n"))
+
+
+def lightning_callback(captures: str | Path | None = FOLDER) -> Any:
+    """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where bad steps go, None for nowhere."""
+    has_new_name = importlib.util.find_spec("lightning") is not None
+    base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
+
+    class AmpdbgCallback(base):  # type: ignore[misc]
+        """Watches ``fit``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._watched = Watched(captures)
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._watched.begin(pl_module, trainer.optimizers)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self._watched.end()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            self._watched.end(exception)
+
+    return AmpdbgCallback()
+
+
+def transformers_callback(captures: str | Path | None = FOLDER) -> Any:
+    """A callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as of :func:`lightning_callback`."""
+    base: Any = importlib.import_module("transformers").TrainerCallback
+
+    class AmpdbgCallback(base):  # type: ignore[misc]
+        """Watches ``train``."""
+
+        def __init__(self) -> None:
+            self._watched = Watched(captures)
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._watched.begin(given["model"], given["optimizer"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self._watched.end()
+
+    return AmpdbgCallback()

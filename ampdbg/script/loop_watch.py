@@ -1,0 +1,97 @@
+"""``ampdbg.watch``: any training loop, watched from within; with captures its bad steps are written and run again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ampdbg.observer import UNOBSERVED
+from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes import watch as steps
+from ampdbg.probes.watch import Watch
+from ampdbg.record.run import Record, ScriptRun, Step
+from ampdbg.script.captures import Captures, asked_from_code, start_of
+from ampdbg.script.launch import Script
+from ampdbg.script.session import TracedSteps
+
+MOST, LARGEST = 3, 4 * 2**30
+"""Captures of one loop, and the bytes of each."""
+
+
+class LoopWatch(Watch):
+    """A watch that captures steps that go wrong, and runs them again while the loop waits; made by :func:`watch`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        on_step: Callable[[Step], None] | None,
+        captures: Captures,
+    ) -> None:
+        super().__init__(model, optimizers, on_step)
+        self._captures = captures
+        self._investigated = TracedSteps(self, captures, UNOBSERVED)
+        self._asked = ExitStack()
+
+    def start(self) -> Watch:
+        """As of any watch; ``ampdbg.capture()`` asks it for a capture from now on."""
+        self.ended = self._investigated.step_ended
+        self._asked.enter_context(asked_from_code(self._captures.ask))
+        return super().start()
+
+    def stop(self) -> None:
+        """As of any watch."""
+        self._asked.close()
+        self._investigated.end()
+        self.ended = lambda is_bad: None
+        super().stop()
+
+    def record(self) -> Record:
+        """What was seen so far, the steps that were run again included; not yet diagnosed."""
+        start, written = self._captures.start, tuple(map(str, self._captures.written))
+        seen = super().record()
+        notes = (self._captures.why_not,) if self._captures.why_not else ()
+        return replace(
+            seen,
+            unseen=replace(seen.unseen, notes=(*seen.unseen.notes, *notes)),
+            script=ScriptRun(start.name, start.arguments, start.is_module, captures=written),
+            investigations=tuple(self._investigated.found),
+        )
+
+
+def watch(
+    model: torch.nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    on_step: Callable[[Step], None] | None = None,
+    *,
+    captures: str | Path | None = None,
+) -> Watch:
+    """Watches any training loop over these optimizers: its steps, and the order of its calls.
+
+    To be entered as a context manager, or between ``start()`` and ``stop()``. Several may watch at once, and end in any
+    order. A step ends with ``scaler.update()``. Where no enabled scaler has scaled the loss, it ends when every watched
+    optimizer has stepped, or when the next backward pass begins.
+
+    Args:
+        model: names the parameters; its parameters and buffers are checked on unhealthy steps.
+        optimizers: one or several; steps of others are left alone.
+        on_step: called with each Step as it ends. On a GPU this costs one sync a step.
+        captures: a folder. After a step that has gone wrong the next is taped; where it goes wrong too, it is written
+            there, and run again in FP32 and at lower loss scales while the loop waits. ``ampdbg replay`` starts the
+            program of this process again for it.
+
+    Raises:
+        TypeError: these are no model and no optimizers.
+    """
+    plain = steps.watch(model, optimizers, on_step)
+    if captures is None:
+        return plain
+    program = start_of(Script(sys.argv[0], tuple(sys.argv[1:])), emulate=is_emulating())
+    return LoopWatch(
+        model, tuple(plain.optimizers), on_step, Captures(Path(captures), program, most=MOST, largest=LARGEST)
+    )
