@@ -57,7 +57,6 @@ SCREENS: dict[str, Callable[[Look], str]] = {
     "cost_gpu": told(on_gpu()),
     "compare": compared,
     "explain": lambda look: as_text("forward-overflow", look),
-    "explain_all": lambda look: as_text(None, look),
     "doctor": lambda look: draw(doctor.page(Machine(CPU_TORCH)), look),
 }
 
