@@ -54,7 +54,7 @@ def lightning_callback(captures: str | Path | None = FOLDER) -> Any:
     has_new_name = importlib.util.find_spec("lightning") is not None
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
 
-    class AmpdbgCallback(base):  # type: ignore[misc]
+    class LightningWatch(base):  # type: ignore[misc]
         """Watches ``fit``."""
 
         def __init__(self) -> None:
@@ -70,14 +70,14 @@ def lightning_callback(captures: str | Path | None = FOLDER) -> Any:
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self._watched.end(exception)
 
-    return AmpdbgCallback()
+    return LightningWatch()
 
 
 def transformers_callback(captures: str | Path | None = FOLDER) -> Any:
     """A callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as of :func:`lightning_callback`."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 
-    class AmpdbgCallback(base):  # type: ignore[misc]
+    class TrainerWatch(base):  # type: ignore[misc]
         """Watches ``train``."""
 
         def __init__(self) -> None:
@@ -89,4 +89,4 @@ def transformers_callback(captures: str | Path | None = FOLDER) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             self._watched.end()
 
-    return AmpdbgCallback()
+    return TrainerWatch()
