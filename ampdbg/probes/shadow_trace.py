@@ -72,15 +72,18 @@ class ShadowTrace(PlacedOps):
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> tuple[bool, float]:
         """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
-        # What a gradient is multiplied by comes of the loss that it is of, and is no mask.
-        written = () if self.is_inner_backward else numbers
+        largest = max((magnitude.largest for magnitude in low), default=0.0)
+        # What a gradient is multiplied by comes of the loss that it is of, and is no mask; no more is a factor of
+        # values: a mask that is multiplied holds zeros and ones alone.
+        is_factor = traits.name.startswith("aten.mul") and largest not in (0.0, 1.0)
+        written = () if self.is_inner_backward or is_factor else numbers
         lost = (
             not given  # a constant that the user's code writes out, as are these tensors and numbers
             or traits.name.startswith("aten.lift")
             or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, written)))
             or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
         )
-        return lost, max((magnitude.largest for magnitude in low), default=0.0)
+        return lost, largest
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: tuple[bool, float], made: Sequence[torch.Tensor]

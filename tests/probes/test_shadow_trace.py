@@ -68,6 +68,11 @@ def test_a_constant_of_the_users_code_starts_no_overflow(code: Callable[[], obje
     assert "starts" not in {seen.overflow for seen in shadow_of(code)}
 
 
+def test_a_factor_beyond_fp16_starts_an_overflow_where_it_multiplies_values() -> None:
+    assert overflows(shadow_of(lambda: half(0.3, 2.0) * 1e5)) == [("mul", "starts")]
+    assert overflows(shadow_of(lambda: half(0.0, 1.0) * -1e9)) == [("mul", "carried")]
+
+
 def test_a_buffer_beyond_fp16_is_a_constant() -> None:
     model = nn.Module()
     model.register_buffer("masked_bias", torch.tensor(-1e9))
