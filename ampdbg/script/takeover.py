@@ -7,7 +7,7 @@ its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -25,7 +25,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.watch import Watch
-from ampdbg.quantities import counted
+from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
 from ampdbg.replay.replay import Manner, replay_step
@@ -36,6 +36,9 @@ from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, run_script
 from ampdbg.script.played_run import run_of
+
+AGAIN = 5
+"""So many replays tell how often a step fails."""
 
 MOST_STEPS = 50
 """A script that has not made the calls of the captured step in so many steps trains something else."""
@@ -65,8 +68,18 @@ class TakenOver:
 
     def diagnosed(self, made: Investigation, command: str) -> Record:
         """The record of the run up to the step, which was investigated here."""
+        notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         ended = replace(self.record, command=command, investigations=(made,), elapsed=self.run.elapsed)
-        return diagnose(ended)
+        return diagnose(replace(ended, unseen=Unseen(notes=notes)))
+
+    def _beside_the_run(self, made: Investigation) -> Iterator[str]:
+        """How the replays compare with the step as it was captured."""
+        head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
+        if made.tries == AGAIN and head.why != "end":
+            yield f"step {made.step} goes wrong in {made.reproduced} of {made.tries} replays"
+        if torch.device(head.device).type != self.run.device.type:
+            losses = f"its loss was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
 
 
 Use = Callable[["TakenOver | CaptureError"], None]
@@ -210,10 +223,6 @@ def _of_capture(capture: Capture) -> Record:
     steps = (*(one for one in before.steps if one.step < head.step), step)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return replace(before, created=now, steps=steps, script=script, interrupted=False, error="")
-
-
-AGAIN = 5
-"""So many replays tell how often a step fails."""
 
 
 def how_often(taken: TakenOver, made: Investigation) -> Investigation:

@@ -87,6 +87,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     assert found.source.text.startswith("similar = ")
     made = record.investigations[0]
     assert (made.step, made.reproduced, made.tries) == (301, 5, 5)
+    assert "step 301 goes wrong in 5 of 5 replays" in " ".join(result.stdout.split())
     # The captured gain, not the script's own of its first steps.
     value = found.evidence["value"]
     assert isinstance(value, float)
@@ -191,6 +192,21 @@ def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> No
 
 def test_without_ampdbg_run_nobody_captures(tmp_path: Path) -> None:
     assert alone(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
+
+
+def test_a_capture_of_a_gpu_is_replayed_under_the_emulation(made: Path, tmp_path: Path) -> None:
+    def on_a_gpu(head: dict[str, Any]) -> None:
+        head.update(device="cuda:0")
+        head["start"]["emulate"] = False
+        head["record"]["environment"]["device_name"] = "NVIDIA H100"
+
+    changed(on_a_gpu)(capture_of(made), tmp_path / "c.safetensors")
+    shutil.copy(made / "train.py", tmp_path / "train.py")
+    result, record = on(tmp_path, "replay", tmp_path / "c.safetensors")
+    assert (result.code, record.environment.emulated, record.findings[0].module) == (1, True, "attention")
+    notes = [note for note in record.unseen.notes if note.startswith("captured on NVIDIA H100, and replayed on cpu")]
+    assert len(notes) == 1
+    assert notes[0].endswith("its loss was NaN there, and is NaN here")
 
 
 # What a run does where a capture cannot be written
