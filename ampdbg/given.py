@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
 NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
 CAPTURE = ".safetensors"
-NO_CONFIG = "a watched loop has no config to run again; give a config, or a capture of the script"
+NO_CONFIG = "a watched loop has no config to run again; give a config"
 
 
 class Changes(TypedDict, total=False):

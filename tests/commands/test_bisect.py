@@ -138,7 +138,7 @@ def test_the_options_reach_the_search(here: Here, fake: Callable[[Record], Faked
 
 def test_from_python_no_file_is_written(here: Here, fake: Callable[[Record], Faked]) -> None:
     faked = fake(found())
-    assert ampdbg.bisect("config.yaml") is faked.record
+    assert replace(ampdbg.bisect("config.yaml"), listings=()) == replace(faked.record, listings=())
     assert not Path(".ampdbg").exists()
 
 

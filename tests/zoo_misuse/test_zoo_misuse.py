@@ -102,7 +102,16 @@ def test_a_healthy_loop_gives_no_finding(loop: Loop) -> None:
     assert len(record.steps) >= 3
 
 
+SEEN_IN_SOURCE_ALONE = {
+    "misuse-autocast-decorator",
+    "misuse-autocast-device",
+    "misuse-autocast-float32",
+    "misuse-unsaved-scaler",
+}
+"""They do nothing wrong in a step that could be watched: planted in tests/lint."""
+
+
 def test_every_code_is_planted_has_a_meaning_and_is_explained() -> None:
     every = {code for code in codes.CODES if code.startswith("misuse-")}
-    assert set(MARKS.values()) == every
+    assert every - set(MARKS.values()) == SEEN_IN_SOURCE_ALONE
     assert all(codes.CODES[code].message and codes.CODES[code].phase for code in every)

@@ -16,7 +16,7 @@ CASE = Case(
     step=0,
     phase="forward",
     follows=("scale-collapse",),
-    says=("FP32 either", "3e+30", "FP32's range"),
+    says=("FP32 either", "3e30", "FP32's range"),
     twin=("model.args.gain=3.0",),
 )
 

@@ -15,7 +15,7 @@ def says() -> str:
         torch.zeros(1, dtype=torch.float16)[torch.tensor([True])] = -1e9
     except RuntimeError as error:
         return str(error)
-    return "the code writes a constant of magnitude 1e+09"
+    return "the code writes a constant of magnitude 1e9"
 
 
 CASE = Case(
