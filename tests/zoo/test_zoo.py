@@ -104,8 +104,8 @@ def test_every_code_is_found_in_some_case_or_by_the_order_of_calls() -> None:
     found = {code for case in CASES.values() for code in (case.code, *case.follows)}
     missing = {code for code in CODES if not code.startswith("misuse-")} - found
     # It takes a second kernel or device to tell that one computes wrongly, and a loop that ampdbg merely watches to be
-    # one in which autocast does nothing (tests/probes/test_watch.py, tests/script). What grows is told of a script's run
-    # (tests/script/test_trend.py), and apex and old spellings of source code (tests/lint).
+    # one in which autocast does nothing (tests/probes/test_watch.py, tests/script). What grows is told of a script
+    # (tests/script/test_trend.py), apex and old spellings of source code (tests/lint).
     assert missing == {"hardware", "not-half", "limit-ahead", "apex-amp", "apex-class", "deprecated-amp"}
 
 
