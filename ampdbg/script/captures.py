@@ -162,9 +162,11 @@ class Captured:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
         except OSError as error:
-            raise CaptureError(f"{path}: cannot be written: {error.strerror or error}") from None
+            raise CaptureError(f"cannot be written: {error.strerror or error}: {path}") from None
+        except CaptureError:
+            raise
         except Exception as error:
-            raise CaptureError(f"{path}: cannot be written: {type(error).__name__}: {first_line(error)}") from error
+            raise CaptureError(f"cannot be written: {type(error).__name__}: {first_line(error)}: {path}") from error
 
     def _content(self) -> bytes:
         packing = Packing("value")
