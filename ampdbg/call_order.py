@@ -131,6 +131,10 @@ class CallOrder:
         """The update between two steps is missing."""
         return "misuse-no-update"
 
+    def code_of_step_again(self) -> str:
+        """An optimizer's own step on gradients that the scaler's step has used, or withheld."""
+        return "misuse-bare-step"
+
     def code_of_empty_update(self, call: Call) -> str:
         """An update that no gradient was checked for."""
         if self.bare:

@@ -114,6 +114,22 @@ def train_one_epoch(model, loader, optimizer, scaler, use_amp, clip):
         """
 import torch
 
+def train_one_epoch(model, loader, optimizer, scaler, use_amp):
+    for x in loader:
+        optimizer.zero_grad()
+        if use_amp:
+            with torch.autocast("cuda"):
+                loss = model(x)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            model(x).backward()
+        optimizer.step()  # <- misuse-bare-step
+""",
+        """
+import torch
+
 def train(model, loader, every):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cuda")
@@ -201,6 +217,22 @@ def train(critic, actor, loader):
         scaler.scale(actor(x)).backward()
         scaler.step(second)
         scaler.update()
+""",
+        # The second step is of another backward pass, as that of sharpness-aware training.
+        """
+import torch
+
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    for x in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
 """,
         # The scale is divided out by hand.
         _HEAD
