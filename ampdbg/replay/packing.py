@@ -58,10 +58,8 @@ class Packing:
 
     def of(self, value: Any, depth: int = 0) -> Any:
         """The value as JSON."""
-        if value is None or type(value) in (bool, str) or (type(value) is int and abs(value) < 2**63):
-            return value
-        if type(value) is float:
-            return value if math.isfinite(value) else {"float": str(value)}
+        if value is None or type(value) in (bool, str, int, float, bytes):
+            return _scalar(value)
         if isinstance(value, torch.dtype):
             return {"dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.Tensor):
@@ -103,6 +101,17 @@ class Packing:
             keys = {"keys": [self.of(name, depth + 1) for name in names]}
         inner = [self.of(part, depth + 1) for part in kind.inner(value)]
         return {"like": _type_name(value), **keys, "inner": inner}
+
+
+def _scalar(value: Any) -> Any:
+    """As JSON has it; what any reader of JSON may not take, in a form of its own."""
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, str) and not value.isprintable():
+        return {"text": value.encode("utf-8", "surrogatepass").hex()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return {"int": hex(value)} if isinstance(value, int) and abs(value) >= 2**63 else value
 
 
 def written_form(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,6 +227,9 @@ class Unpacking:
 
 _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
     "float": lambda unpacking, text, packed, live: float(text),
+    "int": lambda unpacking, text, packed, live: int(text, 16),
+    "bytes": lambda unpacking, text, packed, live: bytes.fromhex(text),
+    "text": lambda unpacking, text, packed, live: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     "dtype": Unpacking._dtype,
     "tensor": Unpacking._tensor,
     "array": Unpacking._array,
