@@ -1,6 +1,6 @@
-"""The screens of the commands that have no record of their own in golden/records, at 80 and 140 columns, in colour too.
+"""The screens of all commands that have one, at 80 and 140 columns, in colour too.
 
-Those of scan, ranges, bisect and suggest-fp32 are stories of real runs (test_pages.py).
+``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import pytest
 
 from ampdbg.commands.explain import as_text
 from ampdbg.diagnosis.comparison import Comparison
+from ampdbg.lint import engine
+from ampdbg.lint.settings import Settings
 from ampdbg.machine.facts import Machine
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record, ScriptRun
-from ampdbg.report import comparison, doctor
+from ampdbg.report import comparison, doctor, lint
 from ampdbg.report.formats.text import draw, write
 from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
@@ -26,6 +28,7 @@ from tests.report.runs import RECORDS
 from tests.report.test_cost import ON_CPU, on_gpu
 
 GOLDEN = Path(__file__).parent / "golden" / "screens"
+LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
 TO_COPY = r"  .*\bampdbg |Record: |All of it: |    "
 """Code and commands, which are never cut nor wrapped."""
 
@@ -45,6 +48,17 @@ def of_script() -> Record:
     return replace(made("scan_forward_overflow"), command="run", script=ScriptRun("train.py", ("--epochs", "3")))
 
 
+def replayed() -> Record:
+    capture = ".ampdbg/captures/20250102T030405Z-step-1.safetensors"
+    return replace(of_script(), command="replay", script=ScriptRun("train.py", ("--epochs", "3"), captures=(capture,)))
+
+
+def linted(look: Look) -> str:
+    found = engine.lint([str(LINTED)], Settings())
+    findings = tuple(replace(one, path="train.py") for one in found.findings)
+    return draw(lint.page(replace(found, findings=findings), "train.py", 0), look)
+
+
 def compared(look: Look) -> str:
     then, now = replace(made("ranges_overflow"), sites=(), findings=()), made("ranges_overflow")
     calm = replace(then, sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
@@ -52,6 +66,12 @@ def compared(look: Look) -> str:
 
 
 SCREENS: dict[str, Callable[[Look], str]] = {
+    "scan": told(made("scan_forward_overflow")),
+    "ranges": told(made("ranges_overflow")),
+    "bisect": told(made("bisect_example")),
+    "suggest-fp32": told(made("suggestion")),
+    "replay": told(replayed()),
+    "lint": linted,
     "run": told(of_script()),
     "cost": told(ON_CPU),
     "cost_gpu": told(on_gpu()),
