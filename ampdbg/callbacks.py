@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.commands.output import look_of, save, say, typed_as
+from ampdbg.record.file import CAPTURES
 from ampdbg.report.formats import written
 
 if TYPE_CHECKING:
     from ampdbg.probes.watch import Watch
-
-FOLDER = Path(".ampdbg", "captures")
 
 
 class Watched:
@@ -49,7 +48,7 @@ class Watched:
         say(written(record, typed_as("", saved.path), look_of(sys.stderr), "text").rstrip("\n"))
 
 
-def lightning_callback(captures: str | Path | None = FOLDER) -> Any:
+def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
     """A callback for ``lightning.Trainer(callbacks=[...])``; ``captures`` is where bad steps go, None for nowhere."""
     has_new_name = importlib.util.find_spec("lightning") is not None
     base: Any = importlib.import_module("lightning" if has_new_name else "pytorch_lightning").Callback
@@ -73,7 +72,7 @@ def lightning_callback(captures: str | Path | None = FOLDER) -> Any:
     return LightningWatch()
 
 
-def transformers_callback(captures: str | Path | None = FOLDER) -> Any:
+def transformers_callback(captures: str | Path | None = CAPTURES) -> Any:
     """A callback for ``transformers.Trainer(callbacks=[...])``; ``captures`` as of :func:`lightning_callback`."""
     base: Any = importlib.import_module("transformers").TrainerCallback
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from ampdbg.errors import ConfigError
-from ampdbg.record.file import read_record
+from ampdbg.record.file import CAPTURE_SUFFIX, CAPTURES, LARGEST_CAPTURE, MOST_CAPTURES, read_record
 from ampdbg.record.run import Record
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 EITHER = "give either a config or a module file: CONFIG, or --module FILE.py"
 NO_FOLDER = "a record's paths count from where it was made; run this there, or give the config itself"
-CAPTURE = ".safetensors"
 NO_CONFIG = "a watched loop has no config to run again; give a config"
 
 
@@ -42,9 +41,9 @@ class RunSettings:
     of records where none is given. One step of ``trend`` is sampled; 0 for none.
     """
 
-    folder: Path = Path(".ampdbg", "captures")
-    most: int = 3
-    largest: int = 4 * 2**30
+    folder: Path = CAPTURES
+    most: int = MOST_CAPTURES
+    largest: int = LARGEST_CAPTURE
     investigates: bool = True
     log: Path | None = None
     trend: int = 0
@@ -107,7 +106,7 @@ def read_given(
         raise ConfigError(_no_config(path))
     record = read_record(path) if path.suffix == ".json" else None
     captures = record.script.captures if record is not None and record.script is not None else ()
-    if path.suffix == CAPTURE or captures:
+    if path.suffix == CAPTURE_SUFFIX or captures:
         return _of_capture(_quoted(path), Path(captures[0]) if captures else path, script, changes)
     if script:
         raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")

@@ -49,7 +49,7 @@ def command(
     ] = RunSettings.most,
     max_capture_size: Annotated[
         str, typer.Option("--max-capture-size", metavar="SIZE", help="Write none that is larger, such as 800MB.")
-    ] = "4GiB",
+    ] = f"{RunSettings.largest // 2**30}GiB",
     investigate: Annotated[
         bool, typer.Option("--investigate/--no-investigate", help="Run a step that goes wrong again, or only write it.")
     ] = True,

@@ -29,6 +29,12 @@ FOLDER = Path(".ampdbg")
 LATEST = FOLDER / "latest.json"
 """Each run has a file in the folder, and the latest is there once more."""
 
+CAPTURES, CAPTURE_SUFFIX = FOLDER / "captures", ".safetensors"
+"""Where the captures of runs go, and how their names end."""
+
+MOST_CAPTURES, LARGEST_CAPTURE = 3, 4 * 2**30
+"""Of one run, and the bytes of each."""
+
 
 def to_json(record: Record) -> str:
     """The record as one strict JSON object, keys in the order of the fields."""

@@ -74,7 +74,7 @@ class Packing:
         return self._like(value, depth)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        if not _can_be_written(tensor):
+        if not can_be_written(tensor):
             return _named(tensor)
         if id(tensor) not in self._met:
             name = f"{self._prefix}.{len(self._met)}"
@@ -122,7 +122,8 @@ def written_form(tensor: torch.Tensor) -> torch.Tensor:
     return copied.contiguous()
 
 
-def _can_be_written(tensor: torch.Tensor) -> bool:
+def can_be_written(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of plain numbers in memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

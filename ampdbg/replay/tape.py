@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from ampdbg.probes.seams import Seam
+from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying, duplicate
@@ -287,6 +290,28 @@ class Tape(TorchFunctionMode):
                 found.add(number)
                 waiting += self._calls[number].reads
         return found
+
+
+@contextlib.contextmanager
+def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], None]) -> Iterator[None]:
+    """Notes what a loop does on a tape, and calls ``about_to_step`` while the weights are still those of the step.
+
+    It is called right before each step of an optimizer, and before a scaler's ``step``, with the scaler where that is
+    enabled: by then it may have found that it withholds the step.
+    """
+
+    def around(seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if seam == "step":
+            scaler, optimizer, *_ = args
+            about_to_step(optimizer, scaler if scaler.is_enabled() else None)
+        return tape.around(seam, original, *args, **kwargs)
+
+    with ExitStack() as stack:
+        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: about_to_step(optimizer, None))
+        stack.callback(hook.remove)
+        stack.enter_context(tape)
+        stack.enter_context(attached(around))
+        yield
 
 
 class _Taking:

@@ -8,13 +8,14 @@ one runs no code: the calls themselves are made again by the script, which is st
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from annotated_types import Interval
@@ -25,17 +26,17 @@ from ampdbg.quantities import dotted, shown
 from ampdbg.record.file import from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
+from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
 from ampdbg.replay.tape import PlayedStep, TapedCall
+from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 FORMAT, VERSION = "ampdbg.capture", 1
-
-SUFFIX = ".safetensors"
 
 
 class CaptureError(AmpdbgError):
@@ -78,8 +79,8 @@ class Head:
     step: Count
     scale: Annotated[float, Interval(gt=0, le=2.0**127)]
     loss: float
-    why: Literal["loss", "gradients", "end"]
-    half: Literal["float16", "bfloat16"] | None
+    why: Why
+    half: Half | None
     device: str
     start: Start
     calls: tuple[CapturedCall, ...]
@@ -126,11 +127,6 @@ def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
 
 
 # To read one
-
-
-def is_capture(path: Path) -> bool:
-    """Whether the name says so."""
-    return path.suffix == SUFFIX
 
 
 def read_head(path: Path) -> Head:
@@ -197,7 +193,7 @@ class Capture:
             )
         self._opened = safe_open(path, framework="pt")
 
-    @property
+    @functools.cached_property
     def record(self) -> Record:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -17,17 +18,17 @@ from safetensors.torch import save
 from ampdbg.errors import first_line
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
-from ampdbg.quantities import byte_size
-from ampdbg.record.file import to_json
+from ampdbg.quantities import byte_size, counted
+from ampdbg.record.file import CAPTURE_SUFFIX, to_json
 from ampdbg.record.run import Record
 from ampdbg.replay.copies import Left
-from ampdbg.replay.packing import Packing, packed_random_state, written_form
+from ampdbg.replay.investigation import Why
+from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
 from ampdbg.replay.tape import PlayedStep
 from ampdbg.script.capture import (
     FORMAT,
-    SUFFIX,
     CapturedCall,
     CaptureError,
     Head,
@@ -38,11 +39,10 @@ from ampdbg.script.capture import (
     reads_of,
 )
 from ampdbg.script.launch import Script
+from ampdbg.script.played_run import Half
 
 LARGEST_HEADER = 100_000_000
 """Bytes: safetensors reads no larger one."""
-
-FOLDER = Path(".ampdbg") / "captures"
 
 ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
 """What of the environment changes numbers: it is told of, and never set."""
@@ -63,7 +63,7 @@ class Captures:
         self.why_not = ""
         """Why one was not written."""
         self.is_wanted = False
-        """Whether the next step that can be captured is to be, whatever it does."""
+        """Whether the next whole step is to be captured, whatever it does."""
         self.start = start
         self._folder = Path(os.path.abspath(folder))
         self._most = most
@@ -78,20 +78,27 @@ class Captures:
         """The next whole step is to be captured."""
         self.is_wanted = True
 
+    def take_request(self) -> bool:
+        """Whether the step that begins is the one that was asked for; a later one has to be asked for again."""
+        is_wanted, self.is_wanted = self.is_wanted, False
+        return is_wanted
+
     def cannot(self, step: int, why: str) -> None:
         """Notes that a step could not be captured."""
-        self.is_wanted = False
         self.why_not = self.why_not or f"step {step} was not captured: {why}"
 
     def add(self, captured: Captured) -> None:
         """Writes one; where that cannot be, ``why_not`` says why, and the script goes on."""
-        path = self._folder / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}{SUFFIX}"
+        if self.is_full:
+            allowed = f"{counted(self._most, 'capture')} a run"
+            self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
+            return
+        path = self._folder / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}{CAPTURE_SUFFIX}"
         try:
             captured.write(path, self._largest)
             self.written.append(path)
-            self.is_wanted = False
         except CaptureError as error:
-            self.why_not = self.why_not or f"step {captured.step} was not captured: {error}"
+            self.cannot(captured.step, str(error))
 
 
 _asked: list[Callable[[], None]] = []
@@ -135,18 +142,22 @@ class Captured:
     step: int
     scale: float
     loss: float
-    why: Literal["loss", "gradients", "end"]
-    half: Literal["float16", "bfloat16"] | None
+    why: Why
+    half: Half | None
     record: Record
     start: Start
 
     @property
     def size(self) -> int:
         """About how many bytes a file of it takes."""
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
-        parts = (list(self.model.parameters()), dict(self.state.buffers), states, self.played.given)
+        parts = (list(self.model.parameters()), dict(self.state.buffers), self._states, self.played.given)
         tensors = {id(tensor): tensor for part in parts for _, tensor in leaves_of(part)}
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    @functools.cached_property
+    def _states(self) -> Sequence[Any]:
+        """Those of the optimizers; a sharded one gathers them."""
+        return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def write(self, path: Path, largest: int) -> None:
         """Writes it whole, or not at all.
@@ -172,7 +183,9 @@ class Captured:
         packing = Packing("value")
         head = self._head(packing)
         tensors = {f"weight.{name}": written_form(one) for name, one in self.model.named_parameters()}
-        tensors |= {f"buffer.{name}": written_form(one) for name, one in self.state.buffers.items() if _is_plain(one)}
+        tensors |= {
+            f"buffer.{name}": written_form(one) for name, one in self.state.buffers.items() if can_be_written(one)
+        }
         text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
         if len(text) > LARGEST_HEADER:
             raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
@@ -200,7 +213,7 @@ class Captured:
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=dict(_packed_attributes(self.state, packing)),
-            optimizers=tuple(packing.of(optimizer.state_dict()) for optimizer in self.optimizers),
+            optimizers=tuple(map(packing.of, self._states)),
             scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
             record=json.loads(to_json(self.record)),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -217,8 +230,7 @@ def _captured_call(
 ) -> CapturedCall:
     call = played.calls[number]
     given = next(part[number] for part in played.given if number in part)
-    place = next((place for place, known in enumerate(states) if _is_same(known, call.random_state)), len(states))
-    if place == len(states):
+    if not states or not _is_same(states[-1], call.random_state):  # between two draws all calls have one state
         states.append(call.random_state)
     return CapturedCall(
         name=name_of(call, paths),
@@ -227,7 +239,7 @@ def _captured_call(
         lowers=call.lowers,
         has_gradients=call.has_gradients,
         writes=call.writes,
-        random_state=place,
+        random_state=len(states) - 1,
     )
 
 
@@ -259,7 +271,3 @@ def _is_live(packed: Any) -> bool:
     if isinstance(packed, dict):
         return "live" in packed or "like" in packed or any(map(_is_live, packed.values()))
     return isinstance(packed, list) and any(map(_is_live, packed))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

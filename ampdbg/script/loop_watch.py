@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,13 +13,11 @@ from ampdbg.observer import UNOBSERVED
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes import watch as steps
 from ampdbg.probes.watch import Watch
-from ampdbg.record.run import Record, ScriptRun, Step
+from ampdbg.record.file import LARGEST_CAPTURE, MOST_CAPTURES
+from ampdbg.record.run import Record, Step
 from ampdbg.script.captures import Captures, asked_from_code, start_of
 from ampdbg.script.launch import Script
-from ampdbg.script.session import TracedSteps
-
-MOST, LARGEST = 3, 4 * 2**30
-"""Captures of one loop, and the bytes of each."""
+from ampdbg.script.traced_steps import TracedSteps
 
 
 class LoopWatch(Watch):
@@ -53,15 +50,7 @@ class LoopWatch(Watch):
 
     def record(self) -> Record:
         """What was seen so far, the steps that were run again included; not yet diagnosed."""
-        start, written = self._captures.start, tuple(map(str, self._captures.written))
-        seen = super().record()
-        notes = (self._captures.why_not,) if self._captures.why_not else ()
-        return replace(
-            seen,
-            unseen=replace(seen.unseen, notes=(*seen.unseen.notes, *notes)),
-            script=ScriptRun(start.name, start.arguments, start.is_module, captures=written),
-            investigations=tuple(self._investigated.found),
-        )
+        return self._investigated.seen(super().record())
 
 
 def watch(
@@ -92,6 +81,5 @@ def watch(
     if captures is None:
         return plain
     program = start_of(Script(sys.argv[0], tuple(sys.argv[1:])), emulate=is_emulating())
-    return LoopWatch(
-        model, tuple(plain.optimizers), on_step, Captures(Path(captures), program, most=MOST, largest=LARGEST)
-    )
+    kept = Captures(Path(captures), program, most=MOST_CAPTURES, largest=LARGEST_CAPTURE)
+    return LoopWatch(model, tuple(plain.optimizers), on_step, kept)

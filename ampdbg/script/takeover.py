@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.diagnose import diagnose
@@ -23,7 +21,6 @@ from ampdbg.errors import first_line
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.module_calls import run_eagerly
-from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
@@ -31,7 +28,7 @@ from ampdbg.replay.investigation import investigate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
-from ampdbg.replay.tape import PlayedStep, Tape
+from ampdbg.replay.tape import PlayedStep, Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, run_script
@@ -126,7 +123,6 @@ class _Taking:
         self.is_used = False
         self._capture = capture
         self._use = use
-        self._tape: Tape | None = None
         self._steps = 0
         self._last = "it made no step"
         self._entered = ExitStack()
@@ -153,23 +149,12 @@ class _Taking:
         if self.is_used or self._steps > MOST_STEPS:
             return
         model = self.watcher.models.together()
-        self._tape = Tape(model, next(model.parameters()).device.type)
+        tape = Tape(model, next(model.parameters()).device.type)
         self._entered.enter_context(run_eagerly())
-        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._about_to_step())
-        self._entered.callback(hook.remove)
-        self._entered.enter_context(self._tape)
-        self._entered.enter_context(attached(self._around))
+        self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
 
-    def _around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._tape is None:
-            return original(*args, **kwargs)
-        if seam == "step":
-            self._about_to_step()
-        return self._tape.around(seam, original, *args, **kwargs)
-
-    def _about_to_step(self) -> None:
-        tape = self._tape
-        if self.is_used or tape is None or self.watcher.is_paused or not tape.is_of_this_thread:
+    def _about_to_step(self, tape: Tape) -> None:
+        if self.is_used or self.watcher.is_paused or not tape.is_of_this_thread:
             return
         played, model = tape.played(), self.watcher.models.together()
         self._last = tape.why_not if played is None else self._capture.why_not(played, model)

@@ -190,6 +190,24 @@ def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> No
     assert again.investigations[0].reproduced == 0
 
 
+REFUSED = {"--max-capture-size=1kB": "it would be", "--max-captures=0": "at most 0 captures a run"}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_a_request_that_cannot_be_met_slows_one_step_and_no_more(tmp_path: Path, option: str) -> None:
+    text = scripts.PLAIN.replace(
+        "        optimizer.zero_grad()", "        print('modes', torch._C._len_torch_dispatch_stack())"
+    )
+    text = text.replace("for _ in range(steps):", "for step in range(steps):\n        net.zero_grad()")
+    text = text.replace("            loss = F", f"            if step == 1: {ASKS['code']}\n            loss = F")
+    result, record = run(tmp_path, text, "1", "6", options=("--emulate", option))
+    depths = [line for line in result.stdout.splitlines() if line.startswith("modes")]
+    assert [depth != depths[0] for depth in depths] == [False, False, True, False, False, False]
+    (note,) = (note for note in record.unseen.notes if "captured" in note)
+    assert note.startswith("step 2 was not captured: ")
+    assert REFUSED[option] in note
+
+
 def test_without_ampdbg_run_nobody_captures(tmp_path: Path) -> None:
     assert alone(tmp_path, "-c", "import ampdbg; print(ampdbg.capture())") == "False\n"
 

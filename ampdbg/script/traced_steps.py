@@ -1,0 +1,291 @@
+"""Steps of a loop that is not ours: after a bad one the next is taped, captured, and run again where it is bad."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TextIO, get_args
+
+import torch
+
+from ampdbg.errors import first_line
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.probes.op_trace import placed
+from ampdbg.probes.step_trace import StepTrace
+from ampdbg.probes.tensors import nonfinite
+from ampdbg.probes.watch import Watch
+from ampdbg.record.log import kept
+from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
+from ampdbg.replay.comparison import producers_in_place
+from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.tape import PlayedStep, Tape, taping
+from ampdbg.script.captures import Captured, Captures
+from ampdbg.script.played_run import Half, run_of
+
+MOST_TRACED = 6
+"""So many steps are traced at most, each of which takes several times as long as it would."""
+
+REST = 10
+"""So many healthy steps allow one more: the scale that collapses in the night has settled before."""
+
+WAITS, SHARE = 60.0, 0.05
+"""Seconds that a script may wait for steps that are run again, and the share of its time beyond them."""
+
+LONGEST_GAP = 32
+"""A bad step that comes so many steps after the last one has nothing to do with it."""
+
+MOST_FOUND = 2
+"""So many traced steps that went wrong are enough of each row of bad ones."""
+
+
+class TracedSteps:
+    """Traces the next step when one has gone wrong, keeps what is found in it, and captures it.
+
+    Args:
+        watcher: of the loop.
+        captures: where captures go.
+        observer: told before a step is run again.
+        investigates: a step that goes wrong is run again at once.
+    """
+
+    def __init__(self, watcher: Watch, captures: Captures, observer: Observer, *, investigates: bool = True) -> None:
+        self.found: list[Investigation] = []
+        self.captures = captures
+        self._watcher = watcher
+        self._observer = observer
+        self._investigates = investigates
+        self._left = MOST_TRACED
+        self._in_a_row, self._healthy = 0, 0
+        self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
+        self._traced: TracedStep | None = None
+        self._started, self._waited = time.monotonic(), 0.0
+
+    def step_ended(self, is_bad: bool) -> None:
+        """To be called when a step has ended."""
+        traced = self._traced
+        if traced is not None and (is_bad or not self._is_early):
+            self.end()
+            self._waited += traced.waited
+            step = self._watcher.log.latest()
+            if step.found_inf or not math.isfinite(step.loss):
+                self._in_a_row += 1
+                self.found[:] = kept([*self.found, traced.investigation(step)])
+        if not is_bad:
+            self._in_a_row, self._healthy = 0, self._healthy + 1
+            self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
+        self._since_bad += 1
+        if is_bad:
+            # Of several optimizers one may fail at each of its turns: the next is as far away as the last was. A step
+            # of another may end only when this one's forward pass is over: tracing begins a step early.
+            gap, self._since_bad = self._since_bad, 0
+            self._due = gap if gap <= LONGEST_GAP else 1
+            self._is_early = self._due > 1
+            self._due -= self._is_early
+        elif self._traced is not None:
+            self._is_early = False
+        self._due -= 1
+        is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
+        if is_due or (self.captures.is_wanted and self._traced is None):
+            self._begin()
+
+    def seen(self, record: Record, exit_code: int = 0) -> Record:
+        """A record of the loop with what was traced and captured in it."""
+        start, captures = self.captures.start, self.captures
+        notes = (captures.why_not,) if captures.why_not else ()
+        written = tuple(map(str, captures.written))
+        return replace(
+            record,
+            unseen=replace(record.unseen, notes=(*record.unseen.notes, *notes)),
+            script=ScriptRun(start.name, start.arguments, start.is_module, exit_code, written),
+            investigations=tuple(self.found),
+        )
+
+    def end(self) -> None:
+        """Leaves torch and the models as they were."""
+        traced, self._traced = self._traced, None
+        if traced is not None:
+            traced.end()
+
+    def _begin(self) -> None:
+        # A mode of the script's own that is entered now would be left before ours: torch pops them in order.
+        if torch._C._len_torch_dispatch_stack():
+            return
+        is_wanted = self.captures.take_request()
+        self._left -= not is_wanted
+        may_wait = self._investigates and self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
+        self._traced = TracedStep(self._watcher, self.captures, self._observer, may_wait=may_wait, is_wanted=is_wanted)
+        self._traced.begin()
+
+
+# One step, traced and taped: where it goes wrong it is run again, as the step of a config would be
+
+
+class TracedStep:
+    """The next step of a watched loop: traced while it trains, and taped.
+
+    Right before an optimizer would step on a loss or gradients that are not finite, the step is run again and
+    investigated, while the script waits. What cannot be run again is told of by the trace.
+
+    Args:
+        watcher: of the loop; it is paused while the step is run again.
+        captures: where the step goes before that.
+        observer: told before the step is run again, once.
+        may_wait: whether it may be run again.
+        is_wanted: it is to be captured, whatever it does.
+    """
+
+    def __init__(
+        self, watcher: Watch, captures: Captures, observer: Observer, *, may_wait: bool, is_wanted: bool
+    ) -> None:
+        self.waited = 0.0
+        """Seconds that the script has waited."""
+        self._may_wait = may_wait
+        self._is_wanted = is_wanted
+        self._watcher = watcher
+        self._captures = captures
+        self._observer = observer
+        self._model = watcher.models.together()
+        parameters = list(self._model.parameters())
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._tape = Tape(self._model, self._device.type)
+        self._made: Investigation | None = None
+        self._entered = ExitStack()
+
+    def begin(self) -> None:
+        """Traces from now on."""
+        self._trace = self._entered.enter_context(placed(self._model, StepTrace))
+        self._entered.enter_context(taping(self._tape, self._about_to_step))
+
+    def end(self) -> None:
+        """Leaves torch and the models as they were."""
+        self._entered.close()
+
+    def investigation(self, step: Step) -> Investigation:
+        """What was found in the step, which has ended and was not healthy."""
+        return replace(self._made or _as_it_trained(step, self._trace), step=step.step, loss=step.loss)
+
+    def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """The last moment with the weights of the step."""
+        if self._watcher.is_paused or self._made is not None or not self._tape.is_of_this_thread:
+            return
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
+        is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
+        is_captured = self._is_wanted or (is_bad and not self._captures.is_full)
+        is_run = is_bad and self._may_wait and _half_in(self._trace) is not None
+        if (is_captured or is_run) and not _is_one_of_several():
+            self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
+        self._tape.stepped_on()
+
+    def _taken(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> None:
+        """Captures the step, and runs it again; the script waits meanwhile."""
+        played = self._tape.played()
+        if played is None:
+            self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
+            return
+        self.end()
+        began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
+        loss_scale = 1.0 if scale is None else float(scale)
+        if is_captured:
+            self._capture(played, scaler, loss_scale, is_bad=is_bad)
+        if is_run:
+            self._made = self._investigated(played, loss_scale)
+        self.waited = time.monotonic() - began
+
+    def _capture(self, played: PlayedStep, scaler: torch.amp.GradScaler | None, scale: float, *, is_bad: bool) -> None:
+        step = self._watcher.log.closed()
+        try:
+            with self._watcher.paused(), torch.no_grad():
+                captured = Captured(
+                    played=played,
+                    model=self._model,
+                    state=self._tape.state,
+                    optimizers=tuple(self._watcher.optimizers),
+                    scaler=scaler,
+                    step=step,
+                    scale=scale,
+                    loss=self._tape.loss,
+                    why=_why(self._tape.loss) if is_bad else "end",
+                    half=_half_in(self._trace),
+                    record=self._watcher.record(),
+                    start=self._captures.start,
+                )
+                self._captures.add(captured)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, the script goes on
+            self._captures.cannot(step, f"{type(error).__name__}: {first_line(error)}")
+
+    def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
+        """What replays of the step show; None where it does not go wrong again."""
+        run = run_of(played, self._model, tuple(self._watcher.optimizers), self._device, _half_in(self._trace))
+        snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
+        why, made = _why(self._tape.loss), None
+        self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
+        # Whatever it raises, such as that there is no memory for it, the script goes on.
+        with contextlib.suppress(Exception), self._watcher.paused(), _hushed(), torch.enable_grad():
+            made = investigate(run, snapshot, why, scale, before=self._watcher.steps, observer=UNOBSERVED)
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+        is_told = made is not None and made.reproduced and not any(replay.error for replay in made.replays[:2])
+        return made if is_told else None
+
+
+def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
+    replay = Replay(
+        dtype=_half_in(trace) or "float32",
+        scale=step.scale,
+        loss=step.loss,
+        grad_norm=step.grad_norm if step.grad_norm is not None else 0.0,
+        gradients=tuple(one.name for group in step.groups for one in group.parameters),
+    )
+    return Investigation(step.step, _why(step.loss), (producers_in_place(replay, trace),), loss=step.loss)
+
+
+def _why(loss: float) -> Why:
+    """What calls for the investigation of a step that is not finite."""
+    return "gradients" if math.isfinite(loss) else "loss"
+
+
+def _half_in(trace: StepTrace) -> Half | None:
+    """The half dtype that the ops of a step make; None where they make none."""
+    dtypes = {seen.output.dtype for seen in trace.ops}
+    return next((half for half in get_args(Half) if half in dtypes), None)
+
+
+def _is_one_of_several() -> bool:
+    """Whether other processes train with this one, and would have to run the step again too."""
+    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_used and torch.distributed.get_world_size() > 1
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+        yield
+
+
+class _Hushed(io.TextIOBase):
+    """A stream that writes what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Writes it, unless it is this thread's."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
