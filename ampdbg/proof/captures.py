@@ -19,12 +19,12 @@ from typing import IO, Any, Literal
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.errors import AmpdbgError, first_line
-from ampdbg.files import temporary_folder
+from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
 from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.proof.jobs import CapturedStep
-from ampdbg.proof.processes import PATHS
+from ampdbg.proof.processes import end_group, own_stdout, started
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.replay import shadow_step
@@ -66,11 +66,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
     with temporary_folder() as folder:
         task, result = folder / "task", folder / "result"
         task.write_bytes(pickle.dumps(replace(job, path=job.path.absolute())))
-        command = [sys.executable, "-c", PATHS + RUN, str(task), str(result), os.pathsep.join(sys.path)]
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, encoding="utf-8", start_new_session=True
-        )
-        with child:
+        with started(RUN, [str(task), str(result)]) as child:
             try:
                 assert child.stdout is not None
                 _hand_on(child.stdout, observer)
@@ -80,8 +76,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
                 if not result.exists():
                     raise
             finally:
-                with contextlib.suppress(OSError, AttributeError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                end_group(child.pid)
         if not result.exists():
             how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
             raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")
@@ -127,14 +122,11 @@ class _Told(Observer):
 def main() -> None:
     """Takes a job and the path of the result from the command line; writes what an observer sees to stdout."""
     task, result = map(Path, sys.argv[1:3])
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the script prints goes to stderr
+    events = own_stdout()
     job: CaptureJob = pickle.loads(task.read_bytes())
 
     def end(outcome: Suggestion | AmpdbgError) -> None:
-        whole = result.with_suffix(".part")
-        whole.write_bytes(pickle.dumps(outcome))
-        os.replace(whole, result)
+        replace_file(result, pickle.dumps(outcome))
         sys.stderr.flush()
         os._exit(0)
 

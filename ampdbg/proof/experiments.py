@@ -20,11 +20,13 @@ from ampdbg.config.schema import Config, LossScale
 from ampdbg.costs.step import use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
+from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.jobs import CapturedStep, Job, Seen, StepUse, Trained, Tried, overlaid, pinned_by, prepared_with
+from ampdbg.proof.processes import own_stdout
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
@@ -43,16 +45,13 @@ from ampdbg.workload.losses import call_model
 def main() -> None:
     """Takes a task and the path of the result from the command line; writes a line to stdout for each stage."""
     task, result = map(Path, sys.argv[1:3])
-    stages = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the user's code prints goes to stderr
+    stages = own_stdout()
     # The user's code is to find the command line that it has found before.
     job, steps, threads, sys.argv = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
 
     def deliver(seen: Seen) -> None:
-        whole = result.with_suffix(".part")
-        whole.write_bytes(pickle.dumps(seen))
-        os.replace(whole, result)
+        replace_file(result, pickle.dumps(seen))
 
     if job.captured is None:
         deliver(perform(job, steps, _StagesTo(stages)))

@@ -107,21 +107,24 @@ def _last_line(output: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-@contextlib.contextmanager
-def spawned(
-    folder: Path, program: str, arguments: list[str], errors: IO[bytes] | int, **how: Any
-) -> Iterator[tuple[IO[str], Wait]]:
-    """A process that begins with nothing imported."""
-    child = subprocess.Popen(
+def started(program: str, arguments: list[str], **how: Any) -> subprocess.Popen[str]:
+    """A process that begins with nothing imported and leads a group of its own; its stdout is to be read here."""
+    return subprocess.Popen(
         [sys.executable, "-c", PATHS + program, *arguments, os.pathsep.join(sys.path)],
-        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=errors,
         encoding="utf-8",
         start_new_session=True,
         **how,
     )
+
+
+@contextlib.contextmanager
+def spawned(
+    folder: Path, program: str, arguments: list[str], errors: IO[bytes] | int, **how: Any
+) -> Iterator[tuple[IO[str], Wait]]:
+    """A process that begins with nothing imported, and ends here with all that it has started."""
+    child = started(program, arguments, cwd=folder, stderr=errors, **how)
 
     def wait() -> int:
         try:
@@ -135,16 +138,23 @@ def spawned(
             yield child.stdout, wait
         finally:
             if child.poll() is None:
-                _kill(child.pid)
+                end_group(child.pid)
 
 
-def _kill(pid: int) -> None:
+def end_group(pid: int) -> None:
     """Ends a process and, where there are groups, all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses for one that has ended
         if sys.platform == "win32":
             os.kill(pid, signal.SIGTERM)
         else:
             os.killpg(pid, signal.SIGKILL)
+
+
+def own_stdout() -> IO[str]:
+    """What the process that has started this one reads; whatever else is printed goes to stderr from now on."""
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stdout
 
 
 # Processes that are forked: the side of the proof
@@ -185,7 +195,7 @@ def _forked(
         try:
             yield stages, wait
         finally:
-            _kill(pid)
+            end_group(pid)
 
 
 def _number(status: IO[bytes]) -> int:
@@ -214,7 +224,7 @@ def serve() -> None:
             for file in files:
                 os.close(file)
     for pid in groups:
-        _kill(pid)
+        end_group(pid)
 
 
 def _guard(message: bytes, stages: int, errors: int, status: int) -> NoReturn:
