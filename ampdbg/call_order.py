@@ -62,7 +62,7 @@ class GradientState:
     ``mixed`` says that gradients of another scale were added since. ``half`` is an unscaled backward pass
     through FP16. ``kept`` says that the gradients of a skipped step are still there, ``stale`` is the
     backward pass that added to them. ``by_hand`` says that the loop has asked for the scale, and may have
-    divided by it.
+    divided by it. ``used`` says that the scaler's step has used or withheld them, and that they are still there.
     """
 
     scaled: Call | None = None
@@ -74,6 +74,7 @@ class GradientState:
     kept: bool = False
     stale: Call | None = None
     by_hand: bool = False
+    used: bool = False
 
 
 @dataclass
@@ -131,10 +132,6 @@ class CallOrder:
         """The update between two steps is missing."""
         return "misuse-no-update"
 
-    def code_of_step_again(self) -> str:
-        """An optimizer's own step on gradients that the scaler's step has used, or withheld."""
-        return "misuse-bare-step"
-
     def code_of_empty_update(self, call: Call) -> str:
         """An update that no gradient was checked for."""
         if self.bare:
@@ -159,6 +156,7 @@ def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
 
 
 def _written(held: GradientState, call: Call) -> Iterator[Hit]:
+    held.used = False
     if held.kept:
         held.stale = call
     if not call.actor:
@@ -200,7 +198,7 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
         yield from _scale_has_changed(held)
         if call.skipped and held.stale is not None:
             yield Hit("misuse-stale-gradients", held.stale)
-        order.gradients[index] = GradientState(kept=call.skipped)
+        order.gradients[index] = GradientState(kept=call.skipped, used=True)
         _count_step(order.progress[index], call.skipped)
 
 
@@ -214,7 +212,7 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         order.clear(index)
     for index in call.optimizers:
         held = order.gradients[index]
-        if order.carries_scale(index) or (held.unscaled is not None and call.skipped):
+        if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):
             order.bare = True
             yield Hit("misuse-bare-step", call)
         elif held.half is not None:

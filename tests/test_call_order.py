@@ -45,6 +45,8 @@ RIGHT: dict[str, tuple[Call, ...]] = {
     "a penalty that no loss uses": (PENALTY, UPDATE, FRESH),
     "a scheduler after a step": (FRESH, STEP, UPDATE, MOVE),
     "a scheduler once in three steps": (FRESH, STEP, FRESH, STEP, FRESH, SKIP, MOVE),
+    "other gradients behind the scaler's step": (FRESH, STEP, UPDATE, UNSCALED, BARE),
+    "a step behind the scaler's, without gradients": (FRESH, STEP, Call("bare step", optimizers=(0,), rewritten=(0,))),
     "stale gradients that do no harm": (FRESH, SKIP, UPDATE, SCALED, STEP),
     "what torch says that nobody knows": (refused("step", "out of memory"),),
 }
@@ -53,6 +55,8 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "clip": ((FRESH, CLIP), Hit("misuse-clip-scaled", CLIP)),
     "clip in the second micro-batch": ((FRESH, SCALED, CLIP), Hit("misuse-clip-scaled", CLIP)),
     "bare": ((FRESH, BARE), Hit("misuse-bare-step", BARE)),
+    "bare behind the scaler's": ((FRESH, STEP, UPDATE, BARE), Hit("misuse-bare-step", BARE)),
+    "bare behind a step that was withheld": ((FRESH, SKIP, BARE, UPDATE), Hit("misuse-bare-step", BARE)),
     "unscale between": ((FRESH, UNSCALE, SCALED), Hit("misuse-accumulate", UNSCALE)),
     "unscale and update between": ((FRESH, UNSCALE, UPDATE, SCALED), Hit("misuse-accumulate", UNSCALE)),
     "update between": ((FRESH, UPDATE, SCALED, STEP), Hit("misuse-accumulate", UPDATE)),

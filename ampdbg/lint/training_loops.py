@@ -10,7 +10,8 @@ from functools import cached_property
 
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
-from ampdbg.lint.document import FUNCTIONS, LOOPS, Document, argument, constant, method
+from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
+from ampdbg.lint.expressions import argument, constant, method
 from ampdbg.lint.facts import Facts
 
 STEPS = ("step", "bare step")
@@ -111,13 +112,11 @@ class TrainingLoop:
             order.add_optimizer()
         found: list[LoopHit] = []
         cleared: set[int] = set()
-        used: set[int] = set()
         for number, call in enumerate(calls):
             about = tuple(places[text] for text in call.about if text in places)
             if call.kind is None:
                 gone = set(about if call.clears and call.about else places.values())
                 cleared |= gone
-                used -= gone
                 for one in gone:
                     order.clear(one)
                 continue
@@ -127,11 +126,6 @@ class TrainingLoop:
             cleared -= set(rewritten)
             line = ("", number, "")
             made = Call(call.kind, 0, about, line, scalers.get(call.scaler, 0) if call.scaler else 0, rewritten)
-            used = (
-                (used | set(about)) if call.kind == "step" else used - set(about) if call.kind == "backward" else used
-            )
-            if call.kind == "bare step" and used & set(about):
-                found.append(LoopHit(order.code_of_step_again(), call))
             if call.kind == "unscale" and about and all(order.gradients[one].unscaled for one in about):
                 found.append(LoopHit(order.code_of_second_unscale(made), call))
             found += [LoopHit(hit.code, calls[hit.call.line[1]]) for hit in order.hits(made) if hit.call.line]
