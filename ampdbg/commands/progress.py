@@ -167,7 +167,7 @@ def _searching(modules: tuple[str, ...]) -> str:
 
 
 def _trial_line(number: int, trial: Trial) -> str:
-    from ampdbg.report.bisection import pins_text, result_text  # `ampdbg --help` need not wait for the pages
+    from ampdbg.report.trials import pins_text, result_text  # `ampdbg --help` need not wait for the pages
 
     stage = f"{trial.stage}: " if trial.stage else ""
     return printable(f"trial {number}: {stage}{pins_text(trial.pins)} in FP32: {result_text(trial)}")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ampdbg.lint.apex_classes import REWRITES, public_name
-from ampdbg.lint.document import FUNCTIONS, Document, argument, constant, method, takes_stars
+from ampdbg.lint.document import FUNCTIONS, Document
 from ampdbg.lint.edits import above, below, indented, is_movable, removed, replaced, usual_indent
+from ampdbg.lint.expressions import argument, constant, method, takes_stars
 from ampdbg.lint.rule import Edit, Fix
 
 AMP = "apex.amp."

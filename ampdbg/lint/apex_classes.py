@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping, Sequence
 
-from ampdbg.lint.document import Document, argument, constant, takes_stars
+from ampdbg.lint.document import Document
 from ampdbg.lint.edits import replaced
+from ampdbg.lint.expressions import argument, constant, takes_stars
 from ampdbg.lint.rule import Edit
 
 Rewrite = Callable[[Document, ast.expr], "list[Edit] | None"]

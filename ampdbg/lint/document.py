@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+from ampdbg.lint.expressions import alternatives, is_none
 from ampdbg.syntax_tree import syntax_tree
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -365,17 +366,6 @@ def _assigns(statement: ast.stmt, name: str) -> bool:
     return any(node.id == name for node in stored)
 
 
-def alternatives(value: ast.AST) -> Iterator[ast.AST]:
-    """What an expression may give: both sides of a conditional one, and of an ``or``."""
-    if isinstance(value, ast.IfExp):
-        yield from (*alternatives(value.body), *alternatives(value.orelse))
-    elif isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
-        for one in value.values:
-            yield from alternatives(one)
-    else:
-        yield value
-
-
 def canonical(origin: str) -> str:
     """The public name of what torch keeps in a module of its own."""
     return HOMES.sub("", origin)
@@ -386,62 +376,3 @@ def _same(found: set[str]) -> str:
     known = {one for one in found if one}
     last = {one.rpartition(".")[2] for one in known}
     return max(known, key=len) if len(last) == 1 and all(".amp." in one for one in known) else ""
-
-
-def is_none(node: ast.AST) -> bool:
-    """The constant None."""
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def argument(call: ast.Call, keyword: str, index: int | None = None) -> ast.expr | None:
-    """An argument by its name, or its place; None where it is not given, or by a star."""
-    named = next((one.value for one in call.keywords if one.arg == keyword), None)
-    if named is not None or index is None or any(isinstance(one, ast.Starred) for one in call.args[: index + 1]):
-        return named
-    return call.args[index] if len(call.args) > index else None
-
-
-def takes_stars(call: ast.Call) -> bool:
-    """Whether arguments are given that cannot be read."""
-    return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
-
-
-def method(node: ast.AST, *names: str) -> ast.expr | None:
-    """What a method of one of these names is called on; None for any other node."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
-        return node.func.value
-    return None
-
-
-def constant(node: ast.AST | None) -> object:
-    """The value of a constant; ``...`` of anything else."""
-    return node.value if isinstance(node, ast.Constant) else ...
-
-
-def number(node: ast.AST | None) -> float | None:
-    """The number that an expression of numbers alone is: ``-1e9``, ``-(2 ** 20)``, ``float("-1e9")``."""
-    try:
-        return _number(node)
-    except (ValueError, OverflowError):
-        return None
-
-
-def _number(node: ast.AST | None) -> float:
-    match node:
-        case ast.Constant(value=bool()):
-            raise ValueError
-        case ast.Constant(value=int() | float() as value):
-            return float(value)
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            made = _number(left) ** _number(right)
-            return float(made) if isinstance(made, float) else _refuse()
-        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str() as text)]):
-            return float(text)
-        case _:
-            raise ValueError
-
-
-def _refuse() -> float:
-    raise ValueError

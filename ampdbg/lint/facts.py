@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from ampdbg.lint.document import (
-    FUNCTIONS,
-    Document,
-    argument,
-    constant,
-    is_none,
-    method,
-    number,
-    takes_stars,
-)
+from ampdbg.lint.document import FUNCTIONS, Document
+from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ampdbg.lint.document import Document
 from ampdbg.lint.rule import Edit, Fix, RuleHit
+from ampdbg.syntax_tree import syntax_tree
 
 MOST_ROUNDS = 10
 
@@ -27,7 +28,7 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
         if after == text:
             return text
         try:
-            ast.parse(after)
+            syntax_tree(after)
         except (SyntaxError, ValueError, RecursionError):
             return text
         text = after
@@ -38,7 +39,7 @@ def _together(hits: Sequence[RuleHit]) -> list[Fix]:
     """Fixes whose edits do not overlap; of two that do, the first."""
     chosen: list[Fix] = []
     for fix in dict.fromkeys(hit.fix for hit in hits if hit.fix is not None):
-        if not any(_overlap(one, other) for other in chosen for one in [fix]):
+        if not any(_overlap(fix, other) for other in chosen):
             chosen.append(fix)
     return chosen
 

@@ -19,7 +19,7 @@ import torch
 from ampdbg.config.schema import Config, LossScale
 from ampdbg.costs.step import use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError, first_line
+from ampdbg.errors import AmpdbgError, WorkloadError, first_line
 from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
@@ -27,6 +27,7 @@ from ampdbg.pinning.experiment import judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.jobs import CapturedStep, Job, Seen, StepUse, Trained, Tried, overlaid, pinned_by, prepared_with
 from ampdbg.proof.processes import own_stdout
+from ampdbg.proof.step_file import load_steps
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
@@ -38,7 +39,6 @@ from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.takeover import TakenOver, take_over
 from ampdbg.training.fp32_twin import Losses, fp32_losses, last_quarter
 from ampdbg.training.loop import train
-from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import call_model
 
 
@@ -377,41 +377,3 @@ def _longer(job: Job) -> Config:
     """The config with the number of steps of the job's training runs."""
     steps = job.config.train.model_copy(update={"steps": job.train_steps})
     return job.config.model_copy(update={"train": steps})
-
-
-# The failing steps, written to a file
-
-
-def save_steps(steps: Sequence[FailingStep], path: Path) -> None:
-    """Writes the steps with their batches, random states, buffers, attributes and weights.
-
-    Raises:
-        AmpdbgError: a batch holds what cannot be pickled, or the disk is full; the message is one line.
-    """
-    try:
-        torch.save([_compact(step) for step in steps], path)
-    except Exception as error:
-        # Pickling runs the code of whatever a batch holds, which may raise anything.
-        raise AmpdbgError(first_line(error)) from error
-
-
-def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
-    """Reads what :func:`save_steps` wrote, tensors on the devices that they were on.
-
-    Args:
-        path: a file that this ampdbg has written itself, a moment ago: only so may all of pickle be allowed in it
-            (``weights_only=False``), which a batch of any class needs.
-        workload: it is built, so that the modules that define those classes can be found.
-
-    Raises:
-        AmpdbgError: a class of a batch is not to be found in this process.
-    """
-    try:
-        with workload.user.running("reading the failing steps"):
-            return tuple(torch.load(path, weights_only=False))
-    except UserCodeError as error:
-        raise AmpdbgError(first_line(error.__cause__ or error)) from error
-
-
-def _compact(step: FailingStep) -> FailingStep:
-    return replace(step, snapshot=replace(step.snapshot, state=step.snapshot.state.for_another_model()))

@@ -29,7 +29,7 @@ def with_listings(record: Record) -> Record:
     Of a file that has changed since the run, so that the lines have another text there, nothing new is kept.
     """
     named: dict[str, dict[int, str]] = {}
-    for source in _sources(record):
+    for source in sources_of(record):
         named.setdefault(source.file, {})[source.line] = source.text
     listings: list[Listing] = []
     left = MOST_LINES
@@ -43,7 +43,7 @@ def with_listings(record: Record) -> Record:
     return replace(record, listings=tuple(listings))
 
 
-def _sources(record: Record) -> Iterator[Source]:
+def sources_of(record: Record) -> Iterator[Source]:
     """Every line that the record names, what matters most first."""
     producers = (one for seen in record.investigations for replay in seen.replays for one in replay.producers)
     things = (

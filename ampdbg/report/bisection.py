@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
@@ -14,25 +14,13 @@ from ampdbg.record.run import Record
 
 from . import scan, view
 from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table
+from .trials import names_of, trial_table
 from .view import line, ran_on, with_option
-
-FIRST_TRIALS, LAST_TRIALS = 10, 8
-"""Of a long search so many trials are listed."""
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3
 """Of what there is to say of the set, and of the lines for the config, so many stand in a story."""
 
-SHOWN_PINS = 2
-LONG_NAME = 24
-
 RAN_AS = {"float16": "as it was", "float32": "in FP32", "pinned": "with the set"}
-
-TRIAL_COLUMNS = (
-    view.Column("", "number"),
-    view.Column("for", is_spare=True),
-    view.Column("in FP32"),
-    view.Column("result"),
-)
 
 FURTHER = "further batch "
 """How the stage of a trial on another batch than the failing step's begins."""
@@ -75,11 +63,6 @@ class EndedSearch:
         """Whether the last trial of the whole set, on the failing step itself, was healthy."""
         last = next((trial for trial in reversed(self.record.trials) if _is_of_the_set(trial, self.names)), None)
         return last is None or last.healthy
-
-
-def names_of(record: Record) -> tuple[str, ...]:
-    """The names of the record's set, as the config takes them."""
-    return tuple(pin.name for pin in record.pins if pin.source is None)
 
 
 def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
@@ -201,53 +184,6 @@ def _loss_table(ended: EndedSearch) -> view.Table:
             losses.setdefault("float16", step.loss)
     rows = tuple((text, number(losses[way])) for way, text in RAN_AS.items() if way in losses)
     return view.Table("The failing step", (view.Column(), view.Column("loss", "number")), rows)
-
-
-# The trials
-
-
-def pins_text(pins: Sequence[str], most: int = 3) -> str:
-    """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
-    return listed([name or "the whole model" for name in pins], most) if pins else "nothing"
-
-
-def result_text(trial: Trial) -> str:
-    """``healthy``, ``fails: the loss is NaN``, or of how many runs it was healthy where it ran several times."""
-    if trial.healthy:
-        return f"healthy, {trial.runs} of {trial.runs} runs" if trial.runs > 1 else "healthy"
-    failed = f"fails, {trial.runs - trial.healthy_runs} of {trial.runs} runs" if trial.runs > 1 else "fails"
-    return f"{failed}: {trial.why}" if trial.why else failed
-
-
-def trial_table(record: Record, first: int = FIRST_TRIALS) -> view.Table:
-    """The trials: ``first`` of them and the last; in a narrow terminal what each was for is left to the record."""
-    trials, names = record.trials, names_of(record)
-    rows = [_trial(number, trial, names) for number, trial in enumerate(trials, start=1)]
-    is_long = len(trials) > first + LAST_TRIALS + 1
-    if is_long:
-        left = line(f"{len(trials) - first - LAST_TRIALS:,} more", tone="faint")
-        rows[first:-LAST_TRIALS] = [("…", "", left, "")]
-    return view.Table("The trials" + (" (all in the record)" if is_long else ""), TRIAL_COLUMNS, tuple(rows))
-
-
-def _trial(number: int, trial: Trial, names: tuple[str, ...]) -> tuple[view.Cell, ...]:
-    result = result_text(replace(trial, why=trial.why.partition(": ")[0]))
-    return str(number), trial.stage, _pinned(trial.pins, names), line(result, tone="good" if trial.healthy else "bad")
-
-
-def _pinned(pins: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """The pins, or how they differ from the set that was found, whichever is shorter."""
-    dropped, added = set(names) - set(pins), set(pins) - set(names)
-    if len(pins) > 1 and not dropped and not added:
-        return "the set"
-    if len(names) > 2 and len(dropped) == 1 and not added:
-        return f"the set without {_short(dropped.pop())}"
-    return pins_text([_short(name) for name in pins], SHOWN_PINS)
-
-
-def _short(name: str) -> str:
-    """The last two parts of a long name."""
-    return name if len(name) <= LONG_NAME else "…" + ".".join(name.split(".")[-2:])
 
 
 # The headline

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from ampdbg.config.schema import CheckpointFiles, Config
@@ -183,11 +185,6 @@ def _read(path: Path, where: str) -> Any:
 
 
 def _read_safetensors(path: Path, where: str) -> Any:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise WorkloadError(f"{where}: reading {path.name} needs safetensors; pip install safetensors numpy") from None
     try:
         return load_file(path, device="cpu")
     except SafetensorError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,13 +48,6 @@ def test_a_state_dict_is_found_where_training_scripts_put_it(tmp_path: Path, con
 
 def test_safetensors_are_read(tmp_path: Path) -> None:
     assert weights(tmp_path, STATE, "w.safetensors") == [3.0, 5.0]
-
-
-def test_safetensors_that_is_not_installed_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(STATE, tmp_path / "w.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(WorkloadError, match="pip install safetensors"):
-        build(tmp_path, "checkpoint=w.safetensors")
 
 
 TIED = """

@@ -25,6 +25,19 @@ def plain(parts: Parts) -> None:
         scaler.update()
 
 
+def bare_steps_on_other_gradients(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches):
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
+        scaler.step(parts.optimizer)
+        scaler.update()
+        parts.optimizer.zero_grad(set_to_none=number % 2 == 0)
+        parts.optimizer.step()  # nothing but weight decay
+        parts.model(x).square().mean().backward()
+        parts.optimizer.step()
+
+
 def clip_after_unscale(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:

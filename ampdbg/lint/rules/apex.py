@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from ampdbg.lint.apex_amp import AMP, NotCertain, Reference, class_fix, is_optional, migration, references
 from ampdbg.lint.apex_classes import NO_COUNTERPART, REWRITES
-from ampdbg.lint.document import argument, constant
+from ampdbg.lint.expressions import argument, constant
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Fix, Rule, RuleHit
 

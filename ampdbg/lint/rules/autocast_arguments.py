@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import constant, method
 from ampdbg.lint.edits import replaced
+from ampdbg.lint.expressions import constant, method
 from ampdbg.lint.facts import AUTOCASTS, AutocastUse, Facts
 from ampdbg.lint.rule import Fix, Rule, RuleHit
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import Document, argument, method, takes_stars
+from ampdbg.lint.document import Document
 from ampdbg.lint.edits import replaced
+from ampdbg.lint.expressions import argument, method, takes_stars
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
 

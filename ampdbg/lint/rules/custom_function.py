@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import FUNCTIONS, method
+from ampdbg.lint.document import FUNCTIONS
 from ampdbg.lint.edits import above
+from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Edit, Fix, Rule, RuleHit
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.document import argument, constant, method, number, takes_stars
+from ampdbg.lint.expressions import argument, constant, method, number, takes_stars
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.document import FUNCTIONS, argument, method, number
+from ampdbg.lint.document import FUNCTIONS
 from ampdbg.lint.edits import replaced
+from ampdbg.lint.expressions import argument, method, number
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Fix, Rule, RuleHit
 

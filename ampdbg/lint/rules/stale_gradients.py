@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from ampdbg.lint.document import LOOPS, method
+from ampdbg.lint.document import LOOPS
+from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 

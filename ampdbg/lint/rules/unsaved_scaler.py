@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.document import Document, argument, method
+from ampdbg.lint.document import Document
+from ampdbg.lint.expressions import argument, method
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 

@@ -23,9 +23,10 @@ from ampdbg.quantities import counted
 from ampdbg.record.cost import LevelCost
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
-from ampdbg.report import bisection, suggestion, view
+from ampdbg.report import suggestion, view
 from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
+from ampdbg.report.trials import TRIAL_COLUMNS, trial_table
 
 from .charts import Detail, Names, clipped, range_map, timeline
 from .places import listings, module_tree
@@ -138,12 +139,12 @@ def _sections(
             continue
         if not isinstance(section, view.Table):
             yield _cut(section, detail)
-        elif section.columns != bisection.TRIAL_COLUMNS:
+        elif section.columns != TRIAL_COLUMNS:
             left = view.more(len(section.rows) - detail.rows)
             cut = replace(section, rows=section.rows[: detail.rows], below=(*section.below, *left))
             yield from _with_memory_chart(cut, record)
     if record.trials:
-        yield harmless(bisection.trial_table(record, detail.rows), typed.folder)
+        yield harmless(trial_table(record, detail.rows), typed.folder)
 
 
 def _cut(section: view.Section, detail: Detail) -> view.Section:

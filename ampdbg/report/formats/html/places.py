@@ -10,7 +10,8 @@ from ampdbg.diagnosis.producers import op_name
 from ampdbg.escapes import harmless
 from ampdbg.formats import headroom_bits
 from ampdbg.quantities import number, scale, share
-from ampdbg.record.findings import Listing, Source
+from ampdbg.record.findings import Listing
+from ampdbg.record.listings import sources_of
 from ampdbg.record.pins import Pin
 from ampdbg.record.run import Producer, Record, Site
 
@@ -154,7 +155,7 @@ def listings(record: Record, names: Names, folder: str, detail: Detail) -> list[
     files: dict[str, list[Listing]] = {}
     for listing in record.listings:
         files.setdefault(listing.file, []).append(listing)
-    for source in _sources(record):
+    for source in sources_of(record):
         pieces = files.setdefault(source.file, [])
         if source.line and not any(0 <= source.line - one.first < len(one.lines) for one in pieces):
             pieces.append(Listing(source.file, source.line, (source.text,)))
@@ -185,12 +186,6 @@ def _within(pieces: Iterable[Listing], room: int) -> Iterator[Listing]:
 def _texts(lines: tuple[str, ...], folder: str, detail: Detail) -> list[str]:
     expanded = harmless(tuple(line.expandtabs(TAB) for line in lines), folder)
     return [clipped(text, detail.characters) for text in expanded]
-
-
-def _sources(record: Record) -> Iterator[Source]:
-    things: Iterable[Producer | Site] = (*_producers(record), *record.sites)
-    yield from (one.source for one in record.findings if one.source is not None)
-    yield from (one.source for one in things if one.source is not None)
 
 
 def _producers(record: Record) -> Iterator[Producer]:
