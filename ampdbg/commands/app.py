@@ -6,6 +6,7 @@ Everything heavy (torch, pydantic, rich) is imported inside the commands, where 
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 from collections.abc import Callable
@@ -88,6 +89,12 @@ def program() -> typer.Typer:
     return app
 
 
+@functools.cache
+def _commands() -> Callable[..., Any]:
+    """The program as click has it: Typer makes all commands anew at each call, and puts in its own excepthook."""
+    return typer.main.get_command(program())
+
+
 # Typer brings its own click, or takes the one that is installed.
 UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
@@ -96,7 +103,7 @@ def main() -> None:
     """Runs the program on ``sys.argv`` and exits with its code."""
     code: Any = EXIT_COULD_NOT_RUN
     try:
-        code = program()(prog_name="ampdbg", standalone_mode=False)
+        code = _commands()(prog_name="ampdbg", standalone_mode=False)
     except UsageError as error:
         said = io.StringIO()
         cast(Any, error).show(said)

@@ -16,6 +16,9 @@ import yaml
 MOST_VALUES = 100_000
 """So many values a config may hold, with those that its aliases repeat: aliases of aliases may stand for billions."""
 
+DEEPEST = 100
+"""So many lists and mappings may stand in one another."""
+
 KeyPath = tuple[object, ...]
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
@@ -57,7 +60,26 @@ class YamlDocument:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also knows YAML 1.2's floats, and says in which line a value is that it cannot make."""
+    """SafeLoader that also knows YAML 1.2's floats, and says in which line a value is that it cannot make.
+
+    It stops at the first value that is too many or too deep: PyYAML takes most of a minute for a megabyte of them.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values, self._depth = 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+        self._values, self._depth = self._values + 1, self._depth + 1
+        line = self.peek_event().start_mark.line + 1
+        if self._values > MOST_VALUES:
+            raise _too_many(line)
+        if self._depth > DEEPEST:
+            raise YamlError(line, f"nested too deeply: more than {DEEPEST} lists and mappings in one another")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -120,10 +142,12 @@ def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) 
         parts = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
         sizes[id(node)] = 1 + sum(_check_size(part, [*above, node], sizes) for part in parts)
     if sizes[id(node)] > MOST_VALUES:
-        raise YamlError(
-            _line(node), f"more than {MOST_VALUES:,} values, with those that aliases repeat; write plain values"
-        )
+        raise _too_many(_line(node))
     return sizes[id(node)]
+
+
+def _too_many(line: int) -> YamlError:
+    return YamlError(line, f"more than {MOST_VALUES:,} values, with those that aliases repeat; write plain values")
 
 
 def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, int | None]]:

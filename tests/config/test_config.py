@@ -394,7 +394,14 @@ def test_a_folder_is_no_config(folder: Path) -> None:
 
 
 def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:
-    assert message(folder, text="a: [1]\nb: " + "[" * 5000) == "config.yaml:1: nested too deeply to be read"
+    refused = "config.yaml:2: nested too deeply: more than 100 lists and mappings in one another"
+    assert message(folder, text="a: [1]\nb: " + "[" * 5000) == refused
+    assert message(folder, text="a: [1]\nb: " + "[" * 101 + "]" * 101) == refused
+
+
+def test_a_config_of_too_many_values_is_read_no_further_than_the_first_of_them(folder: Path) -> None:
+    text = "a: [\n" + "1,\n" * 150_000 + "no: [valid"
+    assert message(folder, text=text).startswith("config.yaml:99999: more than 100,000 values")
 
 
 def test_reading_a_config_imports_neither_torch_nor_the_targets(folder: Path) -> None:
