@@ -75,6 +75,9 @@ FILLS = _names("fill index_fill masked_fill")
 WRITTEN_OUT = _names("lift_fresh")
 """What hands over a tensor that the code wrote out, ``x[mask] = -1e9`` too: its numbers are rounded before that."""
 
+EXCHANGES = _names("c10d _c10d_functional _c10d_functional_autograd c10d_functional _dtensor symm_mem")
+"""Namespaces of what processes do together: all of them have to, and what it gives may be another's."""
+
 ALLOCATES = _names("empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_")
 """What returns memory as it was found."""
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from ampdbg.ops import EXCHANGES
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpSeen, OpTraits
+from ampdbg.probes.op_trace import OpPhase, OpPlace, OpSeen, OpTraits, storage_of, tensors_in
 from ampdbg.probes.producer_trace import ProducerTrace
 from ampdbg.probes.tensors import HALVES, NOTHING, Magnitude, magnitude_of, together
 
@@ -24,7 +25,8 @@ MOST_OPS = 300_000
 class StepTrace(ProducerTrace):
     """Notes every op while the model is in training mode; ``alone`` has the magnitude that a producer's op has in FP32.
 
-    An op that writes into its inputs cannot be run again, and is not in ``alone``.
+    An op that writes into its inputs cannot be run again, and is not in ``alone``; nor is one that is not torch's own,
+    which may wait for other processes. What processes exchange is no op of this one.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
@@ -32,21 +34,48 @@ class StepTrace(ProducerTrace):
         self.alone: dict[int, Magnitude] = {}
         self._roots = tuple(model.children()) or (model,)
         self._call: tuple[Any, Any, Any] | None = None
+        self._received: set[int] = set()
+        self._is_of_others = False
+        self._bad_phases: set[str] = set()
+
+    def is_bad_itself(self, phase: OpPhase) -> bool:
+        """Whether an op of this process made inf or NaN in the phase, of what no other process has sent."""
+        return phase in self._bad_phases
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; looks at it where it belongs to training."""
         if len(self.ops) >= MOST_OPS or not any(root.training for root in self._roots):
             return op(*args, **(kwargs or {}))
+        if op.namespace in EXCHANGES:
+            result = op(*args, **(kwargs or {}))
+            self._received |= {*map(storage_of, tensors_in((args, result)))} - {0}
+            return result
         return super().__torch_dispatch__(op, types, args, kwargs)
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs the op and keeps what it was given until it has been looked at."""
-        self._call = None if written else (op, args, kwargs)
+        self._call = None if written or op.namespace != "aten" else (op, args, kwargs)
         return super().run(op, args, kwargs, written)
 
-    def after(self, traits: OpTraits, place: Any, parameter: str, before: Any, made: Sequence[torch.Tensor]) -> None:
+    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
+        """The magnitude of all inputs; what an exchange writes into comes later than its op."""
+        received = [tensor for tensor in given if storage_of(tensor) in self._received]
+        for tensor in received:
+            self.known.forget(tensor)
+        self._is_of_others = not all(self.known.of(tensor).is_finite for tensor in received)
+        return super().before(traits, given, numbers)
+
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
+    ) -> None:
         """Notes the op, and lets go of what it was given."""
         super().after(traits, place, parameter, before, made)
+        is_bad, storages = not together(map(self.known.of, made)).is_finite, set(map(storage_of, made))
+        if is_bad and self._is_of_others:
+            self._received |= storages - {0}
+        else:
+            self._received -= storages
+            self._bad_phases |= {place.phase} if is_bad else set()
         self._call = None
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
