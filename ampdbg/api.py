@@ -27,7 +27,7 @@ from ampdbg.errors import AmpdbgError, PatchError
 from ampdbg.given import Changes, Given, RunSettings, read_given
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.quantities import byte_count
-from ampdbg.record.file import latest_record, read_record
+from ampdbg.record.file import latest_record, of_rank, read_record
 from ampdbg.record.listings import with_listings
 from ampdbg.record.log import RunLog, is_log, read_log
 from ampdbg.record.pins import EVERYTHING, Form, Strategy
@@ -108,7 +108,7 @@ def run(
         watch_script(
             given,
             kept,
-            RunLog(asked.log, "run", observer.warned, is_kept=settings is not None),
+            RunLog(asked.log, of_rank("run", kept.start.rank), observer.warned, is_kept=settings is not None),
             investigates=asked.investigates,
             ended=lambda record: ended(shown(record)),
             observer=observer,

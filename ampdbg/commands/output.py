@@ -184,7 +184,8 @@ def save(record: Record, asked_for: Path | None) -> Saved:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")
         return Saved(None, failure=error if asked_for is not None else None)
     try:
-        write_record(record, LATEST)
+        if record.script is None or record.script.rank == 0:
+            write_record(record, LATEST)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")
     return Saved(path, _handed_over(record, path))

@@ -17,11 +17,14 @@ import typer
 
 from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY, ConfigError
+from ampdbg.escapes import printable
 from ampdbg.given import RunSettings
 from ampdbg.observer import Observer
 from ampdbg.quantities import byte_count
+from ampdbg.record.file import of_rank
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
+from ampdbg.report.view import Typed
 
 from . import options
 from .output import failure_of_page, look_of, save, say, typed_as
@@ -62,8 +65,14 @@ def command(
         typer.Option("--trend", metavar="N", min=0, help="At one step of N: what grows towards FP16's limit."),
     ] = 0,
     fail_on: Annotated[
-        FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1, where it would be 0.")
-    ] = "warning",
+        FailOn | None,
+        typer.Option(
+            "--fail-on",
+            help="The least severity that makes the exit code 1, where it would be 0; by default warning, and of "
+            "several processes none, for their launcher would end the others.",
+            show_default=False,
+        ),
+    ] = None,
     record: options.RecordFile = None,
     html: options.HtmlFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No report on stderr; only the record.")] = False,
@@ -81,13 +90,14 @@ def command(
     command_typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
 
     def tell(seen: Record) -> None:
+        rank = _rank(seen)
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
-                saved = save(seen, record)
+                saved = save(seen, _of_rank(record, rank))
                 typed = replace(typed_as(command_typed, saved.path), verbose=verbose)
-                no_page = failure_of_page(seen, typed, html)
+                no_page = failure_of_page(seen, typed, _of_rank(html, rank))
             if not quiet:
-                say(written(seen, typed, look_of(stderr), "text").rstrip("\n"))
+                _tell_of(seen, typed)
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
             if no_page is not None:
@@ -95,6 +105,8 @@ def command(
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
+    from ampdbg.script.launch import launched_as
+
     observer = _Said(stderr, is_quiet=quiet)
     try:
         seen = api.run(
@@ -107,7 +119,7 @@ def command(
                 max_captures,
                 _bytes(max_capture_size),
                 investigate,
-                log or (record and record.with_suffix(".jsonl")),
+                _of_rank(log or (record and record.with_suffix(".jsonl")), launched_as()[0]),
                 trend,
             ),
             ended=tell,
@@ -118,9 +130,36 @@ def command(
         return cast(int, ended.code)
     tell(seen)
     with redirect_stderr(stderr), _working_in(started):
-        say_source_findings(seen, loaded_files() if is_module else [script, *loaded_files()], is_quiet=quiet)
-    ended_with = seen.script.exit_code if seen.script else EXIT_HEALTHY
-    return ended_with or exit_code(seen, fail_on)
+        files = loaded_files() if is_module else [script, *loaded_files()]
+        say_source_findings(seen, files, is_quiet=quiet or _rank(seen) > 0)
+    return _code(seen, fail_on)
+
+
+def _code(seen: Record, fail_on: FailOn | None) -> int:
+    """The script's own code; where that is 0, what was found may make another of it."""
+    if seen.script is None or seen.script.exit_code:
+        return seen.script.exit_code if seen.script else EXIT_HEALTHY
+    return exit_code(seen, fail_on or ("warning" if seen.script.processes == 1 else "never"))
+
+
+def _rank(seen: Record) -> int:
+    return seen.script.rank if seen.script else 0
+
+
+def _of_rank(path: Path | None, rank: int) -> Path | None:
+    """The file of this process, where several are given the same name."""
+    return path and path.with_name(f"{of_rank(path.stem, rank)}{path.suffix}")
+
+
+def _tell_of(seen: Record, typed: Typed) -> None:
+    """The report; of several processes it is the first one's, and each other tells what it has found in a line."""
+    if _rank(seen) == 0:
+        say(written(seen, typed, look_of(sys.stderr), "text").rstrip("\n"))
+    elif seen.findings:
+        found = seen.findings[0]
+        where = f" in {printable(found.module)}" if found.module else ""
+        report = f": ampdbg report {typed.record_path}" if typed.record_path else ""
+        say(f"rank {_rank(seen)} has found {found.code}{where} at step {found.step}{report}")
 
 
 def _bytes(size: str) -> int:

@@ -36,6 +36,7 @@ LARGE = 1e15
 TOO_LARGE = (
     "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
 )
+OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -121,6 +122,9 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:
+    if made.is_of_others:
+        message = f"step {made.step}: all that this process computed is finite, and what it got from another is not"
+        return replace(finding_at(UNKNOWN, made, message), remedy=OF_OTHERS)
     suspect = culprit(made)
     if suspect is None or suspect.producer.finite_in_fp32 is None:
         at = suspect.producer if suspect else next(iter(made.replays[0].producers), None)

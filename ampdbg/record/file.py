@@ -133,7 +133,8 @@ def add_record(record: Record) -> Path:
     Raises:
         RecordError: it cannot be written.
     """
-    path = path_in_folder(Path(), record.created, record.command, ".json")
+    name = of_rank(record.command, record.script.rank if record.script else 0)
+    path = path_in_folder(Path(), record.created, name, ".json")
     try:
         write_record(record, path)
     except BaseException:
@@ -141,6 +142,11 @@ def add_record(record: Record) -> Path:
         raise
     keep_out_of_git(Path())
     return path
+
+
+def of_rank(name: str, rank: int) -> str:
+    """The name for the file of one of several processes; the first one's has none of its own."""
+    return f"{name}-rank-{rank}" if rank else name
 
 
 def path_in_folder(beside: Path, created: str, command: str, suffix: str) -> Path:

@@ -229,7 +229,8 @@ class Investigation:
     The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
     losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
-    far from FP32's, where the step's is. ``batch_largest`` is the largest finite magnitude in the batch's
+    far from FP32's, where the step's is. ``is_of_others`` says that all that this process computed was finite, and
+    what it got from another one was not. ``batch_largest`` is the largest finite magnitude in the batch's
     numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
@@ -243,6 +244,7 @@ class Investigation:
     first_far: Producer | None = None
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
+    is_of_others: bool = False
 
     @property
     def is_as_it_trained(self) -> bool:
@@ -328,7 +330,8 @@ class Unseen:
 class ScriptRun:
     """A script that was watched: what was started, with which arguments, and the exit code that it ended with.
 
-    ``captures`` are the files that its failing steps were written to.
+    ``captures`` are the files that its failing steps were written to. Of ``processes`` that train together this one
+    is of rank ``rank``.
     """
 
     name: str
@@ -336,6 +339,8 @@ class ScriptRun:
     is_module: bool = False
     exit_code: int = 0
     captures: tuple[str, ...] = ()
+    rank: Count = 0
+    processes: Count = 1
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class CaptureError(AmpdbgError):
 
 @dataclass(frozen=True)
 class Start:
-    """How the script was started: from which folder, and with a GPU that was emulated or not."""
+    """How the script was started: from which folder, with a GPU that was emulated or not, as one of how many."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -53,6 +53,8 @@ class Start:
     folder: str = ""
     emulate: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    rank: Count = 0
+    processes: Count = 1
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,9 @@ class Capture:
             yield f"there are {len(optimizers)} optimizers now, and were {len(self.head.optimizers)}: theirs is as now"
             return
         for optimizer, packed in zip(optimizers, self.head.optimizers, strict=True):
+            if packed is None:
+                yield f"the state of {type(optimizer).__name__} is as now: it was shared out among the processes"
+                continue
             try:
                 optimizer.load_state_dict(self.unpacking(torch.device("cpu")).of(packed, optimizer.state_dict()))
             except Exception as error:  # noqa: BLE001 - an optimizer of the user's own may raise anything

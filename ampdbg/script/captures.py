@@ -19,7 +19,7 @@ from ampdbg.errors import first_line
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted
-from ampdbg.record.file import CAPTURE_SUFFIX, to_json
+from ampdbg.record.file import CAPTURE_SUFFIX, of_rank, to_json
 from ampdbg.record.run import Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
@@ -38,8 +38,9 @@ from ampdbg.script.capture import (
     paths_in,
     reads_of,
 )
-from ampdbg.script.launch import Script
+from ampdbg.script.launch import Script, launched_as
 from ampdbg.script.played_run import Half
+from ampdbg.script.ranks import has_its_state, why_in_parts
 
 LARGEST_HEADER = 100_000_000
 """Bytes: safetensors reads no larger one."""
@@ -93,7 +94,8 @@ class Captures:
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
             return
-        path = self._folder / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}{CAPTURE_SUFFIX}"
+        name = of_rank(f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}", captured.start.rank)
+        path = self._folder / f"{name}{CAPTURE_SUFFIX}"
         try:
             captured.write(path, self._largest)
             self.written.append(path)
@@ -124,7 +126,7 @@ def ask_for_capture() -> bool:
 def start_of(script: Script, *, emulate: bool) -> Start:
     """How a script is about to be started, from this folder."""
     environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-    return Start(script.name, script.arguments, script.is_module, os.getcwd(), emulate, environment)
+    return Start(script.name, script.arguments, script.is_module, os.getcwd(), emulate, environment, *launched_as())
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,9 @@ class Captured:
 
     @functools.cached_property
     def _states(self) -> Sequence[Any]:
-        """Those of the optimizers; a sharded one gathers them."""
-        return [optimizer.state_dict() for optimizer in self.optimizers]
+        """Those of the optimizers; None for one that might wait for other processes to give it."""
+        is_alone = self.start.processes == 1
+        return [one.state_dict() if is_alone or has_its_state(one) else None for one in self.optimizers]
 
     def write(self, path: Path, largest: int) -> None:
         """Writes it whole, or not at all.
@@ -165,6 +168,8 @@ class Captured:
         Raises:
             CaptureError: it is larger than ``largest`` bytes, it holds what cannot be written, or the disk is full.
         """
+        if self.start.processes > 1 and (why := why_in_parts(self.model)):
+            raise CaptureError(why)
         if self.size > largest:
             told = f"it would be {byte_size(self.size)}, and at most {byte_size(largest)} are allowed"
             raise CaptureError(f"{told}; allow more with --max-capture-size")

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.script.ranks import groups_without_gpus
 
 NAME = "a GPU that ampdbg emulates"
 CAPABILITY = (7, 0)
@@ -68,6 +69,7 @@ def emulated_gpu() -> Iterator[None]:
         return
     with ExitStack() as stack:
         stack.enter_context(cuda_on_cpu())
+        stack.enter_context(groups_without_gpus())
         for name, answer in ANSWERS.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(patch.object(torch.cuda, name, _answering(answer)))

@@ -40,6 +40,19 @@ SHARED = {"__main__", "__mp_main__", "ampdbg", "torch", "torchgen", "functorch",
 """What a script shares with ampdbg, also where its own folder has a module of that name."""
 
 
+RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+"""Where a launcher says which of how many processes one is."""
+
+
+def launched_as() -> tuple[int, int]:
+    """The rank of this process and how many were launched with it, as the launcher says; (0, 1) without one."""
+    for names in RANKS:
+        rank, count = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and count.isdecimal() and int(rank) < int(count):
+            return int(rank), int(count)
+    return 0, 1
+
+
 @dataclass(frozen=True)
 class Script:
     """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own.

@@ -33,6 +33,7 @@ from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, run_script
 from ampdbg.script.played_run import run_of
+from ampdbg.script.ranks import alone
 
 AGAIN = 5
 """So many replays tell how often a step fails."""
@@ -74,6 +75,8 @@ class TakenOver:
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
         if made.tries == AGAIN and head.why != "end":
             yield f"step {made.step} goes wrong in {made.reproduced} of {made.tries} replays"
+        if head.start.processes > 1:
+            yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
         if torch.device(head.device).type != self.run.device.type:
             losses = f"its loss was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
             yield f"captured on {there.device_name}, and replayed on {here.device}: {losses}"
@@ -101,6 +104,8 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
+        if capture.head.start.processes > 1:
+            stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu())
         with taking.watcher:

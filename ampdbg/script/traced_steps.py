@@ -30,6 +30,7 @@ from ampdbg.replay.snapshot import Snapshot
 from ampdbg.replay.tape import PlayedStep, Tape, taping
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
+from ampdbg.script.ranks import in_its_group, is_in_group
 
 MOST_TRACED = 6
 """So many steps are traced at most, each of which takes several times as long as it would."""
@@ -45,6 +46,9 @@ LONGEST_GAP = 32
 
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
+
+
+NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
 
 class TracedSteps:
@@ -71,6 +75,7 @@ class TracedSteps:
 
     def step_ended(self, is_bad: bool) -> None:
         """To be called when a step has ended."""
+        self.captures.start = in_its_group(self.captures.start)
         traced = self._traced
         if traced is not None and (is_bad or not self._is_early):
             self.end()
@@ -100,12 +105,16 @@ class TracedSteps:
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was traced and captured in it."""
         start, captures = self.captures.start, self.captures
-        notes = (captures.why_not,) if captures.why_not else ()
+        is_left = start.processes > 1 and bool(self.found)
+        notes = [captures.why_not] * bool(captures.why_not)
+        notes += [NOT_RUN_AGAIN.format(start.rank, start.processes)] * is_left
         written = tuple(map(str, captures.written))
         return replace(
             record,
             unseen=replace(record.unseen, notes=(*record.unseen.notes, *notes)),
-            script=ScriptRun(start.name, start.arguments, start.is_module, exit_code, written),
+            script=ScriptRun(
+                start.name, start.arguments, start.is_module, exit_code, written, start.rank, start.processes
+            ),
             investigations=tuple(self.found),
         )
 
@@ -171,7 +180,14 @@ class TracedStep:
 
     def investigation(self, step: Step) -> Investigation:
         """What was found in the step, which has ended and was not healthy."""
-        return replace(self._made or _as_it_trained(step, self._trace), step=step.step, loss=step.loss)
+        if self._made is not None:
+            return replace(self._made, step=step.step, loss=step.loss)
+        return replace(_as_it_trained(step, self._trace), is_of_others=is_in_group() and not self._is_bad_itself())
+
+    def _is_bad_itself(self) -> bool:
+        """Whether what is not finite began in this process; without a trace of it, it may have."""
+        is_of_loss = not math.isfinite(self._tape.loss) and self._trace.is_bad_itself("forward")
+        return is_of_loss or self._trace.is_bad_itself("backward")
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """The last moment with the weights of the step."""
@@ -180,9 +196,12 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
-        is_captured = self._is_wanted or (is_bad and not self._captures.is_full)
-        is_run = is_bad and self._may_wait and _half_in(self._trace) is not None
-        if (is_captured or is_run) and not _is_one_of_several():
+        # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
+        # again may be to wait for the others.
+        is_alone = not is_in_group()
+        is_captured = self._is_wanted or (is_bad and not self._captures.is_full and (is_alone or self._is_bad_itself()))
+        is_run = is_bad and is_alone and self._may_wait and _half_in(self._trace) is not None
+        if is_captured or is_run:
             self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
         self._tape.stepped_on()
 
@@ -257,12 +276,6 @@ def _half_in(trace: StepTrace) -> Half | None:
     """The half dtype that the ops of a step make; None where they make none."""
     dtypes = {seen.output.dtype for seen in trace.ops}
     return next((half for half in get_args(Half) if half in dtypes), None)
-
-
-def _is_one_of_several() -> bool:
-    """Whether other processes train with this one, and would have to run the step again too."""
-    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return is_used and torch.distributed.get_world_size() > 1
 
 
 @contextlib.contextmanager

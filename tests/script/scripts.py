@@ -364,3 +364,36 @@ def _looped(step: str) -> str:
 
 LOOPS = {name: _looped(step) for name, step in _STEPS.items()}
 """Loops over one model, whose ``similar`` overflows with a gain of 1e3, and not with 1.0; it prints, and draws."""
+
+DISTRIBUTED = (
+    PLAIN.partition("def main(")[0].replace('device = "cuda" if torch.cuda.is_available() else "cpu"', "")
+    + """
+import os
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+local = int(os.environ["LOCAL_RANK"])
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+device = f"cuda:{local}"
+torch.cuda.set_device(device)
+net = DistributedDataParallel(Net(1.0).to(device), device_ids=[local])
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+torch.manual_seed(rank)
+for step in range(8):
+    net.module.attention.gain = 400.0 if step < 3 and str(rank) in sys.argv[1] else 1.0
+    x = torch.randn(8, 5, 16, device=device)
+    target = torch.randint(4, (8,), device=device)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = F.cross_entropy(net(x), target)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print(f"weights {rank} {sum(float(p.detach().double().sum()) for p in net.parameters())!r}\\n", end="", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+)
+"""For two processes, with NCCL on a GPU each: on the ranks that it is given its attention overflows in three steps."""

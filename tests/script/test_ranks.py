@@ -1,0 +1,176 @@
+"""Scripts of several processes: each finds its own faults, captures its own steps, and none waits for another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from ampdbg.script.launch import launched_as
+from ampdbg.script.ranks import alone, has_its_state, why_in_parts
+from tests.commands.program import command, environment, start
+from tests.script.scripts import DISTRIBUTED
+
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="a build of torch without torch.distributed")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How two processes ended: their exit codes, what both have printed, and their records by rank."""
+
+    codes: tuple[int, ...]
+    stdout: list[str]
+    stderr: str
+    records: tuple[Record, ...]
+
+
+def both(folder: Path, bad: str, *options: str, launcher: tuple[str, ...] = ()) -> Ended:
+    """Two processes of the script; in the first three steps it overflows on the ranks ``bad``."""
+    (folder / "train.py").write_text(DISTRIBUTED, encoding="utf-8")
+    program = command("run", "--emulate", *options, "train.py", bad)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [{}] if launcher else [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} for rank in "01"]
+    started = [
+        subprocess.Popen(
+            [*launcher, *program],
+            cwd=folder,
+            env=environment(**at, **rank),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        for rank in ranks
+    ]
+    said = [process.communicate() for process in started]
+    records = (folder / name for name in ("r.json", "r-rank-1.json"))
+    return Ended(
+        tuple(process.returncode for process in started),
+        sorted(line for out, _ in said for line in out.splitlines()),
+        "".join(err for _, err in said),
+        tuple(read_record(path) for path in records if path.exists()),
+    )
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python")
+
+
+def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path) -> None:
+    ended = both(tmp_path, "1", "--record=r.json", launcher=TORCHRUN)
+    assert ended.codes == (0,), ended.stderr  # or else torchrun ends the other one, which may still be saving
+    first, second = ended.records
+    fault = second.findings[0]
+    assert (fault.code, fault.module, fault.op, fault.step) == ("forward-overflow", "attention", "aten.bmm.default", 0)
+    assert fault.source is not None
+    assert fault.source.text == "scores = h @ h.transpose(-1, -2)"
+    assert second.script is not None
+    assert (second.script.rank, second.script.processes) == (1, 2)
+    assert f"rank 1 has found {fault.code} in attention at step 0: ampdbg report r-rank-1.json\n" in ended.stderr
+    assert ended.stderr.count("Record: ") == 1
+
+    assert first.script is not None
+    assert first.script.captures == ()
+    assert "forward-overflow" not in {finding.code for finding in first.findings}
+    assert [made.is_of_others for made in first.investigations] == [True, True]
+    assert [producer for made in first.investigations for producer in made.replays[0].producers] == []
+
+    capture, _ = map(Path, second.script.captures)
+    assert capture.name.endswith("-step-1-rank-1.safetensors")
+    replayed = start(tmp_path, "replay", str(capture), "--record=c.json")
+    again = read_record(tmp_path / "c.json")
+    found = again.findings[0]
+    assert (replayed.code, found.code, found.module, found.source) == (1, fault.code, fault.module, fault.source)
+    assert again.investigations[0].reproduced == 5
+    assert "captured on rank 1 of 2: here its gradients are not averaged" in again.unseen.notes
+
+    bare = both(tmp_path, "1", "--no-watch")
+    assert bare.codes == (0, 0)
+    assert bare.stdout == ended.stdout
+
+
+@pytest.mark.slow
+def test_a_fault_of_all_is_named_by_each(tmp_path: Path) -> None:
+    ended = both(tmp_path, "01", "--record=r.json", "--fail-on=warning")
+    assert ended.codes == (1, 1)
+    for record in ended.records:
+        assert record.script is not None
+        assert [finding.module for finding in record.findings if finding.code == "forward-overflow"] == ["attention"]
+        assert len(record.script.captures) == 2
+        assert not any(made.is_of_others for made in record.investigations)
+    assert len({*(tmp_path / ".ampdbg" / "captures").iterdir()}) == 4
+
+
+@pytest.mark.slow
+def test_healthy_processes_find_nothing_and_disturb_nothing(tmp_path: Path) -> None:
+    watched, bare = both(tmp_path, "none", "--trend=2"), both(tmp_path, "none", "--no-watch")
+    assert (watched.codes, bare.codes) == ((0, 0), (0, 0))
+    assert watched.stdout == bare.stdout
+    assert "rank 1" not in watched.stderr
+    assert watched.stderr.count("Healthy") == 1
+    names = {path.name.partition("-")[2] for path in (tmp_path / ".ampdbg").glob("*-run*")}
+    assert names == {"run.json", "run.jsonl", "run-rank-1.json", "run-rank-1.jsonl"}
+    latest = read_record(tmp_path / ".ampdbg" / "latest.json")
+    assert latest.script is not None
+    assert latest.script.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, (1, 2)),
+        ({"WORLD_SIZE": "4"}, (0, 1)),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, (0, 1)),
+        ({"RANK": "-1", "WORLD_SIZE": "x"}, (0, 1)),
+    ],
+)
+def test_a_launcher_says_which_of_how_many_it_has_started(
+    given: dict[str, str], known: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert launched_as() == known
+
+
+def test_alone_a_script_that_asks_for_a_group_gets_one_of_its_own() -> None:
+    environ, init = dict(os.environ), distributed.init_process_group
+    with pytest.raises(ValueError, match="undone"):
+        _in_a_group_alone()
+    assert (dict(os.environ), distributed.init_process_group) == (environ, init)
+
+
+def _in_a_group_alone() -> None:
+    with alone():
+        distributed.init_process_group("gloo", init_method="tcp://10.255.255.1:1", world_size=64, rank=7)
+        try:
+            assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
+            assert os.environ["WORLD_SIZE"] == "1"
+            parameters = [nn.Parameter(torch.ones(2))]
+            whole, sharded = torch.optim.AdamW(parameters), ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
+            assert (has_its_state(whole), has_its_state(sharded)) == (True, False)
+            whole.register_state_dict_post_hook(lambda optimizer, state: state)
+            assert not has_its_state(whole)
+        finally:
+            distributed.destroy_process_group()
+        raise ValueError("undone")
+
+
+def test_weights_that_are_shared_out_are_not_captured() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert why_in_parts(model) == ""
+    vars(model[1].weight)["_is_flat_param"] = True
+    assert why_in_parts(model).startswith("1.weight is shared out among the processes")
