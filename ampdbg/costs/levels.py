@@ -190,7 +190,7 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
         finding=next((finding for finding in record.findings if finding.severity != "info"), None),
         error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
         steps=record.steps_run,
-        skipped=sum(step.skipped for step in record.steps),
+        skipped=record.steps_skipped,
         loss=record.steps[-1].loss if record.steps else None,
     )
 

@@ -62,14 +62,15 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         yield cause_of(investigated, record)
         return
     unskipped = sum(1 for step in bad if not step.skipped)
+    lost = len(bad) + record.left_out.lost
     silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
     yield finding_of(
         UNKNOWN,
         bad[0].step,
         "forward",
-        f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {len(bad)} of "
+        f"the loss is {number(bad[0].loss)} at step {bad[0].step}, and not finite in {lost} of "
         f"{record.steps_run} steps{silent}: the forward pass itself fails",
-        evidence={"loss": bad[0].loss, "steps": len(bad), "steps_not_skipped": unskipped},
+        evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
     )
 
 

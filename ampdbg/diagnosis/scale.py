@@ -232,7 +232,8 @@ def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], 
     """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
     steps = record.steps
     in_a_row = any(now.skipped and before.skipped for before, now in pairwise(steps) if now in lows)
-    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or len(lows) > record.steps_run // SELDOM or steps[-1].scale < 1.0:
+    are_many = len(lows) + record.left_out.skipped > record.steps_run // SELDOM
+    if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or steps[-1].scale < 1.0:
         return False
     return bool(investigated) and all(_works_at_half(made, record) for made in investigated)
 
@@ -285,16 +286,21 @@ def _overflowing_gradients(skipped: Sequence[Step], record: Record) -> Finding:
     with_groups = [step for step in telling if step.groups] or [step for step in skipped if step.groups] or telling
     narrowest = min(with_groups, key=lambda step: (len(step.groups), step.step))
     names = [group.name for group in narrowest.groups]
+    many = len(skipped) + record.left_out.skipped
     paths = [name.split(".")[:-1] for name in names]
     return finding_of(
         UNKNOWN,
         telling[0].step,
         "backward",
-        f"gradients are not finite in {len(skipped)} of {record.steps_run} steps, although the loss is; "
+        f"gradients are not finite in {many} of {record.steps_run} steps, although the loss is; "
         f"step {narrowest.step} narrows them down to {len(names)} of {len(record.groups)} groups: {listed(names, 3)}",
         module=".".join(part[0] for part in takewhile(lambda part: len(set(part)) == 1, zip(*paths, strict=False))),
         parameter=names[0] if len(names) == 1 else "",
-        evidence={"skipped": len(skipped), "narrowest_step": narrowest.step, "groups": names[:20]},
+        evidence={
+            "skipped": many,
+            "narrowest_step": narrowest.step,
+            "groups": names[:20],
+        },
     )
 
 

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.probes.gradients import NormOfEach
 from ampdbg.probes.tensors import HoldsTensors, nonfinite_in_model, to_host
-from ampdbg.record.run import GroupOverflow, Step, TensorCounts
+from ampdbg.record.run import GroupOverflow, LeftOut, Step, TensorCounts
 
 
 @dataclass
@@ -105,6 +105,13 @@ MOST_STEPS = 2_000
 STEPS_AT_ENDS = 200
 """So many of the first and of the last steps are kept in any case."""
 
+MOST_TELLING = 4_000
+"""Of more steps that went wrong, or changed the loss scale, those of one stretch in two are kept, later of one in
+four, and so on: a run whose every step fails ends as small as a healthy one."""
+
+STRETCH = 32
+"""So many steps in a row are kept or left out together: what one does to the next can still be seen."""
+
 LISTED_STEPS = 50
 """So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
 
@@ -134,7 +141,7 @@ class StepLog:
         self.batch: list[TensorCounts] = []
         self._model = model
         self._known_bad: set[str] = set()
-        self._listed_steps = 0
+        self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
         self._on_step = on_step
         self._losses: dict[str, torch.Tensor] = {}
@@ -142,7 +149,10 @@ class StepLog:
         self._steps: list[Step] = []
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
-        self._room, self._stride = MOST_STEPS, 1
+        self._listed: set[int] = set()
+        self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
+        self.left_out = LeftOut()
+        """How many steps that went wrong are no longer among the others."""
         self.journal: Journal | None = None
         """Told of every step once it is read, and of what is kept when healthy ones are left out."""
         self.look_at_model()
@@ -167,11 +177,10 @@ class StepLog:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out."""
-        unlisted = sum(step.groups_hit > 0 for step in self._steps)
-        if not unlisted:
-            return ()
-        every = self._listed_steps + unlisted
-        return (f"only {self._listed_steps} of {every} steps with non-finite gradients list their groups",)
+        every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
+        groups = f"only {self._listed_steps} of {every:,} steps with non-finite gradients list their groups"
+        steps = f"{counted:,} of the steps that went wrong are counted, and not recorded"
+        return (*[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
@@ -229,20 +238,35 @@ class StepLog:
                 self._on_step(made)
 
     def _keep(self, step: Step) -> None:
-        """Adds a step; where they are too many, healthy ones go that have no telling one beside them."""
+        """Adds a step; where they are too many, some go."""
         bad = {(counts.kind, counts.name, counts.nan > 0) for counts in step.nonfinite} - self._seen_bad
         self._seen_bad |= bad
         has_new_scale = bool(self._steps) and step.scale != self._steps[-1].scale
         if step.found_inf or step.skipped or bad or has_new_scale or not math.isfinite(step.loss):
             self._telling.add(step.step)
+        if bad or step.groups:
+            self._listed.add(step.step)
         self._steps.append(step)
         if len(self._steps) >= self._room:
-            while (step.step + 1) // self._stride > MOST_STEPS // 4:
-                self._stride *= 2
-            self._steps = [kept for kept in self._steps if self._stays(kept.step, step.step)]
-            self._room = max(MOST_STEPS, 2 * len(self._steps))
-            if self.journal is not None:
-                self.journal.thinned(self._steps)
+            self._thin(step.step)
+
+    def _thin(self, last: int) -> None:
+        """Leaves out healthy steps that have no telling one beside them, and of too many telling ones stretches."""
+        while (last + 1) // self._stride > MOST_STEPS // 4:
+            self._stride *= 2
+        while len(self._telling - self._listed) > MOST_TELLING:
+            self._stretches *= 2
+            self._telling = {number for number in self._telling if self._is_told(number, last)}
+        every, self._steps = self._steps, [kept for kept in self._steps if self._stays(kept.step, last)]
+        self._room = max(MOST_STEPS, 2 * len(self._steps))
+        stay = {step.step for step in self._steps}
+        self.left_out = self.left_out.and_these([step for step in every if step.step not in stay])
+        if self.journal is not None:
+            self.journal.thinned(self._steps)
+
+    def _is_told(self, number: int, last: int) -> bool:
+        is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
+        return is_at_end or number in self._listed or number // STRETCH % self._stretches == 0
 
     def _stays(self, number: int, last: int) -> bool:
         is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
@@ -253,6 +277,7 @@ class StepLog:
         size = self._listed_parameters + sum(len(group.parameters) for group in step.groups)
         is_full = self._listed_steps >= LISTED_STEPS or size > LISTED_PARAMETERS
         if self._listed_steps and is_full:
+            self._unlisted_steps += bool(step.groups)
             return replace(step, groups=(), groups_hit=len(step.groups))
         if step.groups:
             self._listed_steps, self._listed_parameters = self._listed_steps + 1, size

@@ -165,6 +165,7 @@ class Watch:
             config={},
             verdict="inconclusive",
             steps=self.steps,
+            left_out=self.log.left_out,
             unseen=Unseen(notes=self.notes),
             misuses=(*self.misuses, *not_half),
             groups=self.groups,

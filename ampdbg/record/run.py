@@ -6,7 +6,7 @@ One run makes one record; every report is made from it alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -344,10 +344,27 @@ class ScriptRun:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """How many of the steps that went wrong a long run leaves out of its record: all of them, those that were skipped,
+    and those whose loss is not finite."""
+
+    unhealthy: Count = 0
+    skipped: Count = 0
+    lost: Count = 0
+
+    def and_these(self, steps: Iterable[Step]) -> LeftOut:
+        """With these steps as well; healthy ones do not count."""
+        bad = [step for step in steps if step.found_inf or step.skipped or not math.isfinite(step.loss)]
+        skipped, lost = sum(step.skipped for step in bad), sum(not math.isfinite(step.loss) for step in bad)
+        return LeftOut(self.unhealthy + len(bad), self.skipped + skipped, self.lost + lost)
+
+
+@dataclass(frozen=True)
 class Record:
     """One run of one command. ``config`` is the resolved config as plain data; ``created`` is UTC, ISO 8601.
 
-    ``steps`` are those that have ended; of a long run healthy ones are left out, which ``steps_run`` counts.
+    ``steps`` are those that have ended; of a long run some are left out: ``steps_run`` counts all, and ``left_out``
+    those of them that were not healthy.
     ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
     stopped it; ``steps`` has what was seen by then.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
@@ -379,6 +396,7 @@ class Record:
     listings: tuple[Listing, ...] = ()
     groups: tuple[str, ...] = ()
     planned_steps: Count = 0
+    left_out: LeftOut = LeftOut()
     interrupted: bool = False
     error: str = ""
     elapsed: Annotated[float, Interval(ge=0, le=1e12)] = 0.0
@@ -388,5 +406,10 @@ class Record:
 
     @property
     def steps_run(self) -> int:
-        """How many steps have ended: of a long run ``steps`` leaves healthy ones out, but never the last."""
+        """How many steps have ended: of a long run ``steps`` leaves some out, but never the last."""
         return self.steps[-1].step + 1 if self.steps else 0
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many steps were skipped, those that are left out as well."""
+        return sum(step.skipped for step in self.steps) + self.left_out.skipped

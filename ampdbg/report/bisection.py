@@ -232,8 +232,8 @@ def _healthy(search: Search) -> str:
 
 def _nothing_to_pin(ended: EndedSearch) -> str:
     record = ended.record
-    skipped = sum(step.skipped for step in record.steps)
-    but = f", but for {skipped} skipped while the loss scale settles" if skipped else ""
+    skipped = record.steps_skipped
+    but = f", but for {skipped:,} skipped while the loss scale settles" if skipped else ""
     return f"Nothing to pin: none of {counted(record.steps_run, 'step')} failed{but}."
 
 

@@ -193,7 +193,7 @@ def _run(record: Record) -> dict[str, str]:
         "verdict": record.verdict,
         "findings": f"{len(record.findings):,}",
         "steps": f"{record.steps_run:,}",
-        "skipped": f"{sum(step.skipped for step in record.steps):,}",
+        "skipped": f"{record.steps_skipped:,}",
         "last loss": number(last.loss if last else None),
         "last loss scale": scale(steps[-1].scale) if steps else "-",
     }

@@ -132,7 +132,8 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
 
 
 def _skips(record: Record) -> str:
-    return f"{sum(step.skipped for step in record.steps) or 'none'} of {counted(record.steps_run, 'step')} skipped"
+    skipped = f"{record.steps_skipped:,}" if record.steps_skipped else "none"
+    return f"{skipped} of {counted(record.steps_run, 'step')} skipped"
 
 
 def _losses(finding: Finding, record: Record) -> str:
@@ -141,7 +142,8 @@ def _losses(finding: Finding, record: Record) -> str:
     here = next((step.loss for step in bad if step.step == finding.step), None)
     if here is None:
         return ""
-    many = f"; {len(bad)} of {counted(record.steps_run, 'loss')} are not finite" if len(bad) > 1 else ""
+    lost = len(bad) + record.left_out.lost
+    many = f"; {lost:,} of {counted(record.steps_run, 'loss')} are not finite" if lost > 1 else ""
     return f", where the loss is {number(here)}{many}"
 
 
@@ -245,12 +247,19 @@ def group_table(record: Record) -> view.Table | None:
     if not steps:
         return None
     return view.Table(
-        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}",
+        f"Non-finite gradients, in {steps:,} of {counted(record.steps_run, 'step')}{_among(record)}",
         GROUP_COLUMNS if found.hits else (),
         _rows(found),
         _narrowest(found),
         (*more(len(found.hits) - MAX_GROUPS, "group"), *_everywhere(found)),
     )
+
+
+AMONG = ", among the {:,} steps that are recorded"
+
+
+def _among(record: Record) -> str:
+    return AMONG.format(len(record.steps)) if record.left_out.unhealthy else ""
 
 
 def _narrowest(found: Overflows) -> tuple[view.Line, ...]:
@@ -310,7 +319,7 @@ def _tensor_table(record: Record) -> view.Table:
             tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
     below = more(len(rows) - MAX_TENSORS)
-    seen = "" if len(record.steps) == record.steps_run else f", among the {len(record.steps):,} steps that are recorded"
+    seen = "" if len(record.steps) == record.steps_run else AMONG.format(len(record.steps))
     title = f"Non-finite tensors, before or after a step{seen}"
     return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
 
@@ -331,7 +340,7 @@ def _facts(record: Record) -> Iterator[str]:
     yield counted(record.steps_run, "step")
     if record.steps:
         first, last = record.steps[0], record.steps[-1]
-        yield f"{sum(step.skipped for step in record.steps):,} skipped"
+        yield f"{record.steps_skipped:,} skipped"
         yield f"loss {_change(number(first.loss), number(last.loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"

@@ -132,6 +132,7 @@ def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any)
         verdict="inconclusive",
         planned_steps=run.config.train.steps,
         steps=watcher.steps,
+        left_out=watcher.log.left_out,
         groups=watcher.groups,
         misuses=watcher.misuses,
         interrupted=ending.interrupted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -67,3 +68,20 @@ def test_what_is_said_of_it_counts_every_step() -> None:
     assert pages[0] == pages[1]
     assert "40,000 steps" in pages[0]
     assert replace(found[1], steps=()).steps_run == 0
+
+
+def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None:
+    count = 9_000
+    whole = tuple(Step(number, math.nan, 2.0, found_inf=True, skipped=True, scaler=1) for number in range(count))
+    log = StepLog(torch.nn.Linear(1, 1), None)
+    for _ in whole:
+        log.add_losses({"loss": torch.tensor(math.nan)}, 1.0)
+        log.close(OpenStep(scale=torch.tensor(2.0), skipped=True, number=1))
+    thinned = replace(record_of(log.steps), left_out=log.left_out)
+    assert len(thinned.steps) < count
+    found = [diagnose(record) for record in (record_of(whole), thinned)]
+    assert repr(found[0].findings) == repr(found[1].findings)
+    assert f"not finite in {count} of {count} steps" in found[0].findings[0].message
+    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
+    assert pages[0] == pages[1]
+    assert "9,000 skipped" in pages[1]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ampdbg.errors import RecordError
-from ampdbg.probes.steps import MOST_STEPS, OpenStep, StepLog
+from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, OpenStep, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 
@@ -91,21 +91,24 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path, cut: int) -> N
 # --- a long run ---
 
 
-def run_of(path: Path, count: int) -> tuple[Record, int]:
-    """The record of a run of so many steps of which a few were skipped, and the most bytes that its log had."""
+FEW = (0, 5003, 39_000)
+
+
+def run_of(path: Path, count: int, *, is_bad: Callable[[int], bool] = FEW.__contains__) -> tuple[Record, int]:
+    """The record of a run of so many steps of which some were skipped, and the most bytes that its log had."""
     log = log_of(path)
     steps = StepLog(torch.nn.Linear(1, 1), None)
     steps.journal = log
     most = 0
     losses = torch.linspace(2.0, 1.0, 1000).unbind()
     for number in range(count):
-        skipped = number in (0, 5003, 39_000)
+        skipped = is_bad(number)
         steps.add_losses({"loss": losses[number % 1000]}, 1.0)
         steps.close(OpenStep(scale=torch.tensor(65536.0), skipped=skipped))
-        log.note(0, lambda: GOING_ON, ())
+        log.note(steps.left_out, lambda: replace(GOING_ON, left_out=steps.left_out), ())
         if number % 499 == 0:
             most = max(most, path.stat().st_size)
-    return replace(GOING_ON, steps=steps.steps), max(most, path.stat().st_size)
+    return replace(GOING_ON, steps=steps.steps, left_out=steps.left_out), max(most, path.stat().st_size)
 
 
 def test_the_log_of_a_long_run_stays_small_and_has_the_steps_of_the_record(tmp_path: Path) -> None:
@@ -120,6 +123,35 @@ def test_the_log_of_a_long_run_stays_small_and_has_the_steps_of_the_record(tmp_p
 def test_the_log_of_a_million_steps_is_smaller_than_100_megabytes(tmp_path: Path) -> None:
     _, most = run_of(tmp_path / "run.jsonl", 1_000_000)
     assert most < 2_000_000
+
+
+BAD = {"every step": lambda number: True, "three of four": lambda number: number % 4 > 0}
+
+
+@pytest.mark.parametrize("is_bad", BAD.values(), ids=BAD)
+def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_out(
+    tmp_path: Path, is_bad: Callable[[int], bool]
+) -> None:
+    count = 2 * MOST_TELLING + 1000
+    record, most = run_of(tmp_path / "run.jsonl", count, is_bad=is_bad)
+    assert most < 2_000_000
+    assert record.left_out.unhealthy > 1000
+    read = read_log(tmp_path / "run.jsonl")
+    found = {one.step: one for one in read.steps}
+    assert {one.step: found[one.step] for one in record.steps} == {one.step: one for one in record.steps}
+    assert len(found) <= 4 * MOST_TELLING  # a healthy one on each side of it
+    assert read.left_out == record.left_out
+    assert record.steps_skipped == record.left_out.unhealthy + sum(one.found_inf for one in record.steps)
+    assert record.steps_skipped == sum(map(is_bad, range(count)))
+    kept_steps = {one.step for one in record.steps}
+    assert kept_steps >= {*range(STEPS_AT_ENDS), *range(count - STEPS_AT_ENDS, count)}
+
+
+@pytest.mark.slow
+def test_the_log_of_a_million_unhealthy_steps_is_as_small(tmp_path: Path) -> None:
+    record, most = run_of(tmp_path / "run.jsonl", 1_000_000, is_bad=BAD["every step"])
+    assert most < 3_000_000
+    assert record.steps_skipped == 1_000_000
 
 
 def test_of_many_investigations_the_first_and_the_last_are_kept() -> None:
