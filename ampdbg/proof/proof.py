@@ -56,7 +56,7 @@ def prove(job: Job, failing: Sequence[FailingStep], without: Mapping[str, Patche
             return _proof(job, steps, recorded, without, run, observer)
 
 
-NOT_TRAINED = "not run: a script is its own loop; train it with the patch under ampdbg run"
+NOT_TRAINED = "a script is its own loop; train it with the patch under ampdbg run"
 
 
 def _proof(
@@ -85,7 +85,7 @@ def _proof(
     shown += [without_a_unit(title, dropped.get(title, reference)) for title in without or ["the patch"]]
     shown += [further_batches(patched), in_eval_mode(patched, reference)]
     if trained is None:
-        shown.append(ProofStep("training", True, NOT_TRAINED))
+        shown.append(not_run("training", NOT_TRAINED))
     else:
         shown.append(training_run(trained, why_nothing_was_trained(job.config.precision, trained, patched.tried)))
     if trained is not None and "float32" in reference.runs:
@@ -95,6 +95,11 @@ def _proof(
 
 
 # What the experiments say about the patch: each a step of the proof, passed or not
+
+
+def not_run(name: str, why: str) -> ProofStep:
+    """What could not be run, and says nothing of the patch."""
+    return ProofStep(name, True, f"not run: {why}", ran=False)
 
 
 def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
@@ -170,7 +175,7 @@ def further_batches(seen: Seen) -> ProofStep:
     healthy = sum(one.healthy for one in seen.further)
     bad = next((one for one in seen.further if not one.healthy), None)
     if not seen.further:
-        return ProofStep("further batches", True, f"none to try: {seen.further_failure or 'FP32 fails on them'}")
+        return not_run("further batches", seen.further_failure or "FP32 fails on them")
     why = f"; {bad.why}" if bad else ""
     return ProofStep("further batches", bad is None, f"{healthy} of {len(seen.further)} healthy{why}")
 
@@ -181,7 +186,7 @@ def in_eval_mode(patched: Seen, reference: Seen) -> ProofStep:
     if not patched.eval_failure:
         return ProofStep(name, True, "the failing step's batch runs through")
     if reference.eval_failure:
-        return ProofStep(name, True, f"not run: the unpatched model raises too ({reference.eval_failure})")
+        return not_run(name, f"the unpatched model raises too ({reference.eval_failure})")
     return ProofStep(name, False, f"{patched.eval_failure}; without the patch it does not")
 
 
@@ -216,12 +221,12 @@ def losses_as_in_fp32(trained: Trained, float32: Trained, rounded: Trained | Non
     """
     name = "its losses"
     if float32.failure or not _finite(float32):
-        return ProofStep(name, True, f"not compared: FP32 {float32.failure or 'does not stay finite'}")
+        return not_run(name, f"FP32 {float32.failure or 'does not stay finite'}")
     if len(trained.losses) < len(float32.losses):
         return ProofStep(name, False, f"the run ended after {counted(len(trained.losses), 'step')}")
     compared = last_quarter(taken(trained.losses, trained.skipped))
     if not compared:
-        return ProofStep(name, True, "not compared: no step was taken")
+        return not_run(name, "no step was taken")
     apart = distance(trained.losses, float32.losses, trained.skipped)
     if math.isnan(apart):
         return ProofStep(name, False, f"not finite: the last is {_number(compared[-1])}")

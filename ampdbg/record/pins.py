@@ -196,11 +196,16 @@ class Handover:
 
 @dataclass(frozen=True)
 class ProofStep:
-    """One thing that was run to prove a patch: what, whether it came out as it must, and what was seen."""
+    """One thing that was run to prove a patch: what, whether it came out as it must, and what was seen.
+
+    Of one that never ``ran``, such as a batch that is not there, the detail says why: it neither passed nor failed, and
+    ``passed`` that nothing speaks against the patch.
+    """
 
     name: str
     passed: bool
     detail: str = ""
+    ran: bool = True
 
 
 @dataclass(frozen=True)

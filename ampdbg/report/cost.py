@@ -26,6 +26,7 @@ LOSSES = (
     f"itself where it begins with rounded weights. * is more than {NOISE_FLOORS:.0f} times the noise, and "
     f"than {percent(FP32_ROUNDING)}."
 )
+BEYOND_NOISE = "From FP32: of the losses; * is beyond the noise of FP32 itself."
 HALF_FLOPS = "Half FLOPs: what tensor cores could compute of products, convolutions and attention."
 BARS = f"{HELD} parameters, masters, gradients, optimizer   {KEPT} kept for the backward pass"
 CASTS = "Casts: copies of weights that autocast keeps; like the activations, of one micro-batch."
@@ -41,6 +42,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (facts, *ran_on(record), *(f"Note: {note}" for note in costs.notes)),
         typed.record_path,
         _next_command(costs.levels, typed),
+        story=tuple(_story(costs)),
     )
 
 
@@ -60,10 +62,33 @@ def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
     return view.Headline("good" if is_gain else "doubtful", f"{best.name} trains{memory}{speed}.")
 
 
+def _story(costs: Costs) -> Iterator[view.Section]:
+    """One line for each level: whether it trains, and what it takes."""
+    fp32 = _fp32(costs.levels)
+    has_times = any(one.seconds is not None for one in costs.levels)
+    columns = (
+        (view.Column("does it train?"), _trained),
+        (view.Column("from FP32", "number", is_spare=True), _apart),
+        (view.Column("memory", "number"), lambda one: byte_size(_total(one)) if one.memory else "-"),
+        (view.Column("of FP32", "number"), lambda one: _of(_total(one), _total(fp32))),
+        *(((view.Column("speed", "number"), lambda one: _speed(one, fp32)),) if has_times else ()),
+        *(((view.Column(f"batch in {_size(costs.budget)}", "number"), _batch(costs.batch)),) if costs.budget else ()),
+    )
+    notes = (BEYOND_NOISE,) if any("*" in _apart(one) for one in costs.levels) else ()
+    yield _table("The levels", columns, costs.levels, *_errors(costs), *notes)
+
+
+def _errors(costs: Costs) -> Iterator[str]:
+    return (f"{one.name} could not run: {one.error}" for one in costs.levels if one.error)
+
+
+def _size(budget: int) -> str:
+    return f"{budget / 2**30:.4g} GiB" if budget % 2**20 == 0 else byte_size(budget)
+
+
 def _sections(costs: Costs) -> Iterator[view.Section]:
     levels = [one for one in costs.levels if one.memory is not None]
-    errors = (f"{one.name} could not run: {one.error}" for one in costs.levels if one.error)
-    yield _table("Training", _TRAINING, costs.levels, *errors, LOSSES, HALF_FLOPS)
+    yield _table("Training", _TRAINING, costs.levels, *_errors(costs), LOSSES, HALF_FLOPS)
     if not levels:
         return
     yield _table("Memory of a step", _bars(levels, _total(_fp32(levels))), levels, BARS)
@@ -71,9 +96,7 @@ def _sections(costs: Costs) -> Iterator[view.Section]:
     if any(one.seconds is not None for one in levels):
         yield _table("On this GPU", _on_gpu(_fp32(levels)), levels)
     if costs.budget is not None:
-        is_binary = costs.budget % 2**20 == 0
-        size = f"{costs.budget / 2**30:.4g} GiB" if is_binary else byte_size(costs.budget)
-        yield _table(f"The largest batch in {size}, by doubling", _fit(costs.batch), levels)
+        yield _table(f"The largest batch in {_size(costs.budget)}, by doubling", _fit(costs.batch), levels)
 
 
 def _table(title: str, columns: Columns, levels: Sequence[LevelCost], *below: str) -> view.Table:
@@ -167,6 +190,11 @@ def _on_gpu(fp32: LevelCost) -> Columns:
     )
 
 
+def _batch(batch: int | None) -> Callable[[LevelCost], str]:
+    """The largest batch that fits."""
+    return lambda one: f"{(batch or 0) * one.fit.times:,}" if batch and one.fit else "-"
+
+
 def _fit(batch: int | None) -> Columns:
     def how(one: LevelCost) -> str:
         fit = one.fit or BatchFit(0)
@@ -174,7 +202,7 @@ def _fit(batch: int | None) -> Columns:
         return fit.why or (reckoned if fit.is_reckoned else "measured" if fit.times else "does not fit")
 
     return (
-        (view.Column("batch", "number"), lambda one: f"{(batch or 0) * one.fit.times:,}" if batch and one.fit else "-"),
+        (view.Column("batch", "number"), _batch(batch)),
         (view.Column("times", "number"), lambda one: f"{one.fit.times:,}" if one.fit else "-"),
         (view.Column(""), how),
     )

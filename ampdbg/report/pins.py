@@ -12,7 +12,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof
+from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep
 from ampdbg.record.run import Record
 
 from .view import Column, Line, Paragraph, Table, Words, line, more
@@ -172,20 +172,27 @@ def _scalar(name: str) -> str:
 
 def proof_line(proof: Proof) -> Line:
     """The proof in a line; where it failed, what did."""
-    failed = [step for step in proof.steps if not step.passed]
+    ran = [step for step in proof.steps if step.ran]
+    failed = [step for step in ran if not step.passed]
     if failed:
         said = "; ".join(f"{step.name}: {step.detail}" if step.detail else step.name for step in failed)
         return line(
             Words("✗ ", "bad"),
-            f"{len(proof.steps) - len(failed)} of {counted(len(proof.steps), 'check')} passed; {said}",
+            f"{len(ran) - len(failed)} of {counted(len(ran), 'check')} passed; {said}",
         )
-    names = listed([step.name for step in proof.steps], 3)
-    return line(Words("✓ ", "good"), f"{counted(len(proof.steps), 'check')} passed: {names}")
+    left_out = [step.name for step in proof.steps if not step.ran]
+    besides = f"; not run: {listed(left_out)}" if left_out else ""
+    names = listed([step.name for step in ran], 3)
+    return line(Words("✓ ", "good"), f"{counted(len(ran), 'check')} passed: {names}{besides}")
 
 
 def proof_table(proof: Proof) -> Table:
     """Each thing that was run, and how it came out."""
-    rows = (
-        (line(Words("✓", "good") if step.passed else Words("✗", "bad")), step.name, step.detail) for step in proof.steps
-    )
-    return Table("The proof", PROOF_COLUMNS, tuple(rows))
+    rows = tuple((line(_sign_of(step)), step.name, step.detail) for step in proof.steps)
+    return Table("The proof", PROOF_COLUMNS, rows)
+
+
+def _sign_of(step: ProofStep) -> Words:
+    if not step.ran:
+        return Words("-", "faint")
+    return Words("✓", "good") if step.passed else Words("✗", "bad")

@@ -74,7 +74,7 @@ class TakenOver:
         """How the replays compare with the step as it was captured."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
         if made.tries == AGAIN and head.why != "end":
-            yield f"step {made.step} goes wrong in {made.reproduced} of {made.tries} replays"
+            yield f"step {made.step} fails in {made.reproduced} of {made.tries} replays"
         if head.start.processes > 1:
             yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
         if torch.device(head.device).type != self.run.device.type:

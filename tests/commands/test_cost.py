@@ -36,7 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Faked:
 
 def test_the_page_and_progress_of_each_level(here: Here) -> None:
     written(here.folder, NET.replace("(self.first(x))", "(self.first(x)).float()"))
-    result = here("cost", "c.yaml", "--steps", "2", "--batch-size", "1MB")
+    result = here("cost", "c.yaml", "--steps", "2", "--batch-size", "1MB", "-v")
     assert result.code == 0
     assert result.stdout.count(" could not run: ") == 2
     assert "The largest batch in 1.0 MB, by doubling" in result.stdout

@@ -94,7 +94,7 @@ def test_further_batches_are_counted() -> None:
     bad = further_batches(Seen(further=(tried(), SICK, tried())))
     assert (bad.passed, bad.detail) == (False, "2 of 3 healthy; loss NaN")
     none = further_batches(Seen(further_failure="config.yaml:2: data ended after 1 batches"))
-    assert (none.passed, none.detail) == (True, "none to try: config.yaml:2: data ended after 1 batches")
+    assert (none.passed, none.ran, none.detail) == (True, False, "not run: config.yaml:2: data ended after 1 batches")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_losses_of_skipped_steps_are_no_evidence() -> None:
     step = losses_as_in_fp32(trained, curve(1.0, 4), curve(1.0, 4))
     assert (step.passed, step.detail.partition(";")[0]) == (False, "100% from FP32's (the last step taken)")
     none = losses_as_in_fp32(replace(curve(1.0, 2), skipped=(0, 1)), curve(9.0, 2), None)
-    assert (none.passed, none.detail) == (True, "not compared: no step was taken")
+    assert (none.passed, none.ran, none.detail) == (True, False, "not run: no step was taken")
 
 
 def curve(factor: float, count: int = 8) -> Trained:
@@ -178,8 +178,8 @@ def curve(factor: float, count: int = 8) -> Trained:
         (curve(1.10), curve(1.0), None, True, "10% from FP32's"),
         (curve(math.nan), curve(1.0), curve(1.0), False, "not finite: the last is nan"),
         (curve(1.0, 3), curve(1.0), None, False, "the run ended after 3 steps"),
-        (curve(1.0), curve(math.nan), None, True, "not compared: FP32 does not stay finite"),
-        (curve(1.0), Trained(failure="raised KeyError"), None, True, "not compared: FP32 raised KeyError"),
+        (curve(1.0), curve(math.nan), None, True, "not run: FP32 does not stay finite"),
+        (curve(1.0), Trained(failure="raised KeyError"), None, True, "not run: FP32 raised KeyError"),
     ],
     ids=["near", "far", "far, as FP32 itself", "only told", "NaN", "ended early", "FP32 diverges", "FP32 raises"],
 )

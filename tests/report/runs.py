@@ -6,6 +6,7 @@ what a run finds, or how a page says it, refreshes both and reads the difference
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,14 @@ import ampdbg
 from ampdbg.errors import AmpdbgError
 from ampdbg.escapes import harmless
 from ampdbg.observer import Observer
+from ampdbg.record.file import LATEST, read_record
 from ampdbg.record.run import Environment, Record
+from tests.commands.program import start
+from tests.script.scripts import PLAIN
 
 ROOT = Path(__file__).parents[2]
 RECORDS = Path(__file__).parent / "golden" / "records"
+STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 ENVIRONMENT = Environment(
     ampdbg="0.1.0",
@@ -62,6 +67,24 @@ def zoo(command: str, name: str, **how: Any) -> Callable[[], Record]:
 def example(command: str, name: str, **how: Any) -> Callable[[], Record]:
     """A run of one command on an example."""
     return lambda: getattr(ampdbg, command)(ROOT / "configs" / f"{name}.yaml", device="cpu", **how)
+
+
+def script(*command: str) -> Callable[[], Record]:
+    """``ampdbg run`` of a script whose attention overflows; or a command on the step that it has captured."""
+
+    def run() -> Record:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name).resolve()
+            (folder / "train.py").write_text(PLAIN, encoding="utf-8")
+            start(folder, "run", "--emulate", "--max-captures=1", "train.py", "400", "6")
+            record = read_record(folder / LATEST)
+            if command:
+                assert record.script is not None
+                start(folder, *command, *record.script.captures)
+                record = read_record(folder / LATEST)
+            return harmless(record, str(folder))
+
+    return run
 
 
 class Interrupt(Observer):
@@ -110,6 +133,10 @@ RUNS: dict[str, Callable[[], Record]] = {
     "bisect_no_pin_helps": zoo("bisect", "batch_out_of_range"),
     "bisect_not_reproduced": zoo("bisect", "not_deterministic"),
     "suggestion": zoo("suggest_fp32", "scores_before_scaling"),
+    "cost": example("cost", "linear_attention", steps=8, memory="256MB"),
+    "run": script(),
+    "replay": script("replay"),
+    "suggestion_capture": script("suggest-fp32"),
 }
 """One for each kind of page, by the name of its golden file."""
 
@@ -122,6 +149,9 @@ def remade(name: str) -> Record:
 def settled(record: Record) -> Record:
     """The record with what differs between two runs or machines fixed."""
     record = harmless(record, str(ROOT), but="\n")
+    if record.script is not None:
+        captures = tuple(STAMP.sub("20250102T030405Z", capture) for capture in record.script.captures)
+        record = replace(record, script=replace(record.script, captures=captures))
     return replace(
         record,
         created="2025-01-02T03:04:05Z",

@@ -18,14 +18,14 @@ from ampdbg.lint import engine
 from ampdbg.lint.settings import Settings
 from ampdbg.machine.facts import Machine
 from ampdbg.record.file import read_record
-from ampdbg.record.run import Record, ScriptRun
+from ampdbg.record.run import Record
 from ampdbg.report import comparison, doctor, lint
 from ampdbg.report.formats.text import draw, write
 from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
 from tests.machine.test_judgments import CPU_TORCH
 from tests.report.runs import RECORDS
-from tests.report.test_cost import ON_CPU, on_gpu
+from tests.report.test_cost import on_gpu
 
 GOLDEN = Path(__file__).parent / "golden" / "screens"
 LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
@@ -42,15 +42,6 @@ def made(name: str) -> Record:
 def told(record: Record) -> Callable[[Look], str]:
     path = f".ampdbg/20250102T030405Z-{record.command}.json"
     return lambda look: write(record, Typed("config.yaml", path), look)
-
-
-def of_script() -> Record:
-    return replace(made("scan_forward_overflow"), command="run", script=ScriptRun("train.py", ("--epochs", "3")))
-
-
-def replayed() -> Record:
-    capture = ".ampdbg/captures/20250102T030405Z-step-1.safetensors"
-    return replace(of_script(), command="replay", script=ScriptRun("train.py", ("--epochs", "3"), captures=(capture,)))
 
 
 def linted(look: Look) -> str:
@@ -70,10 +61,10 @@ SCREENS: dict[str, Callable[[Look], str]] = {
     "ranges": told(made("ranges_overflow")),
     "bisect": told(made("bisect_example")),
     "suggest-fp32": told(made("suggestion")),
-    "replay": told(replayed()),
+    "replay": told(made("replay")),
     "lint": linted,
-    "run": told(of_script()),
-    "cost": told(ON_CPU),
+    "run": told(made("run")),
+    "cost": told(made("cost")),
     "cost_gpu": told(on_gpu()),
     "compare": compared,
     "explain": lambda look: as_text("forward-overflow", look),

@@ -101,7 +101,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     assert record.verification is not None
     assert record.verification.passed
     steps = {step.name: step.detail for step in record.verification.steps}
-    assert steps["further batches"].startswith("none to try")
+    assert steps["further batches"].startswith("not run")
     assert steps["training"].startswith("not run")
     assert "+++ b/train.py" in result.stdout
 
