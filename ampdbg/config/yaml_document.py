@@ -69,7 +69,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self._values, self._depth = 0, 0
 
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._values, self._depth = self._values + 1, self._depth + 1
         line = self.peek_event().start_mark.line + 1
         if self._values > MOST_VALUES:
