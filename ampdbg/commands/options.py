@@ -107,7 +107,7 @@ ScriptToStart = Annotated[
         "--script",
         metavar="'SCRIPT ARGS...'",
         show_default=False,
-        help="With a capture: start this again, not the captured command line.",
+        help="With a capture: start this, not the captured command line; a script that makes two such steps will do.",
     ),
 ]
 SearchingChoice = Annotated[Strategy, typer.Option("--strategy", help="guided: by what overflows; ddmin: blind.")]

@@ -152,6 +152,26 @@ def test_a_replay_finds_what_the_run_has_found(tmp_path: Path, case: str) -> Non
     assert found_again.source == found.source
 
 
+def test_a_few_lines_that_make_the_same_calls_stand_for_the_script(tmp_path: Path) -> None:
+    run(tmp_path, scripts.PLAIN, "400", "6")
+    few = """
+import torch
+import torch.nn.functional as F
+from train import Net
+
+net = Net(1.0)
+optimizer = torch.optim.SGD(net.parameters())
+for _ in range(2):
+    F.cross_entropy(net(torch.randn(2, 5, 16)), torch.randint(4, (2,))).backward()
+    optimizer.step()
+"""
+    (tmp_path / "few.py").write_text(few, encoding="utf-8")
+    result, record = on(tmp_path, "replay", capture_of(tmp_path), "--script", "few.py")
+    found = record.findings[0]
+    assert (result.code, found.code, found.module) == (1, "forward-overflow", "attention")
+    assert record.investigations[0].reproduced == 5
+
+
 def test_a_replay_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.LOOPS["accumulation and clipping"].replace("GAIN", "1e3"))
     _, again = on(tmp_path, "replay", capture_of(tmp_path))
