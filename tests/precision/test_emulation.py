@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.jit import _builtins
+from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 
 from ampdbg.precision.autocast_policy import weight_casts
 from ampdbg.precision.emulation import cuda_on_cpu
@@ -30,8 +32,8 @@ OWNERS = (
     torch.cuda.amp,
     torch.cuda.amp.autocast,
     torch.cuda.amp.GradScaler,
-    torch.utils.checkpoint,
-    torch.utils._device.DeviceContext,
+    checkpoint,
+    DeviceContext,
 )
 KEYS = ("BackendSelect", "AutocastCPU", "AutocastCUDA", "CPU", "AutogradCPU")
 
@@ -208,9 +210,12 @@ def test_entering_many_times_does_not_wear_torch_out() -> None:
 
 
 def test_nothing_is_printed_or_warned() -> None:
-    """A fresh process: torch warns of an overridden kernel only once in each."""
+    """A fresh process: torch warns of an overridden kernel only once in each.
+
+    torch 2.6 leaves a temporary folder of its own to the interpreter's end, from the first optimizer on.
+    """
     program = """
-import warnings
+import sys, warnings
 warnings.simplefilter("error")
 import torch
 from ampdbg.precision.emulation import cuda_on_cpu
@@ -218,6 +223,9 @@ for _ in range(2):
     with cuda_on_cpu(), torch.autocast("cuda"):
         (torch.randn(4, 4, device="cuda") @ torch.randn(4, 4)).exp().sum()
         torch.amp.GradScaler()
+with_a_folder = sys.modules.get("torch.distributed.nn.jit.instantiator")
+if hasattr(with_a_folder, "_TEMP_DIR"):
+    with_a_folder._TEMP_DIR.cleanup()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
