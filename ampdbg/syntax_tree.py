@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 
 _TRIES = 100
 
@@ -13,11 +14,13 @@ def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try begins it anew.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: as ``ast.parse``.
+        SyntaxError, ValueError: as ``ast.parse``.
+        RecursionError: it is nested too deeply. Python's parser calls that a MemoryError when its own stack is full.
     """
-    for _ in range(_TRIES):
-        try:
-            return ast.parse(source, mode=mode)
-        except SystemError:
-            continue
-    return ast.parse(source, mode=mode)
+    try:
+        for _ in range(_TRIES):
+            with contextlib.suppress(SystemError):
+                return ast.parse(source, mode=mode)
+        return ast.parse(source, mode=mode)
+    except MemoryError as error:
+        raise RecursionError(str(error)) from error
