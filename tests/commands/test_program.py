@@ -384,7 +384,8 @@ def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFix
         folder / "c.yaml", steps=2, seed=5, overrides=["model.args.gain=1e5"], observer=observing(step=seen.append)
     )
     assert (record.verdict, record.planned_steps, record.config["train"]["seed"]) == ("precision", 2, 5)
-    assert tuple(seen) == record.steps
+    # As text: a NaN is not equal to itself, and from Python 3.13 on neither is a dataclass that holds it.
+    assert list(map(repr, seen)) == list(map(repr, record.steps))
     assert not (folder / ".ampdbg").exists()
     assert "printed at import" in capfd.readouterr().out
 
