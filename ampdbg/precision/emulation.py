@@ -254,6 +254,7 @@ class Stream:
     device = torch.device("cpu")
     synchronize = wait_stream = wait_event = staticmethod(_gives(None))
     query = staticmethod(_gives(True))
+    is_capturing = staticmethod(_gives(False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what a stream of CUDA takes: a device and a priority."""

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.precision.emulation import Stream, cuda_on_cpu
 from ampdbg.script.ranks import groups_without_gpus
 
 NAME = "a GPU that ampdbg emulates"
@@ -57,6 +57,14 @@ ANSWERS: Mapping[str, Any] = {
 }
 """What each function of ``torch.cuda`` returns; the seed of the CPU is that of its generator."""
 
+ANSWERS_OF_ACCELERATOR: Mapping[str, Any] = {
+    "current_stream": Stream(),
+    "current_device_index": 0,
+    "current_device_idx": 0,
+    **dict.fromkeys(("synchronize", "set_stream", "set_device_index", "set_device_idx")),
+}
+"""The same for ``torch.accelerator``, which a torch built for CUDA takes to the driver, its optimizers from 2.15 on."""
+
 
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
@@ -70,9 +78,10 @@ def emulated_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(cuda_on_cpu())
         stack.enter_context(groups_without_gpus())
-        for name, answer in ANSWERS.items():
-            if hasattr(torch.cuda, name):
-                stack.enter_context(patch.object(torch.cuda, name, _answering(answer)))
+        for owner, answers in ((torch.cuda, ANSWERS), (torch.accelerator, ANSWERS_OF_ACCELERATOR)):
+            for name, answer in answers.items():
+                if hasattr(owner, name):
+                    stack.enter_context(patch.object(owner, name, _answering(answer)))
         for name in ("get_rng_state_all", "set_rng_state_all"):
             stack.enter_context(patch.object(torch.cuda, name, _RANDOM[name]))
             stack.enter_context(patch.object(torch.cuda.random, name, _RANDOM[name]))

@@ -26,6 +26,16 @@ def test_work_may_be_put_on_a_stream() -> None:
     assert x.sum().item() == 2
 
 
+def test_code_for_any_accelerator_is_not_sent_to_the_driver() -> None:
+    torch.accelerator.synchronize()
+    assert torch.accelerator.current_stream().query()
+    # From torch 2.15 on it asks whether a graph is captured.
+    weight = torch.ones(2, device="cuda", requires_grad=True)
+    weight.sum().backward()
+    torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0).step()
+    assert weight.tolist() == pytest.approx([0.5, 0.5])
+
+
 def test_its_memory_may_be_asked_for() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert isinstance(torch.cuda.memory_summary(), str)
