@@ -24,7 +24,10 @@ IN_PROPORTION = 0.01
 
 def shared_dimension(batch: Any) -> tuple[int, int] | None:
     """The first dimension in which all tensors of a batch are of one size, and that size; None where there is none."""
-    shapes = [leaf.shape for _, leaf in tensor_leaves(batch) if leaf.ndim]
+    leaves = [leaf for _, leaf in tensor_leaves(batch)]
+    if any(leaf.is_nested for leaf in leaves):  # their sizes are several
+        return None
+    shapes = [leaf.shape for leaf in leaves if leaf.ndim]
     sizes = [set(each) for each in zip(*shapes, strict=False)]
     return next(((d, int(*each)) for d, each in enumerate(sizes) if len(each) == 1), None)
 
@@ -55,7 +58,11 @@ def largest_batch(batch: Any, room: int, activations: int, activations_of: Calla
         if times == MOST_TIMES:
             return BatchFit(times, tuple(measured), why="memory does not grow in proportion, and no more was tried")
         try:
-            measured.append(activations_of(enlarged(batch, 2 * times, shared[0])))
+            larger = enlarged(batch, 2 * times, shared[0])
+        except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator
+            return BatchFit(times, tuple(measured), why=f"torch cannot double the batch: {first_line(error)}")
+        try:
+            measured.append(activations_of(larger))
         except AmpdbgError as error:
             return BatchFit(times, tuple(measured), why=f"{2 * times} times: {first_line(error)}")
     return BatchFit(2 ** (len(measured) - 1) // 2, tuple(measured))

@@ -137,7 +137,8 @@ def _memory(tensors: Iterable[Any]) -> dict[int, int]:
 def _strided(tensor: Any) -> Iterator[torch.Tensor]:
     """What holds the numbers: the tensor itself, or the parts of a sparse one, or of one that wraps others."""
     if is_traceable_wrapper_subclass(tensor):
-        yield from (part for name in tensor.__tensor_flatten__()[0] for part in _strided(getattr(tensor, name)))
+        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        yield from (part for one in held if isinstance(one, torch.Tensor) for part in _strided(one))
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is torch.strided:

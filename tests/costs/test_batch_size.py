@@ -65,6 +65,15 @@ def test_a_batch_that_cannot_be_doubled_says_why() -> None:
     assert (found.times, found.why) == (2, "4 times: the model raised ValueError: got 32, needed 16")
 
 
+def test_a_batch_that_torch_cannot_double_says_why() -> None:
+    rows = torch.ones(4, 3).to_sparse_csr()
+    found = largest_batch([rows, torch.ones(4)], 10, 1, lambda batch: 1)
+    assert found.times == 1
+    assert found.why.startswith("torch cannot double the batch: ")
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    assert shared_dimension([nested, torch.ones(2)]) is None
+
+
 @pytest.mark.parametrize(
     ("batch", "shared"),
     [

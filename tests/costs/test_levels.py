@@ -12,8 +12,9 @@ import torch
 import ampdbg
 from ampdbg.config.file import load_config
 from ampdbg.costs import levels
-from ampdbg.costs.levels import levels_of
+from ampdbg.costs.levels import compare, levels_of
 from ampdbg.errors import UserCodeError
+from ampdbg.observer import Observer
 from ampdbg.precision.modes import mode_of
 from ampdbg.record.cost import LevelCost, StepMemory
 from ampdbg.record.file import from_json, to_json, write_record
@@ -22,6 +23,7 @@ from ampdbg.record.run import Record
 from ampdbg.replay.run import prepared
 from tests.costs.perceptron import CLASSES, CONFIG, HIDDEN, NET, PARAMETERS, activations, written
 from tests.observing import observing
+from tests.replay import test_tensor_kinds
 
 ALL = ["FP32", "O1", "O2", "O3", "bfloat16"]
 
@@ -234,6 +236,19 @@ def test_what_cannot_be_measured_or_doubled_says_why(tmp_path: Path) -> None:
     assert fixed is not None
     assert fixed.times == 1
     assert "made for 8" in fixed.why
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("kind", "place"), test_tensor_kinds.CASES)
+def test_no_kind_of_tensor_stops_the_comparison(kind: str, place: str, tmp_path: Path) -> None:
+    config = test_tensor_kinds.config(tmp_path, kind, test_tensor_kinds.HEALTHY, place)
+    costs = compare(config, (), 10**6, Observer()).costs
+    assert costs is not None
+    assert [(one.name, one.trains) for one in costs.levels[:2]] == [("FP32", True), ("O1", True)]
+    whys = [one.error for one in costs.levels if one.error]
+    assert all("torch cannot make a buffer of the model itself" in why for why in whys)
+    assert {one.level for one in costs.levels if one.error} <= {"O2", "O3"}
 
 
 def test_the_time_of_a_step_is_the_median_behind_a_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ampdbg.config.file import load_config
 from ampdbg.costs.step import bytes_of
@@ -142,3 +143,17 @@ def test_memory_counts_once_and_that_of_parts_by_the_parts() -> None:
     assert bytes_of([jagged]) == 5 * 4 * 4 + 3 * 8  # and where each begins
     with FakeTensorMode():
         assert bytes_of([torch.ones(3), torch.ones(3, device="meta")]) == 0
+
+
+class Meshed(TwoTensor):
+    """As a DTensor: of its parts one is no tensor."""
+
+    mesh = object()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["mesh", "a"], None
+
+
+def test_what_a_tensor_holds_beside_tensors_takes_no_memory() -> None:
+    part = torch.ones(3)
+    assert bytes_of([Meshed(part, part)]) == 3 * 4

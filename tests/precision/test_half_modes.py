@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ampdbg.config.schema import Precision
+from ampdbg.errors import WorkloadError
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.modes import PrecisionMode, mode_of
 
@@ -154,6 +155,17 @@ def test_a_static_scale_of_a_half_model_never_skips_as_in_apex(level: str, scale
         scaler.scale(model(torch.ones(1, 1)).sum() * torch.inf).backward()
         made.step(scaler, [optimizer])
     assert (model.weight.item() != pytest.approx(before, rel=1e-3)) is is_taken
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_buffer_that_torch_cannot_make_half_is_said(level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_buffer("held", torch.ones(2, 2).to_mkldnn())
+    refused = rf"^precision\.level: {level} makes the whole model float16, and torch cannot make a buffer of 0 that: "
+    with pytest.raises(WorkloadError, match=refused), mode(level).converted(model):
+        pass
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("pin", ["3", "0", "1"])

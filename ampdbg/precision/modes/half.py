@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampdbg.errors import WorkloadError, first_line
 from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode
 from ampdbg.precision.pins import pin_fp32, pinned_names
@@ -43,11 +44,15 @@ class HalfModel(PrecisionMode):
 
     @contextlib.contextmanager
     def converted(self, model: torch.nn.Module) -> Iterator[None]:
-        """As :class:`PrecisionMode`; weights stay converted afterwards, and casts of inputs and outputs go."""
-        for module in self._lowered(model):
+        """As :class:`PrecisionMode`; weights stay converted afterwards, and casts of inputs and outputs go.
+
+        Raises:
+            WorkloadError: torch cannot convert a weight or a buffer.
+        """
+        for name, module in self._lowered(model):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(self.dtype)
+                    self._lower(tensor, name)
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
         hooks = (
@@ -60,20 +65,31 @@ class HalfModel(PrecisionMode):
             for hook in hooks:
                 hook.remove()
 
+    def _lower(self, tensor: torch.Tensor, module: str) -> None:
+        try:
+            tensor.data = tensor.data.to(self.dtype)
+        except Exception as error:  # noqa: BLE001 - a tensor's class, or a device's allocator
+            kind = "weight" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            raise WorkloadError(
+                f"precision.level: {self.precision.level} makes the whole model {self.format.name}, and torch cannot "
+                f"make a {kind} of {module or 'the model itself'} that: {first_line(error)}; allowed: a model that "
+                f".to(torch.{self.format.name}) takes; with O1 weights and buffers stay as they are"
+            ) from None
+
     def _inputs(self, model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         # Of either half: the shadow's weights are bfloat16, and so is what this cast makes there.
         is_half = any(tensor.dtype in LIFTS["float32"] for tensor in model.parameters())
         return cast((args, kwargs), self.dtype) if is_half else (args, kwargs)
 
-    def _lowered(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        """The modules whose own weights and buffers become half."""
+    def _lowered(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules, by name, whose own weights and buffers become half."""
         asked = self.precision.keep_norms_fp32
         keeps_norms = self.keeps_norms if asked is None else asked
         pins = pinned_names(model, self.precision.pins)
         for name, module in model.named_modules():
             is_kept_norm = keeps_norms and isinstance(module, _BatchNorm) and module.affine
             if not is_kept_norm and not _is_pinned(name, pins):
-                yield module
+                yield name, module
 
     @contextlib.contextmanager
     def pinned(self, model: torch.nn.Module, patterns: Iterable[str]) -> Iterator[None]:
