@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]  # the module around it imports for 10 ms, unguarded
+# Nothing that takes time: until the handler is set, Ctrl-C ends in a traceback. `signal` takes 10 ms.
+import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
-
-from ampdbg.errors import EXIT_INTERRUPTED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def main() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """Until a command begins there is nothing to keep, and a traceback of its imports would tell nobody anything."""
-    os._exit(EXIT_INTERRUPTED)
+    os._exit(128 + number)  # 130, as shells have it
 
 
 def _open_closed_streams() -> None:

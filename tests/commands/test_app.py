@@ -25,6 +25,19 @@ def test_ctrl_c_is_heeded_before_anything_large_is_imported(tmp_path: Path) -> N
     )
 
 
+def test_ctrl_c_is_heeded_before_anything_of_the_program_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import _signal, os, sys\n"
+        "def signal(*_): print(sorted(name for name in sys.modules if 'ampdbg' in name), flush=True); os._exit(0)\n"
+        "_signal.signal = signal\n"
+        "from ampdbg.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['ampdbg', 'ampdbg.__main__']\n"
+
+
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     result = start(tmp_path, "--help", flags=("-X", "importtime"))
     assert "ampdbg.commands.app" in imported_by(result)
