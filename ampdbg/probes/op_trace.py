@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
@@ -297,7 +298,9 @@ class KnownMagnitudes:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's memory; 0 where it has none of its own, as a masked or a sparse one."""
+    """The address of a tensor's memory; 0 where it has none of its own, as a masked, a sparse or a fake one."""
+    if isinstance(tensor, FakeTensor):  # of which torch warns, in the place of an error
+        return 0
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     except RuntimeError:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ampdbg.probes.module_calls import compiled_notes
-from ampdbg.probes.op_trace import OpSeen, OpTrace, placed
+from ampdbg.probes.op_trace import OpSeen, OpTrace, placed, storage_of
 
 
 def line_of(code: Any, text: str) -> int:
@@ -313,3 +314,10 @@ def test_tracing_changes_no_bit_of_the_gradients() -> None:
     plain, watched = gradients(False), gradients(True)
     for one, other in zip(plain, watched, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_fake_tensor_has_no_memory_and_torch_has_nothing_to_warn_of() -> None:
+    with FakeTensorMode():
+        assert storage_of(torch.ones(2)) == 0
+    assert storage_of(torch.ones(2)) != 0
