@@ -8,18 +8,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from ampdbg.errors import AmpdbgError
 from ampdbg.lint.document import Document
 from ampdbg.lint.facts import USES_HALF, Facts
 from ampdbg.lint.fixes import fixed
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
-from ampdbg.lint.sources import SourcePath, SourceText, UnreadableSource, content_of, files_below, read_bytes, source_of
+from ampdbg.lint.sources import (
+    NEVER,
+    SourcePath,
+    SourceText,
+    UnreadableSource,
+    content_of,
+    files_below,
+    read_bytes,
+    source_of,
+)
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Severity
 
 ENOUGH_FOR_PROCESSES = 64
 """Fewer files are done before other processes have started."""
+
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What Python's parser raises; the last one where the stack of its own is full."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 
@@ -72,9 +85,16 @@ def lint(paths: Sequence[str], settings: Settings) -> Linted:
     """Lints files and folders.
 
     Raises:
-        AmpdbgError: there is nothing at one of the paths.
+        AmpdbgError: there is nothing at one of the paths, or nothing to lint at any of them.
     """
-    files = _each(list(files_below(paths, settings.exclude)), partial(lint_file, settings=settings))
+    below = list(files_below(paths, settings.exclude))
+    if not below:
+        excluded = f", nor what pyproject.toml excludes ({', '.join(settings.exclude)})" if settings.exclude else ""
+        raise AmpdbgError(
+            f"{', '.join(paths)}: no Python file and no notebook is there; hidden folders, virtual environments, "
+            f"{', '.join(sorted(NEVER))} are not looked into{excluded}"
+        )
+    files = _each(below, partial(lint_file, settings=settings))
     roots = {file.root for file in files if file.uses_half}
     found = [
         finding
@@ -121,7 +141,7 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
         told = list(findings_of(found.path, source, rules, settings))
     except UnreadableSource as error:
         return LintedFile(found.path, found.root, problem=str(error))
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except UNPARSABLE as error:
         return LintedFile(found.path, found.root, problem=_unparsable(error))
     sure = tuple(finding for finding, only in told if not only)
     return LintedFile(found.path, found.root, sure, tuple(one for one, only in told if only), uses_half)
@@ -130,7 +150,7 @@ def lint_file(found: SourcePath, settings: Settings) -> LintedFile:
 def _unparsable(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         return f"line {error.lineno} does not parse: {error.msg}"
-    why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    why = "it is nested too deeply" if isinstance(error, (RecursionError, MemoryError)) else str(error)
     return f"does not parse: {why}"
 
 
@@ -187,7 +207,7 @@ def findings_of(
     """The findings of a text, each with whether it is one only where the project trains in half.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: Python cannot parse it.
+        SyntaxError, ValueError, RecursionError, MemoryError: Python cannot parse it.
     """
     document = Document(source.text)
     for hit in hits_of(document, rules, settings):
@@ -224,6 +244,6 @@ def fixed_file(path: str, settings: Settings, *, in_half: bool) -> LintedFile:
         after = content_of(source, text) if text != source.text else content
     except UnreadableSource as error:
         return LintedFile(path, problem=str(error))
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except UNPARSABLE as error:
         return LintedFile(path, problem=_unparsable(error))
     return LintedFile(path, before=content, after=after if after != content else None)

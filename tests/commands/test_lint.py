@@ -315,6 +315,27 @@ def test_an_unreadable_file_has_a_line(here: Here) -> None:
     assert [one["problem"] for one in as_json(here, ".")["problems"]] == ["cannot be read: Permission denied"]
 
 
+def test_a_folder_with_nothing_to_lint_is_an_error(here: Here) -> None:
+    write(here, "docs/index.md", OLD)
+    write(here, "docs/.hidden/old.py", OLD)
+    done = here("lint", "docs")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: docs: no Python file and no notebook is there; hidden folders, ")
+    write(here, "pyproject.toml", '[tool.ampdbg.lint]\nexclude = ["old*"]\n')
+    write(here, "old/old.py", OLD)
+    assert "nor what pyproject.toml excludes (old*)" in here("lint", "old", "docs").stderr
+    write(here, "src/new.py", HEALTHY)
+    assert here("lint", "docs", "src").code == 0
+
+
+@pytest.mark.parametrize("deep", ["-" * 50_000 + "1", "lambda: " * 5_000 + "1", "f" + "()" * 50_000])
+def test_a_file_nested_beyond_pythons_parser_has_a_line(here: Here, deep: str) -> None:
+    write(here, "deep.py", f"{OLD}x = {deep}\n")
+    done = here("lint", "deep.py")
+    assert (done.code, done.stderr) == (2, "")
+    assert "deep.py: does not parse: it is nested too deeply" in done.stdout
+
+
 def test_a_path_that_is_not_there_is_an_error(here: Here) -> None:
     done = here("lint", "nowhere")
     assert (done.code, done.stderr) == (2, "error: nowhere: there is no such file or folder\n")

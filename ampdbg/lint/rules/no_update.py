@@ -56,9 +56,9 @@ def _binders(facts: Facts, key: tuple[object, str]) -> list[ast.AST]:
 def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
     """Below the last step, where all of them stand in one block."""
     document = facts.document
-    statements = [document.statement(call) for call in calls]
-    last = statements[-1]
-    one_block = all(one in document.block(last) for one in statements)
+    statements = {id(statement := document.statement(call)): statement for call in calls}
+    *_, last = statements.values()
+    one_block = statements.keys() <= set(map(id, document.block(last)))
     if not one_block or not document.has_own_lines(last) or not isinstance(last, ast.Expr):
         return None
     scaler = ast.unparse(calls[-1].func.value)  # type: ignore[attr-defined]
