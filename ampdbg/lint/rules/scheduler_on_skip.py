@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from ampdbg.lint.expressions import method
@@ -19,12 +20,17 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     For information alone: how many steps are skipped no source tells.
     """
     document = facts.document
+
+    @functools.cache  # a file may hold thousands of steps in one unit
+    def asks(unit: ast.AST) -> bool:
+        text = ast.unparse(unit)
+        return any(word in text for word in ("get_scale", "found_inf", "._scale", "step_was_skipped"))
+
     for call in document.calls:
         scaler = method(call, "step")
         if scaler is None or not call.args or not facts.is_scaler(scaler):
             continue
-        unit = ast.unparse(document.unit(call))
-        if "get_scale" in unit or "found_inf" in unit or "._scale" in unit or "step_was_skipped" in unit:
+        if asks(document.unit(call)):
             continue
         block = document.block(document.statement(call))
         for statement in block[block.index(document.statement(call)) + 1 :]:
