@@ -75,7 +75,7 @@ def why_absent(target: Target, folder: Path) -> str | None:
     package = target.module.partition(".")[0]
     if _module_exists(package, folder):
         return None
-    message = f"got {quoted(target.text)}, but no module {package!r} is installed or lies beside the config"
+    message = f"got {quoted(target.text)}, but no module {quoted(package)} is installed or lies beside the config"
     if os.path.isfile(folder / f"{package}.py"):
         return message
     return f"{message}. Install it, or name a file as FILE.py:{target.name}"

@@ -24,7 +24,7 @@ from torch import nn
 
 from ampdbg.config.file import config_of
 from ampdbg.config.schema import Config, TargetSpec
-from ampdbg.config.targets import Target, did_you_mean, why_no_file
+from ampdbg.config.targets import Target, did_you_mean, quoted, why_no_file
 from ampdbg.errors import ConfigError, WorkloadError
 from ampdbg.quantities import listed
 from ampdbg.workload.user_code import UserCode
@@ -111,7 +111,7 @@ def _misfit(signature: inspect.Signature, names: Sequence[str], args: Mapping[st
     if not any(item.kind is item.VAR_KEYWORD for item in parameters):
         unknown = [name for name in args if name not in keywords]
         if unknown:
-            return f"has no argument {listed(map(repr, unknown))}; {takes}.{did_you_mean(unknown[0], keywords)}"
+            return f"has no argument {listed(map(quoted, unknown))}; {takes}.{did_you_mean(unknown[0], keywords)}"
     called = ", ".join([*names, *(f"{name}=..." for name in args)])
     return f"cannot be called with ({called}): {said}"
 
@@ -154,7 +154,7 @@ class Importer:
         for part in target.name.split("."):
             inner = getattr(found, part, _ABSENT)
             if inner is _ABSENT:
-                raise WorkloadError(f"{where}: got {target.text!r}, but {_has_no(found, part)}")
+                raise WorkloadError(f"{where}: got {quoted(target.text)}, but {_has_no(found, part)}")
             found = inner
         return found
 
@@ -171,7 +171,8 @@ class Importer:
         except Exception as error:
             missing = error.__cause__
             if isinstance(missing, ModuleNotFoundError) and missing.name and _leads_to(missing.name, target.module):
-                raise WorkloadError(f"{where}: got {target.text!r}, but there is no module {missing.name!r}") from None
+                no_module = f"there is no module {quoted(missing.name)}"
+                raise WorkloadError(f"{where}: got {quoted(target.text)}, but {no_module}") from None
             raise
 
 
@@ -260,7 +261,7 @@ def _lies_in(module: ModuleType | None, folder: Path) -> bool:
 def _has_no(owner: object, name: str) -> str:
     public = [item for item in dir(owner) if not item.startswith("_")]
     what = getattr(owner, "__name__", type(owner).__name__)
-    return f"{what} has no {name!r}.{did_you_mean(name, public) or f' It has {listed(public, most=8)}.'}"
+    return f"{what} has no {quoted(name)}.{did_you_mean(name, public) or f' It has {listed(public, most=8)}.'}"
 
 
 def _leads_to(missing: str, wanted: str) -> bool:
@@ -292,7 +293,7 @@ def config_of_module_file(path: Path, overrides: Sequence[str] = ()) -> Config:
     source = f"--module {path}"
     problem = why_no_file(Path(os.path.abspath(path)), str(path), "*.py")
     if path.suffix != ".py":
-        problem = problem or f"got {path.name!r}; allowed: a Python file, FILE.py"
+        problem = problem or f"got {quoted(path.name)}; allowed: a Python file, FILE.py"
     if problem:
         raise ConfigError(f"{source}: {problem}")
     start = Path.cwd()  # importing the file may change it

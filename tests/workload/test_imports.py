@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ampdbg
-from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.workload.batches import BatchSource
 from ampdbg.workload.build import build_workload
 from ampdbg.workload.targets import config_of_module_file
@@ -171,3 +171,11 @@ def test_a_module_file_that_changes_the_working_folder_is_found_again(
     config = config_of_module_file(Path("one.py"))
     assert (config.folder, config.start, config.folder_from_start()) == (tmp_path, tmp_path, ".")
     assert build_workload(config, CPU).model is not None
+
+
+@pytest.mark.parametrize("target", ["torch.nn:St{}", "no_such_module_{}:Net", "torch.nn.functional:f{}"])
+def test_a_message_of_a_name_without_end_is_short(tmp_path: Path, target: str) -> None:
+    with pytest.raises(AmpdbgError) as raised:
+        build(tmp_path, f"model.target={target.format('9' * 4000)}")
+    assert len(str(raised.value)) < 1000
+    assert target.partition("{")[0] in str(raised.value)
