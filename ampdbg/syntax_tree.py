@@ -7,6 +7,9 @@ import contextlib
 
 _TRIES = 100
 
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+"""What Python's parser raises; the last one where the stack of its own is full."""
+
 
 def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     """As ``ast.parse``, which fails at random before Python 3.13 while another thread parses.
@@ -14,7 +17,7 @@ def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try begins it anew.
 
     Raises:
-        SyntaxError, ValueError: as ``ast.parse``.
+        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse``.
         RecursionError: it is nested too deeply. Python's parser calls that a MemoryError when its own stack is full.
     """
     try:

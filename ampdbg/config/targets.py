@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ampdbg.quantities import listed
-from ampdbg.syntax_tree import syntax_tree
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 LONGEST_NAME = 255
 """Of a file, on every system in use."""
@@ -139,7 +139,7 @@ def defined_names(path: Path) -> list[str] | None:
     try:
         source = importlib.util.decode_source(path.read_bytes())
         tree, table = syntax_tree(source), symtable.symtable(source, str(path), "exec")
-    except (SyntaxError, ValueError, OSError, RecursionError):
+    except (OSError, *UNPARSABLE):
         return None
     if any(_is_opaque(node) for node in ast.walk(tree)):
         return None

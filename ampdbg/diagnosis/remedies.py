@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.run import Producer, Record
-from ampdbg.syntax_tree import syntax_tree
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "
 """Between alternatives: where a pin helps, the first is the pin."""
@@ -77,7 +77,7 @@ def takes_a_sum(line: str) -> bool:
 def _nodes(line: str) -> list[ast.AST]:
     try:
         return list(ast.walk(syntax_tree(line.strip())))
-    except (SyntaxError, ValueError):
+    except UNPARSABLE:
         return []
 
 

@@ -27,12 +27,10 @@ from ampdbg.lint.sources import (
 )
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Severity
+from ampdbg.syntax_tree import UNPARSABLE
 
 ENOUGH_FOR_PROCESSES = 64
 """Fewer files are done before other processes have started."""
-
-UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
-"""What Python's parser raises; the last one where the stack of its own is full."""
 
 _IGNORE = re.compile(r"#\s*ampdbg:\s*ignore(?:\[([^\]]*)\])?")
 

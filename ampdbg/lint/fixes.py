@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ampdbg.lint.document import Document
 from ampdbg.lint.rule import Edit, Fix, RuleHit
-from ampdbg.syntax_tree import syntax_tree
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 MOST_ROUNDS = 10
 
@@ -29,7 +29,7 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
             return text
         try:
             syntax_tree(after)
-        except (SyntaxError, ValueError, RecursionError):
+        except UNPARSABLE:
             return text
         text = after
     return text

@@ -14,7 +14,7 @@ import torch
 
 from ampdbg.patch.edits import LinePin
 from ampdbg.source.ownership import is_users_file
-from ampdbg.syntax_tree import syntax_tree
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -123,7 +123,7 @@ def _functions(file: str) -> Sequence[tuple[SourceFunction, FunctionNode]]:
     """The functions of a file as it is now; none where it cannot be read or parsed."""
     try:
         return _functions_of(file, Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, *UNPARSABLE):
         return ()
 
 

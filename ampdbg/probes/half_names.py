@@ -14,7 +14,7 @@ import torch
 
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import HALVES
-from ampdbg.syntax_tree import syntax_tree
+from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
 
@@ -58,7 +58,7 @@ def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, 
     """The expressions of each line in the functions of a file that hold one of ``lines``."""
     try:
         tree = syntax_tree(Path(file).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, *UNPARSABLE):
         return {}
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     watched = [node for node in functions if any(node.lineno <= line <= (node.end_lineno or 0) for line in lines)]

@@ -265,12 +265,11 @@ class StepLog:
             self.journal.thinned(self._steps)
 
     def _is_told(self, number: int, last: int) -> bool:
-        is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
-        return is_at_end or number in self._listed or number // STRETCH % self._stretches == 0
+        return _is_at_end(number, last) or number in self._listed or number // STRETCH % self._stretches == 0
 
     def _stays(self, number: int, last: int) -> bool:
-        is_at_end = number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
-        return is_at_end or number % self._stride == 0 or not self._telling.isdisjoint(range(number - 1, number + 2))
+        is_beside_one_that_tells = not self._telling.isdisjoint(range(number - 1, number + 2))
+        return _is_at_end(number, last) or number % self._stride == 0 or is_beside_one_that_tells
 
     def _with_few_groups(self, step: Step) -> Step:
         """The step with its groups; only with their count once the record lists enough."""
@@ -288,3 +287,8 @@ class StepLog:
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
         return replace(step, nonfinite=(*step.nonfinite, *found))
+
+
+def _is_at_end(number: int, last: int) -> bool:
+    """Whether a step is one of the first, or of the last so far."""
+    return number < STEPS_AT_ENDS or last - number < STEPS_AT_ENDS
