@@ -14,7 +14,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,13 +76,12 @@ class Scales(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its batch and its loss; ``together`` is how many of its steps are timed at once."""
+    """A model, its batch and its loss."""
 
     name: str
     model: nn.Module
     inputs: Tensor
     loss: Callable[[Tensor], Tensor]
-    together: int = 1
 
     @property
     def parameters(self) -> int:
@@ -112,35 +111,35 @@ def convnet(tiny: bool) -> Task:
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
     targets = torch.randint(10, (batch,))
     images = torch.randn(batch, 3, side, side)
-    return Task("convnet", model, images, lambda logits: F.cross_entropy(logits, targets), together=20)
+    return Task("convnet", model, images, lambda logits: F.cross_entropy(logits, targets))
 
 
 def small_parameters(tiny: bool) -> Task:
     """2,000 parameters of 64 elements each."""
     count = 20 if tiny else 2000
-    return Task("small parameters", Scales(count, 64), torch.randn(32, 64), lambda output: output.pow(2).mean(), 20)
+    return Task("small parameters", Scales(count, 64), torch.randn(32, 64), lambda output: output.pow(2).mean())
 
 
-Watching = Callable[[Task, torch.optim.Optimizer], AbstractContextManager[object]]
-"""What watches the steps of an optimizer that trains the model of a task."""
+Watching = Callable[[Task, torch.optim.Optimizer], Watch | None]
+"""Makes what watches the steps of an optimizer that trains the model of a task; None: nothing does."""
 
 
-def by_name(task: Task, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+def by_name(task: Task, optimizer: torch.optim.Optimizer) -> Watch:
     """As ``ampdbg.watch``, which is given the model and the optimizer."""
     return watch(task.model, optimizer)
 
 
-@contextmanager
-def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> Watch:
     """As ``ampdbg run``, which finds them while they train, ready to trace and to capture; without its log."""
     watcher = Watch(None, ())
     traced = TracedSteps(watcher, Captures(Path(), Start("train.py"), most=0, largest=0), UNOBSERVED)
     watcher.ended = traced.step_ended
-    with watcher:
-        watcher.optimizers.made(optimizer)  # a script makes it while it is watched
-        yield
-        if len(watcher.steps) < task.together:
-            raise RuntimeError(f"ampdbg run has seen {len(watcher.steps)} of at least {task.together} steps")
+    watcher.optimizers.made(optimizer)  # a script makes it while it is watched
+    return watcher
+
+
+WARM_UP = 20
+"""The first step allocates the optimizer's state, and a watcher looks closer at the first calls than at later ones."""
 
 
 class Trainer:
@@ -151,24 +150,21 @@ class Trainer:
         task: Task,
         policy: Callable[[], AbstractContextManager[None]],
         half: bool,
-        watching: Watching = lambda task, optimizer: nullcontext(),
+        watching: Watching = lambda task, optimizer: None,
     ) -> None:
-        self.task, self.policy, self.half, self.watching = task, policy, half, watching
+        self.task, self.policy, self.half = task, policy, half
         self.optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=half)
+        self.watcher = watching(task, self.optimizer)
 
     def timed_step(self) -> float:
-        # The contexts are entered once in a run, and the watcher looks closer at the first calls than at any
-        # later ones: neither is part of a step. Short steps are timed several at a time.
-        with ExitStack() as stack:
-            stack.enter_context(self.policy())
-            stack.enter_context(self.watching(self.task, self.optimizer))
-            for _ in range(self.task.together):
-                self.step()
+        # In a run the contexts are entered once, and the watcher starts once: neither is part of a step, nor are
+        # the processor's caches as they leave them.
+        with self.policy(), self.watcher or nullcontext():
+            self.step()
             start = time.perf_counter()
-            for _ in range(self.task.together):
-                self.step()
-            return (time.perf_counter() - start) / self.task.together
+            self.step()
+            return time.perf_counter() - start
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -177,6 +173,11 @@ class Trainer:
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def check(self) -> None:
+        """Raises RuntimeError where the watcher has seen fewer steps than the warm-up has made."""
+        if self.watcher is not None and len(self.watcher.steps) < WARM_UP:
+            raise RuntimeError(f"the watcher has seen {len(self.watcher.steps)} of at least {WARM_UP} steps")
 
 
 WAYS: dict[str, Callable[[Task], Trainer]] = {
@@ -242,7 +243,9 @@ def compare(comparison: Comparison, rounds: int, tiny: bool) -> Result:
     task = comparison.task(tiny)
     first, second = WAYS[comparison.first](task), WAYS[comparison.second](task)
     for trainer in (first, second):
-        trainer.timed_step()  # the first step allocates the optimizer's state
+        for _ in range(2 if comparison.slow else WARM_UP):
+            trainer.timed_step()
+        trainer.check()
     times = [pair(first, second, first_leads=i % 2 == 0) for i in range(rounds)]
     ratios = sorted(one / other for one, other in times)
     return Result(
@@ -295,7 +298,7 @@ def threads(count: int) -> Iterator[None]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=41, help="pairs of steps in each comparison")
+    parser.add_argument("--rounds", type=int, default=201, help="pairs of steps in each comparison")
     parser.add_argument("--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--only", default="", help="the task to measure, such as gpt")

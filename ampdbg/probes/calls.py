@@ -83,7 +83,7 @@ class Calls:
 
     def bare_step(self, optimizer: torch.optim.Optimizer, wrote_nonfinite: bool) -> None:
         """The optimizer's own step is about to run; ``wrote_nonfinite``: on gradients that are known to be bad."""
-        self.by_optimizer("bare step", optimizer, rewritten=self._rewritten(), skipped=wrote_nonfinite)
+        self.by_optimizer("bare step", optimizer, rewritten=self._rewritten(self._marks_now()), skipped=wrote_nonfinite)
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """A call of the scaler's that is about no optimizer."""
@@ -94,7 +94,7 @@ class Calls:
         place = self._places.get(id(optimizer))
         if place is not None:
             self._note(kind, (place,), **facts)
-            self._marks[place].note()
+            self._marks[place].noted = self._marks[place].now()
 
     def scheduled(self, scheduler: Any) -> None:
         """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
@@ -132,14 +132,15 @@ class Calls:
         scaler, halves = self._scaler_of(roots), self._halves(roots)
         if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
             halves = ()
-        rewritten = self._rewritten()
-        before = [marks.now() for marks in self._marks]
+        before = self._marks_now()
+        rewritten = self._rewritten(before)
         try:
             result = run()
         except Exception as error:
             self.failed(error)
             raise
-        written = tuple(place for place, marks in enumerate(self._marks) if marks.now() != before[place])
+        after = self._marks_now()
+        written = tuple(place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
         self._note(
             "backward",
             written,
@@ -148,8 +149,8 @@ class Calls:
             in_autocast=_in_autocast(roots),
             lowered_to=halves,
         )
-        for marks in self._marks:
-            marks.note()
+        for marks, now in zip(self._marks, after, strict=False):
+            marks.noted = now
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
@@ -165,10 +166,10 @@ class Calls:
         scalers = [scaler for scaler in map(self._actor, held) if scaler is not None]
         meant = any(float(limit) >= float(scaler._get_scale_async()) for scaler in scalers)
         if not meant:
-            self._note("clip", places, rewritten=self._rewritten())
+            self._note("clip", places, rewritten=self._rewritten(self._marks_now()))
         result = run()
         for place in places:
-            self._marks[place].note()
+            self._marks[place].noted = self._marks[place].now()
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -198,8 +199,13 @@ class Calls:
             source = None if line is None else source_of(line)
             self._found[key] = Misuse(hit.code, hit.call.step, 1, source, hit.call.raised.partition("\n")[0])
 
-    def _rewritten(self) -> tuple[int, ...]:
-        return tuple(place for place, marks in enumerate(self._marks) if marks.are_rewritten())
+    def _marks_now(self) -> list[Marks]:
+        return [marks.now() for marks in self._marks]
+
+    def _rewritten(self, now: Sequence[Marks]) -> tuple[int, ...]:
+        """Whose gradients were cleared, or written by someone, since they were noted."""
+        pairs = enumerate(zip(self._marks, now, strict=False))
+        return tuple(place for place, (marks, state) in pairs if state != marks.noted or not any(state))
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
@@ -217,7 +223,8 @@ class Calls:
     def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
         number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
-        self._actors[number] = actor
+        if self._actors.get(number) is not actor:
+            self._actors[number] = actor
         return number
 
     def _actor(self, number: int) -> Any:
@@ -307,26 +314,17 @@ Marks = tuple[tuple[int, int] | None, ...]
 
 
 class GradientMarks:
-    """The state of a sample of one optimizer's gradients when it was last noted."""
+    """The state of a sample of one optimizer's gradients: that of now, and the one that was last noted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
-        self._noted = self.now()
+        self.noted = self.now()
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
         parameters = (held() for held in self._parameters)
         gradients = (None if parameter is None else parameter.grad for parameter in parameters)
         return tuple(None if gradient is None else (id(gradient), gradient._version) for gradient in gradients)
-
-    def note(self) -> None:
-        """From here on the gradients are those of now."""
-        self._noted = self.now()
-
-    def are_rewritten(self) -> bool:
-        """Whether the gradients were cleared, or written by someone, since they were noted."""
-        now = self.now()
-        return now != self._noted or not any(now)
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._utils import _flatten_dense_tensors
 from torch.nn.utils import get_total_norm
 
 from ampdbg.probes.tensors import float_values, magnitude_of
@@ -28,15 +27,17 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tenso
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    gradients = [parameter.grad for parameter in _with_gradient(optimizer)]
-    norm = _norm_of_plain(gradients)
-    if norm is None:
-        values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
-        if not values:
-            return None
-        norm = get_total_norm([value.float() if value.dtype.itemsize < 4 else value for value in values])
-        if norm.device.type == "cpu" and torch.isinf(norm):
-            norm = get_total_norm([value.double() for value in values]).float()
+    held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    gradients = [gradient for gradient in held if gradient is not None]
+    plain = _norm_of_plain(gradients)
+    if plain is not None:
+        return torch.scalar_tensor(plain / float(divisor))
+    values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+    if not values:
+        return None
+    norm = get_total_norm([value.float() if value.dtype.itemsize < 4 else value for value in values])
+    if norm.device.type == "cpu" and torch.isinf(norm):
+        norm = get_total_norm([value.double() for value in values]).float()
     return norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
@@ -61,24 +62,27 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _norm_of_plain(gradients: list[torch.Tensor]) -> torch.Tensor | None:
+def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
     """The norm of ordinary float32 gradients in main memory; None where some are not, or the sum overflows.
 
     Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
     """
-    small = [gradient for gradient in gradients if gradient.numel() <= SMALL]
-    large = [gradient for gradient in gradients if gradient.numel() > SMALL] if len(small) < len(gradients) else []
+    if not gradients or gradients[0].device.type != "cpu":
+        return None
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
     try:
-        parts = [_flatten_dense_tensors(small), *large] if small else large
+        for gradient in gradients:
+            flat = gradient if gradient.ndim == 1 else gradient.reshape(-1)
+            (small if flat.numel() <= SMALL else large).append(flat)
+        parts = [torch.cat(small), *large] if small else large
     except (RuntimeError, TypeError):  # sparse ones, or several devices
         return None
-    is_plain = all(one.dtype is torch.float32 and one.layout is torch.strided for one in parts)
-    if not parts or not is_plain or any(one.device.type != "cpu" for one in parts):
+    if any(one.dtype is not torch.float32 or one.layout is not torch.strided or not one.is_cpu for one in parts):
         return None
-    flat = [part.reshape(-1) for part in parts]
-    # On a CPU a dot product takes half the time of a norm.
-    squares = torch.stack([torch.dot(part, part).double() for part in flat]).sum()
-    return None if torch.isinf(squares) else squares.sqrt().float()
+    # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+    squares = sum(torch.dot(part, part).item() for part in parts)
+    return None if math.isinf(squares) else math.sqrt(squares)
 
 
 def nonfinite_groups(

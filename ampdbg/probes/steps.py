@@ -10,9 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.gradients import NormOfEach
+from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms
 from ampdbg.probes.tensors import HoldsTensors, nonfinite_in_model, to_host
 from ampdbg.record.run import GroupOverflow, LeftOut, Step, TensorCounts
+
+BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOverflow, ...]]
+"""The groups of an optimizer whose gradients are not finite; the norms are as of ``gradients.nonfinite_groups``."""
 
 
 @dataclass
@@ -54,6 +57,24 @@ class OpenStep:
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
         return 1.0 if scale is None else scale
 
+    def measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor, bad_groups: BadGroups) -> None:
+        """Keeps what tells of the gradients as they are now, unless that is known already."""
+        key = id(optimizer)
+        norm = None if key in self.norms else gradient_norm(optimizer, divisor)
+        if norm is None:
+            return
+        self.norms[key] = norm
+        if norm.device.type != "cpu":
+            each = gradient_norms(optimizer)
+            self.each.update({} if each is None else {key: each})
+        elif not is_finite_scalar(norm):
+            self.bad_groups[key] = bad_groups(optimizer, None)
+
+    def note_groups(self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups) -> None:
+        """Adds the groups whose gradients were not finite."""
+        known = self.bad_groups.get(id(optimizer))
+        self.groups += bad_groups(optimizer, self.each.get(id(optimizer))) if known is None else known
+
     def forget_early(self) -> None:
         """More gradients are to come: what was measured of those that still carry the scale is not all."""
         for optimizer in self.early:
@@ -93,7 +114,7 @@ class OpenStep:
 
 def is_finite_scalar(norm: torch.Tensor | None) -> bool:
     """Whether a norm is finite, or there is none. On a GPU this syncs."""
-    return norm is None or bool(torch.isfinite(norm))
+    return norm is None or math.isfinite(norm.item())
 
 
 UNREAD_STEPS = 64

@@ -51,8 +51,8 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
     """The values of scalar tensors, with one transfer for all of them."""
-    if not scalars:
-        return []
+    if all(scalar.device.type == "cpu" for scalar in scalars):
+        return [float(scalar.item()) for scalar in scalars]
     device = scalars[0].device
     stacked = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
     return [float(value) for value in stacked.tolist()]
