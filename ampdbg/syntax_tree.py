@@ -17,7 +17,7 @@ def syntax_tree(source: str | bytes, *, mode: str = "exec") -> ast.AST:
     Both count their depth in one place (https://github.com/python/cpython/issues/106905). A new try begins it anew.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: as ``ast.parse``.
+        SyntaxError, ValueError, MemoryError: as ``ast.parse``.
         RecursionError: it is nested too deeply. Python's parser calls that a MemoryError when its own stack is full.
     """
     try:

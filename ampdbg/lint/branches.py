@@ -7,7 +7,7 @@ is asked anew in each.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -78,7 +78,9 @@ def ways(statements: Sequence[ast.stmt], events_of: EventsOf[Event], values: Val
     return found
 
 
-def _distinct(found: Iterable[Way[Event]]) -> list[Way[Event]]:
+def _distinct(found: list[Way[Event]]) -> list[Way[Event]]:
+    if len(found) < 2:  # a long way costs as much to compare as it has events
+        return found
     unique = {(way.events, tuple(sorted(way.values.items())), way.ending): way for way in found}
     if len(unique) > MOST_WAYS:
         raise TooManyWays

@@ -120,10 +120,12 @@ class Document:
 
     def block(self, statement: ast.stmt) -> Sequence[ast.stmt]:
         """The statements among which one stands."""
-        for _, value in ast.iter_fields(self.parents[statement]):
-            if isinstance(value, list) and statement in value:
-                return value
-        return [statement]
+        return self._blocks.get(statement, [statement])
+
+    @cached_property
+    def _blocks(self) -> dict[ast.AST, list[ast.stmt]]:
+        lists = (value for node in ast.walk(self.tree) for _, value in ast.iter_fields(node) if isinstance(value, list))
+        return {one: block for block in lists for one in block if isinstance(one, ast.stmt)}
 
     # What names stand for
 

@@ -72,10 +72,17 @@ class TrainingLoop:
         yield from dict.fromkeys(hit for group in _with_amp(pairs) for hit in self._sure(group, of_windows))
 
     def _events(self, node: ast.AST) -> list[LoopCall]:
-        if isinstance(node, ast.Call):
-            return [call for call in self.calls if call.node is node]
-        inside = {id(one) for one in ast.walk(node)}
-        return [call for call in self.calls if id(call.node) in inside]
+        inside = [node] if isinstance(node, ast.Call) else ast.walk(node)
+        places = sorted(place for one in inside for place in self._places.get(id(one), ()))
+        return [self.calls[place] for place in places]
+
+    @cached_property
+    def _places(self) -> dict[int, list[int]]:
+        """Which of the calls stand at each node, by its id."""
+        found: dict[int, list[int]] = {}
+        for place, call in enumerate(self.calls):
+            found.setdefault(id(call.node), []).append(place)
+        return found
 
     def _pairs(self) -> Iterator[tuple[Values, Way[LoopCall], Way[LoopCall]]]:
         changing = changed_names(self.node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -63,3 +64,32 @@ def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(code: str, text: 
     left = sorted(hit.code for hit in before if hit.fix is None)
     assert sorted(code for _, code in found(after)) == left
     assert (after == text) == all(hit.fix is None for hit in before)
+
+
+LOOP = """
+import torch
+scaler, scheduler = torch.amp.GradScaler("cuda"), torch.optim.lr_scheduler.StepLR(optimizer, 1)
+for x in loader:
+    with torch.autocast("cuda"):
+        loss = model(x)
+    scaler.scale(loss).backward()
+"""
+
+
+def test_the_work_grows_with_a_block_and_not_with_its_square() -> None:
+    works = []
+    for count in (300, 600):
+        calls = 0
+
+        def counted(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(counted)
+        try:
+            found(LOOP + "    scaler.step(optimizer)\n    scaler.update()\n    scheduler.step()\n" * count)
+        finally:
+            sys.setprofile(before)
+        works.append(calls)
+    assert works[1] < 2.5 * works[0]

@@ -26,14 +26,16 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         text = ast.unparse(unit)
         return any(word in text for word in ("get_scale", "found_inf", "._scale", "step_was_skipped"))
 
+    firsts: dict[ast.stmt, ast.stmt] = {}  # the first step of each block, by the block's first statement
     for call in document.calls:
         scaler = method(call, "step")
-        if scaler is None or not call.args or not facts.is_scaler(scaler):
+        if scaler is None or not call.args or not facts.is_scaler(scaler) or asks(document.unit(call)):
             continue
-        if asks(document.unit(call)):
-            continue
-        block = document.block(document.statement(call))
-        for statement in block[block.index(document.statement(call)) + 1 :]:
+        statement = document.statement(call)
+        firsts.setdefault(document.block(statement)[0], statement)
+    for first in firsts.values():
+        block = document.block(first)
+        for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
             scheduler = method(moved, "step") if moved is not None else None
             if scheduler is not None and facts.is_scheduler(scheduler):
