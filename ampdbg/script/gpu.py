@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 
 from ampdbg.precision.emulation import Stream, cuda_on_cpu
+from ampdbg.script.launch import processes_here
 from ampdbg.script.ranks import groups_without_gpus
 
 NAME = "a GPU that ampdbg emulates"
@@ -36,8 +37,8 @@ PROPERTIES = SimpleNamespace(
 ANSWERS: Mapping[str, Any] = {
     "is_available": True,
     "is_initialized": True,
+    "is_current_stream_capturing": False,  # asked by the optimizers of a torch built for CUDA before 2.15
     "is_bf16_supported": False,
-    "device_count": 1,
     "get_device_name": NAME,
     "get_device_capability": CAPABILITY,
     "get_device_properties": PROPERTIES,
@@ -48,6 +49,9 @@ ANSWERS: Mapping[str, Any] = {
     "mem_get_info": (MEMORY, MEMORY),
     "empty_cache": None,
     "ipc_collect": None,
+    "get_per_process_memory_fraction": 1.0,
+    "reset_accumulated_memory_stats": None,
+    "reset_max_memory_cached": None,
     "reset_peak_memory_stats": None,
     "manual_seed": None,
     "manual_seed_all": None,
@@ -58,19 +62,31 @@ ANSWERS: Mapping[str, Any] = {
 """What each function of ``torch.cuda`` returns; the seed of the CPU is that of its generator."""
 
 ANSWERS_OF_ACCELERATOR: Mapping[str, Any] = {
+    "is_available": True,
+    "current_accelerator": torch.device("cuda"),
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+    "memory_stats": {},
+    "get_memory_info": (MEMORY, MEMORY),
     "current_stream": Stream(),
     "current_device_index": 0,
     "current_device_idx": 0,
-    **dict.fromkeys(("synchronize", "set_stream", "set_device_index", "set_device_idx")),
+    **dict.fromkeys(("synchronize", "set_stream", "set_device_index", "set_device_idx", "empty_cache")),
+    **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats")),
 }
 """The same for ``torch.accelerator``, which a torch built for CUDA takes to the driver, its optimizers from 2.15 on."""
 
 
 @contextlib.contextmanager
-def emulated_gpu() -> Iterator[None]:
+def emulated_gpu(count: int = 1) -> Iterator[None]:
     """While this is entered code that asks for a GPU finds one, and FP16 on it is CUDA's, emulated on the CPU.
 
     On a machine that has a GPU nothing changes.
+
+    Args:
+        count: so many are found, or as many as a launcher has started processes here: each takes one of its own.
     """
     if torch.cuda.is_available():
         yield
@@ -78,8 +94,9 @@ def emulated_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(cuda_on_cpu())
         stack.enter_context(groups_without_gpus())
+        counted = {"device_count": max(count, processes_here())}
         for owner, answers in ((torch.cuda, ANSWERS), (torch.accelerator, ANSWERS_OF_ACCELERATOR)):
-            for name, answer in answers.items():
+            for name, answer in {**answers, **counted}.items():
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, _answering(answer)))
         for name in ("get_rng_state_all", "set_rng_state_all"):

@@ -53,6 +53,12 @@ def launched_as() -> tuple[int, int]:
     return 0, 1
 
 
+def processes_here() -> int:
+    """How many processes the launcher has started on this machine, as it says; 1 without one."""
+    told = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+    return max([1, *(int(count) for count in told if count.isdecimal())])
+
+
 @dataclass(frozen=True)
 class Script:
     """A file, or with ``is_module`` a module by its dotted name, and the arguments that are its own.

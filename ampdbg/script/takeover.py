@@ -107,7 +107,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
         if capture.head.start.processes > 1:
             stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
-            stack.enter_context(emulated_gpu())
+            stack.enter_context(emulated_gpu(capture.head.start.processes))
         with taking.watcher:
             taking.begin_when_known()
             try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.launch import processes_here
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +55,31 @@ def test_data_parallel_on_one_device_is_the_module_itself(ids: list[int] | None)
     assert torch.equal(model(x), inner(x))
     assert inner.weight.grad is not None
     assert list(model.state_dict()) == ["module.weight", "module.bias"]
+
+
+def test_no_stream_is_captured() -> None:
+    assert not torch.cuda.is_current_stream_capturing()  # so ask the optimizers of torch before 2.15
+
+
+def test_code_that_asks_which_accelerator_there_is_gets_a_gpu() -> None:
+    assert torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    assert device.type == "cuda"
+    data = torch.utils.data.TensorDataset(torch.arange(4))
+    batches = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
+    with torch.autocast(device.type):
+        assert [torch.mm(batch[0][:, None].float().to(device), torch.ones(1, 1)).dtype for batch in batches] == [
+            torch.float16,
+            torch.float16,
+        ]
+
+
+@pytest.mark.parametrize(("told", "count"), [("2", 2), ("", 1), ("many", 1)])
+def test_each_process_that_a_launcher_has_started_here_finds_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, told: str, count: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert processes_here() == count
+    with patch.object(torch.cuda, "is_available", lambda: False), emulated_gpu():
+        assert torch.cuda.device_count() == torch.accelerator.device_count() == count
