@@ -23,15 +23,18 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ampdbg.call_order import CallKind
 from ampdbg.environment import environment_of
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
-from ampdbg.probes.gradients import gradient_norm, gradient_norms
+from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
 from ampdbg.probes.optimizers import Optimizers
 from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
+
+UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
 
 
 class _Loop(threading.local):
@@ -52,10 +55,12 @@ class Watch:
         optimizers: Sequence[torch.optim.Optimizer],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
+        self.guard = Guard()
+        """Keeps what goes wrong in the watcher itself from the loop."""
         self.models = Models(model)
         self._learns = model is None
         self.optimizers = Optimizers(self.models, optimizers)
-        self.log = StepLog(self.models, on_step)
+        self.log = StepLog(self.models, None if on_step is None else self.guard.told(on_step))
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
@@ -75,8 +80,8 @@ class Watch:
         if self._restoring is None:
             self._restoring = ExitStack()
             for handle in (
-                register_optimizer_step_pre_hook(weakly(self._before_bare_step)),
-                register_optimizer_step_post_hook(weakly(self._after_bare_step)),
+                register_optimizer_step_pre_hook(weakly(self._before_step)),
+                register_optimizer_step_post_hook(weakly(self._after_step)),
             ):
                 self._restoring.callback(handle.remove)
             around = weakly(self.around, lambda seam, original, *args, **kwargs: original(*args, **kwargs))
@@ -106,11 +111,11 @@ class Watch:
         self._threads.add(threading.get_ident())
         call = seam, id(args[0]) if args else 0
         # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-        if self._paused or call in self._loop.inside:
+        if self.is_paused or call in self._loop.inside:
             return original(*args, **kwargs)
         self._loop.inside.append(call)
         try:
-            return _AROUND[seam](self, original, *args, **kwargs)
+            return self.guard.around(_AROUND[seam], self, original, *args, **kwargs)
         finally:
             self._loop.inside.pop()
 
@@ -170,13 +175,14 @@ class Watch:
             misuses=(*self.misuses, *not_half),
             groups=self.groups,
             interrupted=self._interrupted,
+            error=UNWATCHED.format(self.log.closed(), self.guard.failure) if self.guard.failure else "",
             elapsed=round(time.monotonic() - self._started, 3),
         )
 
     @property
     def is_paused(self) -> bool:
         """Whether nothing is noted now."""
-        return self._paused
+        return self._paused or bool(self.guard.failure)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -258,7 +264,7 @@ class Watch:
         return original(scaler)
 
     @contextlib.contextmanager
-    def _refusals(self, kind: Any, scaler: GradScaler, optimizer: Any = None) -> Iterator[None]:
+    def _refusals(self, kind: CallKind, scaler: GradScaler, optimizer: Any = None) -> Iterator[None]:
         """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
         try:
             yield
@@ -300,7 +306,13 @@ class Watch:
         self.calls.scheduled(scheduler)
         return original(scheduler, *args, **kwargs)
 
-    def _before_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.guard.hooked(self._before_bare_step, optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.guard.hooked(self._after_bare_step, optimizer)
+
+    def _before_bare_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._loop.fired.add(id(optimizer))
         if self._is_ignored(optimizer):
             return
@@ -314,7 +326,7 @@ class Watch:
         step.bare.add(id(optimizer))
         step.before_closure = len(step.scaled)
 
-    def _after_bare_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_bare_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ignored(optimizer):
             return
         step = self._loop.now
@@ -328,7 +340,7 @@ class Watch:
 
     def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
         is_known = optimizer in self.optimizers and not computes_no_numbers()
-        return self._paused or self._is_inside("step") or not is_known
+        return self.is_paused or self._is_inside("step") or not is_known
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
@@ -354,21 +366,11 @@ class Watch:
 
     def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
-        step, key = self._loop.now, id(optimizer)
-        if optimizer not in self.optimizers or key in step.norms:
-            return
-        norm, each = gradient_norm(optimizer, divisor), gradient_norms(optimizer)
-        if norm is not None:
-            step.norms[key] = norm
-            if each is not None:
-                step.each[key] = each
-            elif norm.device.type == "cpu" and not is_finite_scalar(norm):
-                step.bad_groups[key] = self.optimizers.nonfinite_groups(optimizer)
+        if optimizer in self.optimizers:
+            self._loop.now.measure(optimizer, divisor, self.optimizers.nonfinite_groups)
 
     def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        step, key = self._loop.now, id(optimizer)
-        known = step.bad_groups.get(key)
-        step.groups += self.optimizers.nonfinite_groups(optimizer, step.each.get(key)) if known is None else known
+        self._loop.now.note_groups(optimizer, self.optimizers.nonfinite_groups)
 
     def _close(self) -> None:
         """Ends the step that is under way."""
@@ -380,9 +382,10 @@ class Watch:
         self.ended(step.skipped or not math.isfinite(self.log.loss_read()))
 
     def _finish(self) -> None:
-        if self._loop.now.bare and self._loop.now.stepped:
-            self._close()
-        self.log.finish()
+        if not self.guard.failure:
+            if self._loop.now.bare and self._loop.now.stepped:
+                self._close()
+            self.log.finish()
 
 
 def watch(

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from ampdbg.probes.guard import Guard
 from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of
@@ -114,6 +115,7 @@ class Tape(TorchFunctionMode):
         self._scaled: set[int] = set()
         self._alive: list[Any] = []  # or else an id is given to another tensor
         self._inside = 0
+        self._guard = Guard()
         self._leaving = ExitStack()
 
     def __enter__(self) -> Tape:
@@ -200,18 +202,28 @@ class Tape(TorchFunctionMode):
     def _taped(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= MOST_CALLS:
             self.why_not = f"it makes more than {MOST_CALLS} calls"
+        elif self._guard.failure:
+            self.why_not = f"ampdbg itself failed to note its calls: {self._guard.failure}"
+        else:
+            return self._guard.around(Tape._noted, self, self._alone, function, *args, **kwargs)
+        return self._alone(function, *args, **kwargs)
+
+    def _alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs a function; what it calls in its turn is not noted."""
+        self._inside += 1
+        try:
             return function(*args, **kwargs)
+        finally:
+            self._inside -= 1
+
+    def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given, number, random_state = _Taking(self), len(self._calls), RandomState.now()
         if number == 0:
             self.state = ModelState.now(self._model)
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
-        self._inside += 1
-        try:
-            result = function(*args, **kwargs)
-        finally:
-            self._inside -= 1
+        result = run(function, *args, **kwargs)
         writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
         made = list(leaves_of(args[0] if writes else result))
         if made:

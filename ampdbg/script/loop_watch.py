@@ -37,7 +37,7 @@ class LoopWatch(Watch):
 
     def start(self) -> Watch:
         """As of any watch; ``ampdbg.capture()`` asks it for a capture from now on."""
-        self.ended = self._investigated.step_ended
+        self.ended, self.guard.failed = self._investigated.step_ended, self._investigated.end
         self._asked.enter_context(asked_from_code(self._captures.ask))
         return super().start()
 

@@ -68,18 +68,18 @@ def watch_script(
         log.end(record)
         ended(record)
 
+    looks = ExitStack()  # those that look closer than the watcher
+    looks.callback(samples.end)
+    looks.callback(traced.end)
+    watcher.guard.failed = looks.close
     with ExitStack() as stack:
         if captures.start.emulate:
             stack.enter_context(emulated_gpu())
         stack.enter_context(told_before_a_signal(tell))
         stack.enter_context(asked_by_a_signal(captures.ask))
         stack.enter_context(asked_from_code(captures.ask))
-        with watcher:
-            try:
-                ending = run_script(script)
-            finally:
-                traced.end()
-                samples.end()
+        with watcher, looks:
+            ending = run_script(script)
         if os.getpid() != owner:
             raise SystemExit(ending.code)
         if ending.error is not None:
@@ -109,10 +109,12 @@ def _record(watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Re
     interrupted = ending is None or isinstance(error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules())
     raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)
+    seen = traced.seen(watcher.record(), ending.code if ending else 0)
+    why = f"the script raised {type(error).__name__}: {first_line(error)}" if error is not None and raised else ""
     return replace(
-        traced.seen(watcher.record(), ending.code if ending else 0),
+        seen,
         command="run",
         interrupted=interrupted,
         autocast_error=by_autocast,
-        error=f"the script raised {type(error).__name__}: {first_line(error)}" if error is not None and raised else "",
+        error=why or seen.error,
     )

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.guard import Guard
 from ampdbg.probes.steps import OpenStep
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
@@ -736,3 +737,83 @@ def test_a_loop_without_a_scaler_is_what_it_says() -> None:
         bare_step(model, optimizer, clip=False)
     record = diagnose(watcher.record())
     assert (record.verdict, record.unseen.notes) == ("healthy", ())
+
+
+def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("a fault of the watcher")
+
+    weights = []
+    for watched in (False, True):
+        model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            watch(model, optimizer) if watched else contextlib.nullcontext() as watcher,
+            monkeypatch.context() as patched,
+        ):
+            for number in range(4):
+                if number == 2:
+                    patched.setattr("ampdbg.probes.steps.gradient_norm", broken)
+                one_step(model, optimizer, scaler, math.inf if number == 3 else 1.0)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert watcher is not None
+    record = diagnose(watcher.record())
+    assert all(map(torch.equal, *weights))
+    assert len(record.steps) == 2
+    assert "from step 2 on nothing was noted" in record.error
+    assert "a fault of the watcher" in record.error
+    assert record.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_failing_handler_never_makes_the_call_twice(refuses: bool) -> None:
+    calls = []
+
+    def original(number: int) -> int:
+        calls.append(number)
+        if refuses:
+            raise LookupError("the loop's own")
+        return number + 1
+
+    def handler(watcher: object, run: Callable[..., int], number: int) -> int:
+        with contextlib.suppress(LookupError):
+            run(number)
+        raise ValueError("a fault of the watcher")
+
+    guard = Guard()
+    with pytest.raises(LookupError, match="the loop's own") if refuses else contextlib.nullcontext() as raised:
+        assert guard.around(handler, None, original, 1) == 2
+    assert calls == [1]
+    assert "a fault of the watcher" in guard.failure
+    assert raised is None or raised.value.__context__ is None
+
+
+def test_a_call_that_raises_is_as_without_a_watcher_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        scaler.scale(model(torch.full((2, 3), math.inf)).sum()).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            torch.nn.utils.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0, error_if_nonfinite=True)
+        scaler.unscale_(optimizer=optimizer)
+        with pytest.raises(RuntimeError, match="unscale_"):
+            scaler.unscale_(optimizer=optimizer)
+    assert watcher.record().error == ""
+    assert "misuse-unscale-twice" in [misuse.code for misuse in watcher.misuses]
+
+
+def test_what_the_loop_itself_raises_goes_to_the_loop() -> None:
+    def stop(step: Step) -> None:
+        raise LookupError(f"no more after {step.step}")
+
+    model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = watch(model, optimizer, stop)
+    with pytest.raises(LookupError, match="no more after 0"), watcher:
+        one_step(model, optimizer, scaler)
+    with watch(model, optimizer) as other:
+        scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="unscale_"):
+            scaler.unscale_(optimizer)
+    assert watcher.record().error == other.record().error == ""

@@ -227,6 +227,24 @@ def test_what_cannot_be_played_is_said(loop: Loop, why: str) -> None:
     assert why in tape.why_not
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tape_that_is_full_or_fails_lets_the_loop_go_on(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        for number in range(3):
+            plain(model, scaler)
+            if fails and not number:
+                monkeypatch.setattr("ampdbg.replay.tape.innermost_line", lambda: 1 / 0)
+
+    monkeypatch.setattr("ampdbg.replay.tape.MOST_CALLS", 2000 if fails else 3)
+    tape, found = taped(net(), loop)
+    monkeypatch.undo()
+    bare = net()
+    loop(bare, torch.amp.GradScaler("cpu", init_scale=4.0))
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients(bare).items())
+    assert tape.played() is None
+    assert ("ampdbg itself failed" if fails else "more than 3 calls") in tape.why_not
+
+
 class Own(TorchFunctionMode):
     """A mode of the script's own."""
 

@@ -336,3 +336,13 @@ def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_ha
     _, record = run(tmp_path, scripts.CALIBRATION.replace("range(30)", "range(7)"))
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
     assert "it has not settled yet" in record.findings[0].message
+
+
+@pytest.mark.parametrize("name", ["named_buffers", "modules"])
+def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, name: str) -> None:
+    text = scripts.PLAIN.replace("        x = torch", f"        nn.Module.{name} = None\n        x = torch")
+    result, record = run(tmp_path, text, "400", "6")
+    unwatched = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "400", "6")
+    assert result.stdout == unwatched.stdout != ""
+    assert "Traceback" not in result.stderr
+    assert "ampdbg itself failed" in record.error

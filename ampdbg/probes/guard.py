@@ -1,0 +1,76 @@
+"""What goes wrong in a watcher itself is no concern of the loop that it watches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from ampdbg.errors import first_line
+
+
+class Guard:
+    """Runs what a watcher does around a loop, and keeps the watcher's own failures from it."""
+
+    def __init__(self) -> None:
+        self.failure = ""
+        """What went wrong in the watcher; it is to note nothing from then on."""
+        self.failed: Callable[[], None] = lambda: None
+        """Called when the watcher has failed: whatever else it has put into torch is to go."""
+        self._told = 0
+
+    def around(
+        self, handler: Callable[..., Any], watcher: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls the watcher's handler, which calls ``original``; where that fails, the call ends as without it."""
+        self._told = 0
+        returned: list[Any] = []
+        raised: Exception | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal raised
+            try:
+                returned[:] = [original(*args, **kwargs)]
+            except Exception as error:
+                raised = error
+                raise
+            return returned[0]
+
+        try:
+            try:
+                return handler(watcher, run, *args, **kwargs)
+            except Exception as error:
+                if error is raised or id(error) == self._told:
+                    raise
+                self._fail(error)
+            if raised is not None:
+                raise raised
+            return returned[0] if returned else original(*args, **kwargs)
+        finally:
+            raised = None  # it holds every frame below it, and so itself
+
+    def hooked(self, hook: Callable[[Any], None], optimizer: Any) -> None:
+        """Calls what hangs on an optimizer's step."""
+        try:
+            hook(optimizer)
+        except Exception as error:
+            if id(error) == self._told:
+                raise
+            self._fail(error)
+
+    def told(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A callback of the loop's own: what it raises is for the loop."""
+
+        def tell(step: Any) -> None:
+            try:
+                callback(step)
+            except Exception as error:
+                self._told = id(error)
+                raise
+
+        return tell
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {first_line(error)}"
+        with contextlib.suppress(Exception):
+            self.failed()
