@@ -1,4 +1,7 @@
-"""From a record to its findings and verdict, in the order of decision: the first family that speaks is the root."""
+"""From a record to its findings and verdict, in the order of decision: the first family that speaks is the root.
+
+One exception: what replays show of a forward pass stands before misuses that cannot be behind it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def diagnose(record: Record) -> Record:
                 information.append(replace(finding, root=None))
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
-                faults.append(replace(finding, root=_root(finding, faults)))
+                if family is nonfinite_loss and _stands_before(finding, faults):
+                    faults = [finding, *(replace(known, root=_after_one_more(known.root)) for known in faults)]
+                else:
+                    faults.append(replace(finding, root=_root(finding, faults)))
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
     return replace(record, findings=found, verdict=_verdict(record, faults))
@@ -69,6 +75,19 @@ def _in_script(finding: Finding, record: Record) -> Finding:
         return replace(finding, remedy="look at the formula, the data and the learning rate: this was FP32 already")
     switches = "autocast(enabled=False) and GradScaler(enabled=False)"
     return replace(finding, remedy=f"compare with a run in FP32: {switches}")
+
+
+def _stands_before(finding: Finding, faults: list[Finding]) -> bool:
+    """Whether replays show why the forward pass fails, and nothing found so far can be behind that.
+
+    Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
+    """
+    shown = finding.phase == "forward" and finding.code != UNKNOWN
+    return shown and not any(CODES[known.code].harms_forward for known in faults)
+
+
+def _after_one_more(root: int | None) -> int | None:
+    return None if root is None else root + 1
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:

@@ -27,6 +27,7 @@ class Code:
         erases_itself: the step's loss and gradients are finite.
         in_range_table: the table of ``ampdbg ranges`` shows it.
         why_no_pin: what a search for pins answers where no pin helps; ``{step}`` names the step.
+        harms_forward: it may be why a forward pass of its step, or of a later one, fails.
         changes_function: the remedy changes what the model computes.
         is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
@@ -49,6 +50,7 @@ class Code:
     erases_itself: bool = False
     in_range_table: bool = False
     why_no_pin: str = "No pin helps: precision is not the cause of what fails at {step}."
+    harms_forward: bool = True
     changes_function: bool = False
     is_a_constant: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()

@@ -96,6 +96,7 @@ _ALL = (
         "use a larger loss scale, or a dynamic one: torch.amp.GradScaler starts at 65536",
         "The loss scale is too low: part of the gradient is zero that FP32 has values for.",
         counts_against_a_patch=False,
+        why_no_pin="No pin helps: the loss scale is too low for the gradients of {step}.",
     ),
     Code(
         "no-usable-scale",
@@ -150,6 +151,7 @@ _ALL = (
         "go on from here, and run it again at that step: ampdbg scan, with checkpoint: {model: FILE, optimizer: FILE}",
         "What grows steadily{where} would reach FP16's limit.",
         information="Healthy so far; what grows steadily{where} would reach FP16's limit.",
+        why_no_pin="Nothing to pin so far: what grows has not reached the limit at {step}.",
         counts_against_a_patch=False,
     ),
     Code(
@@ -233,6 +235,7 @@ _ALL = (
         "inconclusive",
         "run the step on another device or with other kernels",
         "The device computes step {step} wrongly, far below every limit.",
+        why_no_pin="No pin helps: the device computes {step} wrongly.",
     ),
     Code(
         "unknown",

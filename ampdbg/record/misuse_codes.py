@@ -9,15 +9,24 @@ from ampdbg.record.findings import Phase, Severity
 
 CALLS = "Misuse: calls in the wrong order"
 SETUP = "Misuse: autocast and scaler set up wrongly"
+WHY_NO_PIN = "No pin is looked for: until the code is repaired, what fails beside it says little of precision."
 OLD = "Old spellings of mixed precision, found by ampdbg lint"
 
 
 def _misuse(
-    name: str, family: str, phase: Phase, message: str, remedy: str, severity: Severity = "error", harmless: float = 0.0
+    name: str,
+    family: str,
+    phase: Phase,
+    message: str,
+    remedy: str,
+    severity: Severity = "error",
+    harmless: float = 0.0,
+    harms_forward: bool = True,
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
-    code = Code(name, family, "other", remedy, "", counts_against_a_patch=False)
-    return replace(code, phase=phase, message=message, severity=severity, harmless_share=harmless)
+    code = Code(name, family, "other", remedy, "", counts_against_a_patch=False, why_no_pin=WHY_NO_PIN)
+    code = replace(code, message=message, severity=severity, harmless_share=harmless)
+    return replace(code, phase=phase, harms_forward=harms_forward)
 
 
 MISUSES = (
@@ -27,6 +36,7 @@ MISUSES = (
         "optimizer",
         "the code clips gradients that still carry the loss scale, and so to far less than the limit it sets",
         "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_, then scaler.step(optimizer)",
+        harms_forward=False,
     ),
     _misuse(
         "misuse-unscale-twice",
@@ -55,6 +65,7 @@ MISUSES = (
         "optimizer",
         "the code calls scaler.step(optimizer) for an optimizer none of whose parameters has a gradient",
         "step only the optimizers that the backward pass of this iteration has reached",
+        harms_forward=False,
     ),
     _misuse(
         "misuse-no-update",
@@ -62,6 +73,7 @@ MISUSES = (
         "optimizer",
         "no scaler.update() follows scaler.step(optimizer): the scale never adapts, and torch refuses the next step",
         "call scaler.update() once at the end of each iteration, after the steps of all optimizers",
+        harms_forward=False,
     ),
     _misuse(
         "misuse-many-updates",
@@ -77,6 +89,7 @@ MISUSES = (
         "backward",
         "the code does not clear the gradients of a skipped step: they stay inf, and every later step is skipped too",
         "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
+        harms_forward=False,
     ),
     _misuse(
         "misuse-scheduler-on-skip",

@@ -20,6 +20,7 @@ from ampdbg.record.run import (
     Environment,
     GroupOverflow,
     Investigation,
+    Misuse,
     ParameterCounts,
     Producer,
     Record,
@@ -234,6 +235,38 @@ def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
     record = diagnose(record_of(steps))
     assert codes(record) == [("buffer-poisoned", "forward", None)]
     assert record.findings[0].module == "bn"
+
+
+def overflowing(step: int) -> Investigation:
+    producer = Producer("forward", "head", 0, "aten.mm.default", None, "float16", 300.0, 9.0, 1, 0, 4, fp32_largest=9e5)
+    low = Replay("float16", 65536.0, math.nan, math.nan, gradients=("head.weight",), producers=(producer,))
+    return Investigation(step, "loss", (low, Replay("float32", 1.0, 1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    "code", ["misuse-clip-scaled", "misuse-no-update", "misuse-bare-step", "misuse-gradient-penalty"]
+)
+def test_an_overflow_follows_only_from_misuses_that_reach_it(code: str) -> None:
+    record = record_of(steps_of("..N."), investigations=(overflowing(2),), misuses=(Misuse(code, 0),))
+    found = [(finding.code, finding.root) for finding in diagnose(record).findings]
+    if code in ("misuse-clip-scaled", "misuse-no-update"):
+        assert found == [("forward-overflow", None), (code, None)]
+    else:
+        assert found == [(code, None), ("forward-overflow", 0)]
+
+
+@pytest.mark.parametrize("pattern", ["..N.", "..x."])
+def test_what_no_replay_has_shown_waits_for_the_repair_of_the_calls(pattern: str) -> None:
+    record = diagnose(record_of(steps_of(pattern), misuses=(Misuse("misuse-clip-scaled", 0),)))
+    assert (record.findings[0].code, record.verdict) == ("misuse-clip-scaled", "other")
+
+
+def test_two_misuses_stay_together_behind_an_overflow() -> None:
+    both = (Misuse("misuse-clip-scaled", 0), Misuse("misuse-no-update", 0))
+    record = diagnose(record_of(steps_of("..Nxxxxxxx"), investigations=(overflowing(2),), misuses=both))
+    found = [(finding.code, finding.root) for finding in record.findings]
+    assert found[:3] == [("forward-overflow", None), ("misuse-clip-scaled", None), ("misuse-no-update", 1)]
+    assert all(root == 0 for _, root in found[3:])
 
 
 @pytest.mark.parametrize("code", ["mask-constant", "misuse-bce", "misuse-half-parameters"])

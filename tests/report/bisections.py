@@ -146,7 +146,14 @@ def fp32_raises() -> Record:
 
 
 def no_pin_helps() -> Record:
-    finding = Finding("misuse-no-update", "error", 0, "optimizer", "scaler.update() is never called.")
+    return _without_a_search(Finding("scale-runaway", "error", 0, "backward", "the loss scale grows without end."))
+
+
+def misused() -> Record:
+    return _without_a_search(Finding("misuse-no-update", "error", 0, "optimizer", "scaler.update() is never called."))
+
+
+def _without_a_search(finding: Finding) -> Record:
     return searched(Search("guided", "no-pin-helps", finding.message), findings=(finding,), verdict="other")
 
 
@@ -218,6 +225,7 @@ BISECTIONS = {
         fp32_fails,
         fp32_raises,
         no_pin_helps,
+        misused,
         not_in_a_module,
         not_reproduced,
         no_set_helps,

@@ -116,6 +116,18 @@ def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
     assert not record.steps[-1].skipped
 
 
+def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
+    early = scripts.PLAIN.replace("        scaler.unscale_(optimizer)\n", "")
+    result, record = run(tmp_path, early, "1", "6")
+    assert [(found.code, found.root) for found in record.findings] == [("misuse-clip-scaled", None)]
+    result, record = run(tmp_path, early, "400", "6")
+    expected = [("forward-overflow", "aten.bmm.default", None), ("misuse-clip-scaled", "", None)]
+    assert [(found.code, found.op, found.root) for found in record.findings[:2]] == expected
+    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    assert (result.code, [pin.name for pin in record.pins]) == (0, ["attention:own"])
+    assert "the code clips gradients that still carry the loss scale" in " ".join(result.stderr.split())
+
+
 def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None:
     head, _, rest = scripts.PLAIN.partition("class Net(")
     head, imports = head.replace("torch.manual_seed(0)", ""), head.partition("torch.manual_seed")[0]
