@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ampdbg.errors import first_line
@@ -71,6 +73,8 @@ class Guard:
         return tell
 
     def _fail(self, error: Exception) -> None:
-        self.failure = f"{type(error).__name__}: {first_line(error)}"
+        # Only text is kept: the error itself holds the frames of a step, and so its tensors.
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        self.failure = f"{type(error).__name__}: {first_line(error)} ({Path(at.filename).name}, line {at.lineno})"
         with contextlib.suppress(Exception):
             self.failed()

@@ -68,3 +68,9 @@ class Optimizers:
         others = takewhile(lambda other: other is not optimizer, self)
         names = {id(parameter): name for name, parameter in self._models.named_parameters()}
         return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that a wrapper, such as accelerate's, hands its steps to."""
+    inner = getattr(optimizer, "optimizer", None)
+    return innermost(inner) if isinstance(inner, Optimizer) else optimizer

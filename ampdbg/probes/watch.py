@@ -25,11 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ampdbg.call_order import CallKind
 from ampdbg.environment import environment_of
+from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
-from ampdbg.probes.optimizers import Optimizers
+from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
@@ -171,13 +172,27 @@ class Watch:
             verdict="inconclusive",
             steps=self.steps,
             left_out=self.log.left_out,
-            unseen=Unseen(notes=self.notes),
+            unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
             misuses=(*self.misuses, *not_half),
             groups=self.groups,
             interrupted=self._interrupted,
-            error=UNWATCHED.format(self.log.closed(), self.guard.failure) if self.guard.failure else "",
+            error=self.failure,
             elapsed=round(time.monotonic() - self._started, 3),
         )
+
+    @property
+    def failure(self) -> str:
+        """From which step on nothing was noted as the watcher itself has failed, in a sentence; "" where it has not."""
+        return UNWATCHED.format(self.log.closed(), self.guard.failure) if self.guard.failure else ""
+
+    def check(self) -> None:
+        """For a loop of ampdbg's own: a run that was not watched to its end is no result.
+
+        Raises:
+            AmpdbgError: the watcher has failed.
+        """
+        if self.guard.failure:
+            raise AmpdbgError(self.failure)
 
     @property
     def is_paused(self) -> bool:
@@ -412,7 +427,7 @@ def watch(
         if not isinstance(given, kind):
             allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
             raise TypeError(f"got a {type(given).__name__} in the place of a {kind.__name__}; allowed: {allowed}")
-    return Watch(model, [_innermost(optimizer) for optimizer in several], on_step)
+    return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 
 _AROUND: Mapping[Seam, Callable[..., Any]] = {
@@ -431,12 +446,6 @@ _AROUND: Mapping[Seam, Callable[..., Any]] = {
 def _are_meta(roots: Any) -> bool:
     """Whether they have shapes and no numbers, as where a loop is tried out."""
     return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
-
-
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that a wrapper, such as accelerate's, hands its steps to."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -319,11 +319,12 @@ class Misuse:
 
 @dataclass(frozen=True)
 class Unseen:
-    """What could not be watched."""
+    """What could not be watched; from step ``since`` on nothing, as ampdbg itself had failed."""
 
     modules_never_called: tuple[str, ...] = ()
     parameters_without_gradient: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    since: Count | None = None
 
 
 @dataclass(frozen=True)

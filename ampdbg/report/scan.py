@@ -90,9 +90,11 @@ def headline(record: Record) -> view.Headline:
 
 
 def stopped(record: Record) -> str:
-    """What stopped the run before its end, and when; "" where nothing did."""
-    why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
+    """What stopped the run, or the watching, before its end, and when; "" where nothing did."""
     done, planned = record.steps_run, record.planned_steps
+    if record.unseen.since is not None:
+        return f"ampdbg itself failed after {counted(done, 'step')}, and watched no more"
+    why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
     searching = ", in the search that follows" if done == planned and record.command in SEARCHES else ""
     return f"{why} after {count}{searching}" if why else ""

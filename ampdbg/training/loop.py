@@ -169,6 +169,7 @@ def _steps(run: Run, watcher: Watch, investigator: Investigator, updates: Compar
         investigator.before_update(snapshot, all(of_losses), all(of_gradients), scaler.get_scale())
         updates.before_update()
         take_step(run, scaler)
+        watcher.check()
         with watcher.paused():
             updates.after_update(number)
         investigator.after_update(snapshot, watcher.log.latest())
@@ -238,4 +239,5 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
     for _ in range(last):
         accumulate_gradients(run, watcher, scaler, next(every))
         take_step(run, scaler)
+        watcher.check()
     return take_snapshot(run.workload.model, last, next(every))

@@ -23,6 +23,7 @@ from ampdbg.probes.steps import OpenStep
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
+from ampdbg.report.scan import headline
 from tests.report.pages import rendered
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -763,6 +764,9 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
     assert "from step 2 on nothing was noted" in record.error
     assert "a fault of the watcher" in record.error
     assert record.verdict == "inconclusive"
+    assert record.unseen.since == 2
+    says = "ampdbg itself failed after 2 steps, and watched no more. Inconclusive: none of 2 steps skipped."
+    assert headline(record).sentence == says
 
 
 @pytest.mark.parametrize("refuses", [False, True])

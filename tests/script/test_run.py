@@ -346,3 +346,4 @@ def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, na
     assert result.stdout == unwatched.stdout != ""
     assert "Traceback" not in result.stderr
     assert "ampdbg itself failed" in record.error
+    assert "ampdbg itself failed after" in " ".join(result.stderr.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import yaml
 
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.errors import UserCodeError, WorkloadError
+from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.record.run import Record, Step
-from ampdbg.training.loop import train
+from ampdbg.training.loop import profile_ranges, train
 from tests.observing import observing
 
 WORKLOAD = """
@@ -100,12 +101,12 @@ def penalised(model, batch):
 LOSS = {"target": "torch.nn.functional:mse_loss"}
 
 
-def run(folder: Path, *, observer: Observer = UNOBSERVED, **keys: Any) -> Record:
+def run(folder: Path, *, observer: Observer = UNOBSERVED, loop: Callable[..., Record] = train, **keys: Any) -> Record:
     (folder / "work.py").write_text(WORKLOAD)
     spec = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS, **keys}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-    return diagnose(train(load_config(path), observer=observer))
+    return diagnose(loop(load_config(path), observer=observer))
 
 
 def step_function(name: str) -> dict[str, Any]:
@@ -263,6 +264,34 @@ def test_an_error_that_autocast_causes_names_its_line(tmp_path: Path, name: str,
 def test_an_error_of_the_users_is_not_a_finding(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="raised RuntimeError"):
         run(tmp_path, **step_function("fails"))
+
+
+UNWATCHED = (
+    "^from step 2 on nothing was noted, as ampdbg itself failed: ZeroDivisionError: a fault of the watcher "
+    r"\(test_loop.py, line \d+\); please report it$"
+)
+
+
+@pytest.mark.parametrize("loop", [train, profile_ranges])
+def test_a_run_that_could_not_be_watched_is_no_result(
+    loop: Callable[..., Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError("a fault of the watcher")
+
+    seen: list[Step] = []
+
+    def step(one: Step) -> None:
+        seen.append(one)
+        if one.step == 1:
+            monkeypatch.setattr("ampdbg.probes.steps.gradient_norm", broken)
+
+    with pytest.raises(AmpdbgError, match=UNWATCHED) as raised:
+        run(tmp_path, loop=loop, observer=observing(step=step))
+    assert not isinstance(raised.value, UserCodeError)
+    record = raised.value.record
+    assert isinstance(record, Record)
+    assert [one.step for one in record.steps] == [one.step for one in seen] == [0, 1]
 
 
 def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_not(tmp_path: Path) -> None:
