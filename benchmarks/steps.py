@@ -299,7 +299,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=201, help="pairs of steps in each comparison")
-    parser.add_argument("--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part; 0: none"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--only", default="", help="the task to measure, such as gpt")
     parser.add_argument("--tiny", action="store_true", help="models of a few hundred parameters: a trial of the script")
@@ -314,8 +316,8 @@ def main(arguments: list[str] | None = None) -> None:
     with threads(options.threads):
         print(machine())
         for comparison in COMPARISONS:
-            if options.only in comparison.task.__name__:
-                rounds = options.slow_rounds if comparison.slow else options.rounds
+            rounds = options.slow_rounds if comparison.slow else options.rounds
+            if options.only in comparison.task.__name__ and rounds:
                 results.append(compare(comparison, rounds, options.tiny))
                 print(results[-1].line(), flush=True)
         if options.json:

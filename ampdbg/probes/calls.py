@@ -233,8 +233,10 @@ class Calls:
 
 
 def _in_autocast(roots: Sequence[Any]) -> bool:
-    first = next((root for root in roots if isinstance(root, torch.Tensor)), None)
-    return first is not None and bool(torch.is_autocast_enabled(first.device.type))
+    for root in roots:
+        if isinstance(root, torch.Tensor):
+            return bool(torch.is_autocast_enabled(root.device.type))
+    return False
 
 
 def _is_one(gradient: torch.Tensor | None) -> bool:
@@ -322,9 +324,11 @@ class GradientMarks:
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
-        parameters = (held() for held in self._parameters)
-        gradients = (None if parameter is None else parameter.grad for parameter in parameters)
-        return tuple(None if gradient is None else (id(gradient), gradient._version) for gradient in gradients)
+        found: list[tuple[int, int] | None] = []
+        for alive in self._parameters:  # several times in each step: a loop costs least
+            gradient = getattr(alive(), "grad", None)
+            found.append(None if gradient is None else (id(gradient), gradient._version))
+        return tuple(found)
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from ampdbg.probes.tensors import float_values, magnitude_of
+from ampdbg.probes.tensors import Scalar, float_values, magnitude_of
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 SMALL = 4096
@@ -20,9 +20,8 @@ NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
 """The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
 
 
-@torch.no_grad()
-def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor = 1.0) -> torch.Tensor | None:
-    """The 2-norm of all gradients of the optimizer divided by ``divisor``: a float32 scalar tensor, not synced.
+def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Scalar | None:
+    """The 2-norm of all gradients of the optimizer divided by ``divisor``; of those on a GPU in float32, not synced.
 
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
@@ -30,15 +29,19 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: float | torch.Tenso
     held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     gradients = [gradient for gradient in held if gradient is not None]
     plain = _norm_of_plain(gradients)
-    if plain is not None:
-        return torch.scalar_tensor(plain / float(divisor))
+    return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
+
+
+@torch.no_grad()
+def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
     values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
     if not values:
         return None
     norm = get_total_norm([value.float() if value.dtype.itemsize < 4 else value for value in values])
     if norm.device.type == "cpu" and torch.isinf(norm):
         norm = get_total_norm([value.double() for value in values]).float()
-    return norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
+    norm = norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
+    return norm.item() if norm.device.type == "cpu" else norm
 
 
 @torch.no_grad()
@@ -78,10 +81,12 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
         parts = [torch.cat(small), *large] if small else large
     except (RuntimeError, TypeError):  # sparse ones, or several devices
         return None
-    if any(one.dtype is not torch.float32 or one.layout is not torch.strided or not one.is_cpu for one in parts):
-        return None
-    # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
-    squares = sum(torch.dot(part, part).item() for part in parts)
+    squares = 0.0
+    for part in parts:
+        if part.dtype is not torch.float32 or part.layout is not torch.strided or not part.is_cpu:
+            return None
+        # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+        squares += torch.dot(part, part).item()
     return None if math.isinf(squares) else math.sqrt(squares)
 
 

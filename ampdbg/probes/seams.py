@@ -50,10 +50,11 @@ def detach(watcher: Watcher) -> None:
 
 def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *args: None) -> Callable[..., Any]:
     """What calls a method of an object that it does not keep alive, and ``otherwise`` once that has gone."""
-    alive = weakref.WeakMethod(method)
+    function, alive = method.__func__, weakref.ref(method.__self__)  # type: ignore[attr-defined]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (alive() or otherwise)(*args, **kwargs)
+        owner = alive()
+        return otherwise(*args, **kwargs) if owner is None else function(owner, *args, **kwargs)
 
     return call
 
@@ -96,10 +97,12 @@ def _seam_replaced(owner: Any, name: str, seam: Seam) -> Iterator[None]:
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = original
+        run, outermost = original, None
         for watcher in () if computes_no_numbers() else _watchers:
-            run = functools.partial(watcher, seam, run)
-        return run(*args, **kwargs)
+            if outermost is not None:
+                run = functools.partial(outermost, seam, run)
+            outermost = watcher
+        return run(*args, **kwargs) if outermost is None else outermost(seam, run, *args, **kwargs)
 
     return call
 

@@ -1,121 +1,17 @@
-"""The steps of a loop: the one under way, as scalars on the device, and those that have ended, read in bulk."""
+"""The steps of a loop that have ended, read in bulk; of a long run's healthy ones only some are kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
-from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms
-from ampdbg.probes.tensors import HoldsTensors, nonfinite_in_model, to_host
-from ampdbg.record.run import GroupOverflow, LeftOut, Step, TensorCounts
-
-BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOverflow, ...]]
-"""The groups of an optimizer whose gradients are not finite; the norms are as of ``gradients.nonfinite_groups``."""
-
-
-@dataclass
-class OpenStep:
-    """What is known of a step before it is closed. Tensors here are scalars, still on the device.
-
-    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the
-    optimizers (by ``id``) whose own step was called by the loop itself, and ``before_closure`` how many losses there
-    were by then. Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
-    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
-    carried the scale.
-    """
-
-    scaled: list[torch.Tensor] = field(default_factory=list)
-    losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    norms: dict[int, torch.Tensor] = field(default_factory=dict)
-    each: dict[int, NormOfEach] = field(default_factory=dict)
-    bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
-    early: set[int] = field(default_factory=set)
-    groups: list[GroupOverflow] = field(default_factory=list)
-    nonfinite: list[TensorCounts] = field(default_factory=list)
-    bare: set[int] = field(default_factory=set)
-    scaler: GradScaler | None = None
-    number: int = 0
-    scale: torch.Tensor | None = None
-    skipped: bool = False
-    stepped: bool = False
-    before_closure: int = 0
-
-    def add_losses(self, outputs: Any) -> None:
-        """Adds what goes backward: scalar losses as they are, other tensors as their sum."""
-        tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        if isinstance(tensors, (list, tuple)):
-            parts = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
-            self.scaled += [tensor.detach().float().sum() for tensor in parts]
-
-    def loss_scale(self) -> float | torch.Tensor:
-        """The loss scale of now, not synced; without asking for it as the loop would."""
-        scale = self.scaler._get_scale_async() if self.scaler is not None else None
-        return 1.0 if scale is None else scale
-
-    def measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor, bad_groups: BadGroups) -> None:
-        """Keeps what tells of the gradients as they are now, unless that is known already."""
-        key = id(optimizer)
-        norm = None if key in self.norms else gradient_norm(optimizer, divisor)
-        if norm is None:
-            return
-        self.norms[key] = norm
-        if norm.device.type != "cpu":
-            each = gradient_norms(optimizer)
-            self.each.update({} if each is None else {key: each})
-        elif not is_finite_scalar(norm):
-            self.bad_groups[key] = bad_groups(optimizer, None)
-
-    def note_groups(self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups) -> None:
-        """Adds the groups whose gradients were not finite."""
-        known = self.bad_groups.get(id(optimizer))
-        self.groups += bad_groups(optimizer, self.each.get(id(optimizer))) if known is None else known
-
-    def forget_early(self) -> None:
-        """More gradients are to come: what was measured of those that still carry the scale is not all."""
-        for optimizer in self.early:
-            for measured in (self.norms, self.each, self.bad_groups):
-                measured.pop(optimizer, None)
-        self.early.clear()
-
-    def note_scale(self) -> None:
-        """Keeps the loss scale of now, and lets go of the scaler."""
-        scale = self.scaler._get_scale_async() if self.scaler is not None else None
-        self.scale = None if scale is None else scale.clone()
-        self.scaler = None
-
-    def scalars(self) -> list[torch.Tensor]:
-        """Every number that :meth:`to_step` needs, in its order."""
-        scale = [] if self.scale is None else [self.scale]
-        return [*(self.losses.values() if self.losses else self.scaled), *self.norms.values(), *scale]
-
-    def to_step(self, index: int, values: Iterator[float]) -> Step:
-        """The Step, with the values of :meth:`scalars` on the host."""
-        losses = {name: next(values) for name in self.losses}
-        loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
-        squares = [next(values) ** 2 for _ in self.norms]
-        return Step(
-            step=index,
-            loss=loss,
-            scale=1.0 if self.scale is None else next(values),
-            found_inf=self.skipped or bool(self.groups),
-            skipped=self.skipped,
-            grad_norm=sum(squares) ** 0.5 if squares else None,
-            groups=tuple(self.groups),
-            nonfinite=tuple(self.nonfinite),
-            losses=losses if len(losses) > 1 else {},
-            scaler=self.number,
-        )
-
-
-def is_finite_scalar(norm: torch.Tensor | None) -> bool:
-    """Whether a norm is finite, or there is none. On a GPU this syncs."""
-    return norm is None or math.isfinite(norm.item())
-
+from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.tensors import HoldsTensors, Scalar, is_on_host, nonfinite_in_model, to_host
+from ampdbg.record.run import LeftOut, Step, TensorCounts
 
 UNREAD_STEPS = 64
 """On a GPU so many healthy steps are kept as device scalars before one sync reads them all."""
@@ -165,7 +61,7 @@ class StepLog:
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
         self._on_step = on_step
-        self._losses: dict[str, torch.Tensor] = {}
+        self._losses: dict[str, Scalar] = {}
         self._unread: list[OpenStep] = []
         self._steps: list[Step] = []
         self._telling: set[int] = set()
@@ -233,8 +129,8 @@ class StepLog:
         step.nonfinite, self.batch = self.batch, []
         step.each.clear()
         self._unread.append(step)
-        on_cpu = all(tensor.device.type == "cpu" for tensor in step.scalars())
-        if step.skipped or on_cpu or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
+        is_read = all(map(is_on_host, step.scalars()))
+        if step.skipped or is_read or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 
     def finish(self) -> None:

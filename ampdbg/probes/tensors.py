@@ -49,13 +49,32 @@ def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.stack(torch.aminmax(values)).abs().amax()
 
 
-def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """The values of scalar tensors, with one transfer for all of them."""
-    if all(scalar.device.type == "cpu" for scalar in scalars):
-        return [float(scalar.item()) for scalar in scalars]
-    device = scalars[0].device
-    stacked = torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in scalars])
-    return [float(value) for value in stacked.tolist()]
+Scalar = float | torch.Tensor
+"""A number; where it was computed on a GPU the tensor of it, which nothing has waited for yet."""
+
+
+def scalar_of(tensor: torch.Tensor) -> Scalar:
+    """The sum of a tensor's values as it is now: a loss is one value, or several that go backward together."""
+    on_host = tensor.device.type == "cpu"
+    if on_host and not tensor.ndim:
+        return float(tensor.item())
+    value = tensor.detach().float().sum()
+    return value.item() if on_host else value
+
+
+def is_on_host(scalar: Scalar) -> bool:
+    """Whether its value can be read without waiting for a GPU."""
+    return not isinstance(scalar, torch.Tensor) or scalar.device.type == "cpu"
+
+
+def to_host(scalars: Sequence[Scalar]) -> list[float]:
+    """The values of scalars, with one transfer for all that are still on a device."""
+    waiting = [scalar for scalar in scalars if isinstance(scalar, torch.Tensor) and scalar.device.type != "cpu"]
+    if not waiting:
+        return [float(scalar) for scalar in scalars]
+    device = waiting[0].device
+    read = iter(torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in waiting]).tolist())
+    return [float(scalar if is_on_host(scalar) else next(read)) for scalar in scalars]
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:

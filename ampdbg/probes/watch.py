@@ -30,21 +30,14 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
+from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
-from ampdbg.probes.steps import OpenStep, StepLog, is_finite_scalar
+from ampdbg.probes.steps import StepLog
+from ampdbg.probes.tensors import Scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
-
-
-class _Loop(threading.local):
-    """Where the loop of a thread is; other threads may train other models meanwhile."""
-
-    def __init__(self) -> None:
-        self.now = OpenStep()
-        self.fired: set[int] = set()
-        self.inside: list[tuple[str, int]] = []
 
 
 class Watch:
@@ -65,7 +58,7 @@ class Watch:
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
-        self._loop = _Loop()
+        self._loop = Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._paused = False
@@ -110,15 +103,15 @@ class Watch:
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's that the loop has called, and notes the call."""
         self._threads.add(threading.get_ident())
-        call = seam, id(args[0]) if args else 0
+        call, inside = (seam, id(args[0]) if args else 0), self._loop.inside
         # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-        if self.is_paused or call in self._loop.inside:
+        if self.is_paused or call in inside:
             return original(*args, **kwargs)
-        self._loop.inside.append(call)
+        inside.append(call)
         try:
             return self.guard.around(_AROUND[seam], self, original, *args, **kwargs)
         finally:
-            self._loop.inside.pop()
+            inside.pop()
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -227,7 +220,7 @@ class Watch:
         with self._refusals("unscale", scaler, optimizer):
             result = original(scaler, optimizer)
         self._measure(optimizer, 1.0)
-        if scaler.is_enabled() and not self._is_inside("step"):
+        if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
         return result
 
@@ -274,7 +267,7 @@ class Watch:
         return result
 
     def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
-        if not self._is_inside("step"):
+        if not self._loop.is_inside("step"):
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
@@ -284,12 +277,9 @@ class Watch:
         try:
             yield
         except Exception as error:
-            if kind == "step" or not self._is_inside("step"):
+            if kind == "step" or not self._loop.is_inside("step"):
                 self.calls.refused(kind, optimizer, scaler, error)
             raise
-
-    def _is_inside(self, name: str) -> bool:
-        return any(name == entered for entered, _ in self._loop.inside)
 
     def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
@@ -354,8 +344,9 @@ class Watch:
             self._close()
 
     def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
-        is_known = optimizer in self.optimizers and not computes_no_numbers()
-        return self.is_paused or self._is_inside("step") or not is_known
+        if self.is_paused or self._loop.is_inside("step"):
+            return True
+        return optimizer not in self.optimizers or computes_no_numbers()
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
@@ -379,7 +370,7 @@ class Watch:
             del self._loop.now.scaled[self._loop.now.before_closure :]
         self._loop.now.add_losses(roots)
 
-    def _measure(self, optimizer: torch.optim.Optimizer, divisor: float | torch.Tensor) -> None:
+    def _measure(self, optimizer: torch.optim.Optimizer, divisor: Scalar) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
         if optimizer in self.optimizers:
             self._loop.now.measure(optimizer, divisor, self.optimizers.nonfinite_groups)

@@ -75,7 +75,8 @@ class TracedSteps:
 
     def step_ended(self, is_bad: bool) -> None:
         """To be called when a step has ended."""
-        self.captures.start = in_its_group(self.captures.start)
+        if is_bad or not self._healthy:
+            self.captures.start = in_its_group(self.captures.start)
         traced = self._traced
         if traced is not None and (is_bad or not self._is_early):
             self.end()

@@ -9,7 +9,8 @@ from itertools import pairwise
 import torch
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.probes.steps import MOST_STEPS, STEPS_AT_ENDS, OpenStep, StepLog
+from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.steps import MOST_STEPS, STEPS_AT_ENDS, StepLog
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Environment, Record, Step
 from ampdbg.report.formats import written

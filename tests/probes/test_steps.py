@@ -9,7 +9,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, OpenStep, StepLog
+from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.steps import LISTED_PARAMETERS, LISTED_STEPS, StepLog
 from ampdbg.probes.watch import watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Unseen

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.steps import OpenStep
+from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
@@ -754,7 +754,7 @@ def test_a_failure_of_the_watcher_is_no_concern_of_the_loop(monkeypatch: pytest.
         ):
             for number in range(4):
                 if number == 2:
-                    patched.setattr("ampdbg.probes.steps.gradient_norm", broken)
+                    patched.setattr("ampdbg.probes.open_step.gradient_norm", broken)
                 one_step(model, optimizer, scaler, math.inf if number == 3 else 1.0)
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     assert watcher is not None

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ampdbg.errors import RecordError
-from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, OpenStep, StepLog
+from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
 

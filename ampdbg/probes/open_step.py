@@ -1,0 +1,130 @@
+"""The step that a loop has under way, and which of torch's functions it is inside of."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms
+from ampdbg.probes.tensors import Scalar, scalar_of
+from ampdbg.record.run import GroupOverflow, Step, TensorCounts
+
+BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOverflow, ...]]
+"""The groups of an optimizer whose gradients are not finite; the norms are as of ``gradients.nonfinite_groups``."""
+
+
+@dataclass
+class OpenStep:
+    """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
+
+    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the
+    optimizers (by ``id``) whose own step was called by the loop itself, and ``before_closure`` how many losses there
+    were by then. Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
+    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
+    carried the scale.
+    """
+
+    scaled: list[Scalar] = field(default_factory=list)
+    losses: dict[str, Scalar] = field(default_factory=dict)
+    norms: dict[int, Scalar] = field(default_factory=dict)
+    each: dict[int, NormOfEach] = field(default_factory=dict)
+    bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
+    early: set[int] = field(default_factory=set)
+    groups: list[GroupOverflow] = field(default_factory=list)
+    nonfinite: list[TensorCounts] = field(default_factory=list)
+    bare: set[int] = field(default_factory=set)
+    scaler: GradScaler | None = None
+    number: int = 0
+    scale: Scalar | None = None
+    skipped: bool = False
+    stepped: bool = False
+    before_closure: int = 0
+
+    def add_losses(self, outputs: Any) -> None:
+        """Adds what goes backward: scalar losses as they are, other tensors as their sum."""
+        tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        if isinstance(tensors, (list, tuple)):
+            self.scaled += [scalar_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+    def loss_scale(self) -> Scalar:
+        """The loss scale of now, not synced; without asking for it as the loop would."""
+        scale = self.scaler._get_scale_async() if self.scaler is not None else None
+        return 1.0 if scale is None else scale
+
+    def measure(self, optimizer: torch.optim.Optimizer, divisor: Scalar, bad_groups: BadGroups) -> None:
+        """Keeps what tells of the gradients as they are now, unless that is known already."""
+        key = id(optimizer)
+        norm = None if key in self.norms else gradient_norm(optimizer, divisor)
+        if norm is None:
+            return
+        self.norms[key] = norm
+        if isinstance(norm, torch.Tensor):
+            each = gradient_norms(optimizer)
+            self.each.update({} if each is None else {key: each})
+        elif not math.isfinite(norm):
+            self.bad_groups[key] = bad_groups(optimizer, None)
+
+    def note_groups(self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups) -> None:
+        """Adds the groups whose gradients were not finite."""
+        known = self.bad_groups.get(id(optimizer))
+        self.groups += bad_groups(optimizer, self.each.get(id(optimizer))) if known is None else known
+
+    def forget_early(self) -> None:
+        """More gradients are to come: what was measured of those that still carry the scale is not all."""
+        for optimizer in self.early:
+            for measured in (self.norms, self.each, self.bad_groups):
+                measured.pop(optimizer, None)
+        self.early.clear()
+
+    def note_scale(self) -> None:
+        """Keeps the loss scale of now, and lets go of the scaler."""
+        scale = self.scaler._get_scale_async() if self.scaler is not None else None
+        self.scale = None if scale is None else scalar_of(scale)  # a copy: the scaler changes it in place
+        self.scaler = None
+
+    def scalars(self) -> list[Scalar]:
+        """Every number that :meth:`to_step` needs, in its order."""
+        scale = [] if self.scale is None else [self.scale]
+        return [*(self.losses.values() if self.losses else self.scaled), *self.norms.values(), *scale]
+
+    def to_step(self, index: int, values: Iterator[float]) -> Step:
+        """The Step, with the values of :meth:`scalars` on the host."""
+        losses = {name: next(values) for name in self.losses}
+        loss = sum(losses.values() if losses else (next(values) for _ in self.scaled), start=0.0)
+        squares = [next(values) ** 2 for _ in self.norms]
+        return Step(
+            step=index,
+            loss=loss,
+            scale=1.0 if self.scale is None else next(values),
+            found_inf=self.skipped or bool(self.groups),
+            skipped=self.skipped,
+            grad_norm=sum(squares) ** 0.5 if squares else None,
+            groups=tuple(self.groups),
+            nonfinite=tuple(self.nonfinite),
+            losses=losses if len(losses) > 1 else {},
+            scaler=self.number,
+        )
+
+
+def is_finite_scalar(norm: Scalar | None) -> bool:
+    """Whether a norm is finite, or there is none. On a GPU this syncs."""
+    return norm is None or math.isfinite(norm)
+
+
+class Loop(threading.local):
+    """Where the loop of a thread is; other threads may train other models meanwhile."""
+
+    def __init__(self) -> None:
+        self.now = OpenStep()
+        self.fired: set[int] = set()
+        self.inside: list[tuple[str, int]] = []
+
+    def is_inside(self, name: str) -> bool:
+        """Whether a call of this seam's is under way."""
+        return name in [entered for entered, _ in self.inside]
