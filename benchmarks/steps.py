@@ -8,6 +8,7 @@ targets are printed beside the ratios.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -174,6 +175,12 @@ class Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
+    def unwatched(self) -> Trainer:
+        """The same trainer with nobody watching: the same weights and state at the same place in memory."""
+        other = copy.copy(self)
+        other.watcher = None
+        return other
+
     def check(self) -> None:
         """Raises RuntimeError where the watcher has seen fewer steps than the warm-up has made."""
         if self.watcher is not None and len(self.watcher.steps) < WARM_UP:
@@ -241,7 +248,8 @@ def compare(comparison: Comparison, rounds: int, tiny: bool) -> Result:
     """Times ``rounds`` pairs of steps, both trainers working on one model."""
     torch.manual_seed(0)
     task = comparison.task(tiny)
-    first, second = WAYS[comparison.first](task), WAYS[comparison.second](task)
+    first = WAYS[comparison.first](task)
+    second = first.unwatched() if first.watcher is not None else WAYS[comparison.second](task)
     for trainer in (first, second):
         for _ in range(2 if comparison.slow else WARM_UP):
             trainer.timed_step()
@@ -303,7 +311,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part; 0: none"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--only", default="", help="the task to measure, such as gpt")
+    parser.add_argument("--only", default="", help="what to measure: gpt, or 'gpt ampdbg run'")
     parser.add_argument("--tiny", action="store_true", help="models of a few hundred parameters: a trial of the script")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser.parse_args(arguments)
@@ -317,7 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(machine())
         for comparison in COMPARISONS:
             rounds = options.slow_rounds if comparison.slow else options.rounds
-            if options.only in comparison.task.__name__ and rounds:
+            if options.only in f"{comparison.task.__name__} {comparison.first}" and rounds:
                 results.append(compare(comparison, rounds, options.tiny))
                 print(results[-1].line(), flush=True)
         if options.json:
