@@ -28,11 +28,11 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     """
     held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     gradients = [gradient for gradient in held if gradient is not None]
-    plain = _norm_of_plain(gradients)
-    return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
+    with torch.no_grad():  # decorating would cost as much as all else here
+        plain = _norm_of_plain(gradients)
+        return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 
 
-@torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
     values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
     if not values:

@@ -53,6 +53,7 @@ class Guard:
 
     def hooked(self, hook: Callable[[Any], None], optimizer: Any) -> None:
         """Calls what hangs on an optimizer's step."""
+        self._told = 0
         try:
             hook(optimizer)
         except Exception as error:

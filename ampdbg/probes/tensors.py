@@ -56,7 +56,7 @@ Scalar = float | torch.Tensor
 def scalar_of(tensor: torch.Tensor) -> Scalar:
     """The sum of a tensor's values as it is now: a loss is one value, or several that go backward together."""
     on_host = tensor.device.type == "cpu"
-    if on_host and not tensor.ndim:
+    if on_host and not tensor.ndim and tensor.is_floating_point():
         return float(tensor.item())
     value = tensor.detach().float().sum()
     return value.item() if on_host else value

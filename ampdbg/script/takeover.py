@@ -136,6 +136,8 @@ class _Taking:
     def why_not(self) -> str:
         """Why nothing was taken over."""
         name = self._capture.start.name
+        if self.watcher.failure:
+            return f"{name} could not be followed: {self.watcher.failure}"
         return (
             f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; {self._last}"
         )

@@ -105,6 +105,7 @@ class TracedSteps:
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was traced and captured in it."""
+        self.captures.start = in_its_group(self.captures.start)
         start, captures = self.captures.start, self.captures
         is_left = start.processes > 1 and bool(self.found)
         notes = [captures.why_not] * bool(captures.why_not)

@@ -112,3 +112,17 @@ def test_counts_are_exact_where_nothing_was_rewritten() -> None:
     before = tuple((id(p), p.grad._version) for p in parameters), torch.tensor([3.0**0.5, math.nan])
     [group] = nonfinite_groups(optimizer, {}, before=before)
     assert [(one.inf, one.nan) for one in group.parameters] == [(1, 2)]
+
+
+def test_the_norm_of_gradients_with_a_graph_adds_nothing_to_it() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("something was kept for a backward pass")
+
+    weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    weights.square().sum().backward(create_graph=True)
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    assert weights.grad is not None
+    assert weights.grad.requires_grad
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert gradient_norm(optimizer) == pytest.approx(math.sqrt(20.0))
+    weights.grad = None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.probes.tensors import is_finite, magnitude_of, nonfinite_in_batch, nonfinite_in_model
+from ampdbg.probes.tensors import is_finite, magnitude_of, nonfinite_in_batch, nonfinite_in_model, scalar_of, to_host
 from ampdbg.record.run import TensorCounts
 
 ANY_FLOAT = st.floats(width=16, allow_nan=True, allow_infinity=True)
@@ -78,3 +78,26 @@ def test_bad_parameters_and_buffers_are_named() -> None:
         ("parameter", "0.bias"),
         ("buffer", "1.running_var"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value"),
+    [
+        (torch.tensor(1.5), 1.5),
+        (torch.tensor(1e300, dtype=torch.float64), 1e300),
+        (torch.tensor(0.1, dtype=torch.bfloat16), float(torch.tensor(0.1, dtype=torch.bfloat16))),
+        (torch.tensor([1.0, 2.0]), 3.0),
+        (torch.tensor(7), 7.0),
+        (torch.tensor(math.nan), math.nan),
+    ],
+)
+def test_what_is_read_of_a_loss_is_its_value_as_it_was(tensor: torch.Tensor, value: float) -> None:
+    read = scalar_of(tensor)
+    tensor.zero_()
+    assert to_host([read, torch.tensor(2.0), 3.0]) == pytest.approx([value, 2.0, 3.0], rel=1e-15, nan_ok=True)
+
+
+def test_a_loss_that_has_a_graph_is_read_without_it() -> None:
+    weights = torch.ones(2, requires_grad=True)
+    assert scalar_of(weights.sum()) == 2.0
+    assert scalar_of(weights * 2) == 4.0
