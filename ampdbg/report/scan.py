@@ -371,7 +371,7 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         return view.NextCommand("read every count of every step", counts) if typed.record_path else None
     if record.verdict == "other":
         return view.NextCommand("run it again once that is repaired", again)
-    if record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1]):
+    if _pin_may_help(record):
         return view.NextCommand(
             "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
         )
@@ -379,12 +379,16 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     return view.NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)
 
 
+def _pin_may_help(record: Record) -> bool:
+    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1])
+
+
 def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
     if record.environment.policy == "none" and record.findings and record.verdict == "inconclusive":
         return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
     captures = record.script.captures if record.script is not None else ()
-    if captures and record.verdict == "precision" and catalogued(record.findings[0].code).pin_helps:
+    if captures and _pin_may_help(record):
         what = "the patch that cures it, proven on the step that was captured"
         return view.NextCommand(what, f"ampdbg suggest-fp32 {_to_type(captures[0], typed.folder)}")
     if record.findings and record.verdict != "healthy":

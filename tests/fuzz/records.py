@@ -17,7 +17,8 @@ from tests.fuzz.configs import VALID, changed, edited
 from tests.report import bisections
 from tests.report.runs import RECORDS
 
-RUNS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
+SCANS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
+RUNS = (*SCANS, "run", "replay", "cost", "suggestion_capture")
 
 VALUES: st.SearchStrategy[Any] = st.sampled_from(
     [
@@ -29,6 +30,8 @@ VALUES: st.SearchStrategy[Any] = st.sampled_from(
 
 COMMANDS = (
     *([("report", "r.json"), ("report", "r.json", "--format", "json")] * 3),
+    *(("report", "r.json", "--format", form) for form in ("markdown", "sarif", "html")),
+    *(("compare", "r.json", "r.json", "--format", form) for form in ("text", "json", "markdown", "sarif")),
     ("suggest-fp32", "r.json", "--no-verify"),
     *(("suggest-fp32", "r.json", "--no-verify", "--format", form) for form in ("module", "yaml", "json")),
     *((verb, "r.json", "--quiet") for verb in ("bisect", "scan", "ranges")),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ampdbg.record.file import read_record, write_record
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Verdict
 from tests.conftest import Golden
 from tests.report.pages import rendered
 from tests.report.runs import RECORDS, RUNS, remade
@@ -104,3 +105,11 @@ def test_colour_changes_no_character(name: str) -> None:
     assert "\x1b[" in colored
     plain = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
     assert plain == page(record_of(name)).splitlines()
+
+
+@pytest.mark.parametrize("verdict", ["healthy", "precision", "other", "inconclusive"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_record_that_has_lost_its_findings_has_a_page(name: str, verdict: Verdict) -> None:
+    told = page(replace(record_of(name), findings=(), verdict=verdict))
+    assert told.strip()
+    assert "{" not in told.partition("\n")[0]
