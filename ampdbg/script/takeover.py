@@ -120,6 +120,12 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
         raise CaptureError(f"{capture.path}: {taking.why_not}")
 
 
+NO_STEP = (
+    "ended without a step; where it goes on from a file that it has written since, move that away, "
+    "or start it with other arguments: --script 'SCRIPT ARGS...'"
+)
+
+
 class _Taking:
     """Tapes each step of a script, until one is of the captured calls."""
 
@@ -129,7 +135,7 @@ class _Taking:
         self._capture = capture
         self._use = use
         self._steps = 0
-        self._last = "it made no step"
+        self._last = ""
         self._entered = ExitStack()
 
     @property
@@ -138,6 +144,8 @@ class _Taking:
         name = self._capture.start.name
         if self.watcher.failure:
             return f"{name} could not be followed: {self.watcher.failure}"
+        if not self._steps:
+            return f"{name} {NO_STEP}"
         return (
             f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; {self._last}"
         )

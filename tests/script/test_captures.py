@@ -417,6 +417,18 @@ def test_a_script_that_raises_is_told_of(made: Path, tmp_path: Path) -> None:
     assert "train.py raised ValueError: no data" in result.stderr
 
 
+def test_a_script_that_has_nothing_left_to_do_is_told_of(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    text = scripts.PLAIN.replace("    main(float", "    import os\n    os.path.exists('weights.pt') or main(float")
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    (tmp_path / "weights.pt").touch()
+    result = start(tmp_path, "replay", "c.safetensors")
+    assert (result.code, result.stdout) == (2, "")
+    told = " ".join(result.stderr.split())
+    assert "train.py ended without a step; where it goes on from a file that it has written since, move that" in told
+    assert "--script 'SCRIPT ARGS...'" in told
+
+
 def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Path) -> None:
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     text = scripts.PLAIN.replace("    main(float", "    try:\n        main(float")
