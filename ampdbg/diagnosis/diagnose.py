@@ -58,10 +58,8 @@ def diagnose(record: Record) -> Record:
                 information.append(replace(finding, root=None))
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
-                if family is nonfinite_loss and _stands_before(finding, faults):
-                    faults = [finding, *(replace(known, root=_after_one_more(known.root)) for known in faults)]
-                else:
-                    faults.append(replace(finding, root=_root(finding, faults)))
+                leads = family is nonfinite_loss and _stands_before(finding, faults)
+                faults = _led_by(finding, faults) if leads else [*faults, replace(finding, root=_root(finding, faults))]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
     return replace(record, findings=found, verdict=_verdict(record, faults))
@@ -86,8 +84,9 @@ def _stands_before(finding: Finding, faults: list[Finding]) -> bool:
     return shown and not any(CODES[known.code].harms_forward for known in faults)
 
 
-def _after_one_more(root: int | None) -> int | None:
-    return None if root is None else root + 1
+def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
+    """The faults behind one that they do not explain, nor it them."""
+    return [finding, *(replace(known, root=None if known.root is None else known.root + 1) for known in faults)]
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:

@@ -94,7 +94,7 @@ class Calls:
         place = self._places.get(id(optimizer))
         if place is not None:
             self._note(kind, (place,), **facts)
-            self._marks[place].noted = self._marks[place].now()
+            self._marks[place].note(self._marks[place].now())
 
     def scheduled(self, scheduler: Any) -> None:
         """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
@@ -150,7 +150,7 @@ class Calls:
             lowered_to=halves,
         )
         for marks, now in zip(self._marks, after, strict=False):
-            marks.noted = now
+            marks.note(now)
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
@@ -169,7 +169,7 @@ class Calls:
             self._note("clip", places, rewritten=self._rewritten(self._marks_now()))
         result = run()
         for place in places:
-            self._marks[place].noted = self._marks[place].now()
+            self._marks[place].note(self._marks[place].now())
         return result
 
     def place_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -205,7 +205,7 @@ class Calls:
     def _rewritten(self, now: Sequence[Marks]) -> tuple[int, ...]:
         """Whose gradients were cleared, or written by someone, since they were noted."""
         pairs = enumerate(zip(self._marks, now, strict=False))
-        return tuple(place for place, (marks, state) in pairs if state != marks.noted or not any(state))
+        return tuple(place for place, (marks, state) in pairs if marks.are_rewritten(state))
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
@@ -320,7 +320,7 @@ class GradientMarks:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
-        self.noted = self.now()
+        self._noted = self.now()
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
@@ -329,6 +329,14 @@ class GradientMarks:
             gradient = getattr(alive(), "grad", None)
             found.append(None if gradient is None else (id(gradient), gradient._version))
         return tuple(found)
+
+    def note(self, now: Marks) -> None:
+        """From here on the gradients are those of ``now``."""
+        self._noted = now
+
+    def are_rewritten(self, now: Marks) -> bool:
+        """Whether the gradients of ``now`` were cleared, or written by someone, since they were noted."""
+        return now != self._noted or not any(now)
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

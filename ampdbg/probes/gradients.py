@@ -28,7 +28,7 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     """
     held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     gradients = [gradient for gradient in held if gradient is not None]
-    with torch.no_grad():  # decorating would cost as much as all else here
+    with torch.no_grad():  # a decorator would make a new one, and enter that, at every call
         plain = _norm_of_plain(gradients)
         return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 

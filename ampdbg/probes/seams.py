@@ -99,7 +99,7 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
         for watcher in () if computes_no_numbers() else _watchers:
-            if outermost is not None:
+            if outermost is not None:  # nearly always there is one watcher, and nothing is to be made
                 run = functools.partial(outermost, seam, run)
             outermost = watcher
         return run(*args, **kwargs) if outermost is None else outermost(seam, run, *args, **kwargs)

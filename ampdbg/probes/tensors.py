@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -62,19 +62,19 @@ def scalar_of(tensor: torch.Tensor) -> Scalar:
     return value.item() if on_host else value
 
 
-def is_on_host(scalar: Scalar) -> bool:
-    """Whether its value can be read without waiting for a GPU."""
-    return not isinstance(scalar, torch.Tensor) or scalar.device.type == "cpu"
+def is_on_device(scalar: Scalar) -> TypeGuard[torch.Tensor]:
+    """Whether whoever reads its value waits for a GPU."""
+    return isinstance(scalar, torch.Tensor) and scalar.device.type != "cpu"
 
 
 def to_host(scalars: Sequence[Scalar]) -> list[float]:
     """The values of scalars, with one transfer for all that are still on a device."""
-    waiting = [scalar for scalar in scalars if isinstance(scalar, torch.Tensor) and scalar.device.type != "cpu"]
+    waiting = [scalar for scalar in scalars if is_on_device(scalar)]
     if not waiting:
         return [float(scalar) for scalar in scalars]
     device = waiting[0].device
     read = iter(torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in waiting]).tolist())
-    return [float(scalar if is_on_host(scalar) else next(read)) for scalar in scalars]
+    return [float(next(read) if is_on_device(scalar) else scalar) for scalar in scalars]
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -9,8 +9,9 @@ from ampdbg.record.findings import Phase, Severity
 
 CALLS = "Misuse: calls in the wrong order"
 SETUP = "Misuse: autocast and scaler set up wrongly"
-WHY_NO_PIN = "No pin is looked for: until the code is repaired, what fails beside it says little of precision."
 OLD = "Old spellings of mixed precision, found by ampdbg lint"
+
+WHY_NO_PIN = "No pin is looked for: until the code is repaired, what fails beside it says little of precision."
 
 
 def _misuse(
@@ -24,9 +25,20 @@ def _misuse(
     harms_forward: bool = True,
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
-    code = Code(name, family, "other", remedy, "", counts_against_a_patch=False, why_no_pin=WHY_NO_PIN)
-    code = replace(code, message=message, severity=severity, harmless_share=harmless)
-    return replace(code, phase=phase, harms_forward=harms_forward)
+    return Code(
+        name,
+        family,
+        "other",
+        remedy,
+        "",
+        counts_against_a_patch=False,
+        why_no_pin=WHY_NO_PIN,
+        harms_forward=harms_forward,
+        severity=severity,
+        phase=phase,
+        message=message,
+        harmless_share=harmless,
+    )
 
 
 MISUSES = (

@@ -135,7 +135,7 @@ class _Taking:
         self._capture = capture
         self._use = use
         self._steps = 0
-        self._last = ""
+        self._last = "the first one shows what it trains: it has to make two"
         self._entered = ExitStack()
 
     @property

@@ -75,7 +75,7 @@ class TracedSteps:
 
     def step_ended(self, is_bad: bool) -> None:
         """To be called when a step has ended."""
-        if is_bad or not self._healthy:
+        if is_bad or not self._healthy:  # a group is made before the first step, and may be gone at the end
             self.captures.start = in_its_group(self.captures.start)
         traced = self._traced
         if traced is not None and (is_bad or not self._is_early):

@@ -429,6 +429,16 @@ def test_a_script_that_has_nothing_left_to_do_is_told_of(made: Path, tmp_path: P
     assert "--script 'SCRIPT ARGS...'" in told
 
 
+def test_one_step_of_a_script_is_too_few(made: Path, tmp_path: Path) -> None:
+    shutil.copy(capture_of(made), tmp_path / "c.safetensors")
+    (tmp_path / "train.py").write_text(scripts.PLAIN, encoding="utf-8")
+    result = start(tmp_path, "replay", "c.safetensors", "--script", "train.py 400 1")
+    assert result.code == 2
+    assert "of 1 step that it made; the first one shows what it trains: it has to make two" in " ".join(
+        result.stderr.split()
+    )
+
+
 def test_nothing_of_the_script_runs_on_behind_the_step(made: Path, tmp_path: Path) -> None:
     shutil.copy(capture_of(made), tmp_path / "c.safetensors")
     text = scripts.PLAIN.replace("    main(float", "    try:\n        main(float")
