@@ -100,15 +100,13 @@ class _Replays:
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
-            low = self._low(traced=self._producers)
+            low = self._low(traced=self._producers, stops_at_loss=why == "loss")
             if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
                 return low, True, number
         return low, False, TRIES
 
-    def _low(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
-        return self._replay(
-            f"{self._run.mode.format.short}, every op", self._as_it_was, traced=traced, keep_gradients=keep_gradients
-        )
+    def _low(self, traced: TraceKind | None = None, **how: bool) -> Replayed:
+        return self._replay(f"{self._run.mode.format.short}, every op", self._as_it_was, traced=traced, **how)
 
     def _fp32(self, traced: TraceKind | None = None, keep_gradients: bool = False) -> Replayed:
         return self._replay("FP32", FP32, traced=traced, keep_gradients=keep_gradients)
@@ -142,11 +140,9 @@ class _Replays:
         self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")
         return continued_in_fp32(self._run, self._snapshot, CONTINUED_STEPS)
 
-    def _replay(
-        self, doing: str, manner: Manner, traced: TraceKind | None = None, *, keep_gradients: bool = False
-    ) -> Replayed:
+    def _replay(self, doing: str, manner: Manner, traced: TraceKind | None = None, **how: bool) -> Replayed:
         self._observer.replay(self._snapshot.step, doing)
-        return replay_step(self._run, self._snapshot, manner, traced=traced, keep_gradients=keep_gradients)
+        return replay_step(self._run, self._snapshot, manner, traced=traced, **how)
 
 
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:

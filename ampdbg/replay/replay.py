@@ -110,11 +110,12 @@ def replay_step(
             failed = Replay(manner.dtype, manner.scale, math.nan, math.nan, error=error)
             return Replayed(failed, trace, seconds=seconds)
         found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+        is_whole = math.isfinite(loss) or not stops_at_loss
         replay = Replay(
             dtype=manner.dtype,
             scale=manner.scale,
             loss=loss,
-            grad_norm=_unscaled_norm(found.values(), manner.scale),
+            grad_norm=_unscaled_norm(found.values(), manner.scale) if is_whole else math.nan,
             gradients=tuple(name for name, _ in nonfinite(found.items())),
             buffers=tuple(_newly_nonfinite_buffers(model, snapshot.state.buffers)),
             rounded=bool(manner.rounds_to),
