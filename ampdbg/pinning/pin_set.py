@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,12 +18,12 @@ from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
-from ampdbg.probes.module_calls import module_paths, run_eagerly
-from ampdbg.probes.op_trace import OpTrace
+from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
+from ampdbg.probes.tensors import HALVES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, Search, Trial
 from ampdbg.record.run import Record
-from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
 from ampdbg.search.strategies import Result, most_dropped
@@ -31,8 +31,6 @@ from ampdbg.search.trials import OutOfTrials, Trials, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"
-
-HALF_BYTES = 2
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -70,9 +68,11 @@ class Setting:
         )
 
     def _try(self, pins: tuple[str, ...]) -> Trial:
-        """Once a set is healthy, suspects only describe its pins, and of very many pins nobody reads that."""
-        is_of_many = self.trials.best is not None and len(pins) > most_dropped(self.experiment.tree)
-        return self.experiment.run(pins, "never" if is_of_many else "always")
+        """A set is tried to be healthy before one is, and then with fewer pins, to fail: what fails then only describes
+        those that it lacks, and of very many pins nobody reads that."""
+        if self.trials.best is None:
+            return self.experiment.run(pins, "unhealthy")
+        return self.experiment.run(pins, "never" if len(pins) > most_dropped(self.experiment.tree) else "always")
 
 
 def record_of_found(setting: Setting, record: Record, search: Search, result: Result) -> Record:
@@ -281,32 +281,45 @@ class StepCosts:
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
-    """Runs the step twice more: with FLOPs counted, and with a trace of what is half."""
-    manner = Manner(run.mode.format.name, failing.scale, is_lifted=False)
-    trace = replay_step(run, failing.snapshot, manner, traced=OpTrace).trace
-    sizes: Counter[str] = Counter()
-    for seen in trace.ops if trace else ():
-        if seen.place.phase == "forward" and seen.output.dtype == manner.dtype:
-            sizes[seen.place.module] += seen.output.size * HALF_BYTES
-    return StepCosts(_own_flops(run, failing.snapshot), sizes)
+    """Runs the forward pass of the step twice more: with FLOPs counted, and with a look at what is half."""
+    with placed(run.workload.model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
+        _run_forward(run, failing.snapshot)
+    return StepCosts(_own_flops(run, failing.snapshot), outputs.sizes)
+
+
+class _HalfOutputs(PlacedOps):
+    """Adds up the bytes that the ops of each module give in half."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths) -> None:
+        super().__init__(model, paths)
+        self.sizes: Counter[str] = Counter()
+
+    def after(
+        self, traits: OpTraits, place: OpPlace, parameter: str, before: Any, made: Sequence[torch.Tensor]
+    ) -> None:
+        half = [one for one in (made[:1] if traits.keeps_the_rest else made) if one.dtype in HALVES]
+        self.sizes[place.module] += sum(one.numel() * one.element_size() for one in half)
 
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
     """FLOPs by the module whose own lines run, which may be called by another than its parent; none where it raises."""
-    model = run.workload.model
     try:
         with (
-            rewound(model, snapshot),
             run_eagerly(),
-            module_paths(model) as paths,
+            module_paths(run.workload.model) as paths,
             FlopCount(lambda operand: paths.current[0]) as counter,
         ):
-            for batch in snapshot.batches:
-                with run.mode.forward():
-                    run.workload.losses(batch)
+            _run_forward(run, snapshot)
     except (AmpdbgError, AssertionError, RuntimeError):
         return {}
     return dict(counter.flops)
+
+
+def _run_forward(run: Run, snapshot: Snapshot) -> None:
+    with rewound(run.workload.model, snapshot):
+        for batch in snapshot.batches:
+            with run.mode.forward():
+                run.workload.losses(batch)
 
 
 def _share(part: int, whole: int) -> float:

@@ -62,6 +62,16 @@ def test_flops_are_those_of_who_computes_whoever_calls_it(last: str, tmp_path: P
     assert costs.flops == {"before": product, "": product, "after": product // 4, **inner}
 
 
+def test_bytes_are_those_that_a_forward_pass_gives_in_half(tmp_path: Path) -> None:
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    with prepared(config) as run:
+        rows = failing[0].snapshot.batches[0][0].shape[0]
+        costs = step_costs(run, failing[0])
+    # The casts of its input, weight and bias, and the product, two bytes each.
+    assert costs.activation_bytes["before"] == 2 * (8 * rows + 8 * 8 + 8 + 8 * rows)
+
+
 def test_a_model_that_the_counter_cannot_run_has_no_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(counter: object) -> None:
         raise AssertionError("Expected gradient function to be set")
