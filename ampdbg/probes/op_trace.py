@@ -84,7 +84,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+    found: list[torch.Tensor] = []
+    if isinstance(value, (list, tuple)):
+        for item in value:  # asked of every op: most hold tensors and numbers
+            if isinstance(item, torch.Tensor):
+                found.append(item)
+            elif isinstance(item, (list, tuple)):
+                found += tensors_in(item)
+    return found
 
 
 def _argument(position: int, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -138,6 +145,12 @@ class PlacedOps(TorchDispatchMode):
         super().__init__()
         self.known = KnownMagnitudes()
         self._places = _Places(model, paths)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch is to keep its compiler from the method below: nothing is compiled while a trace is entered,
+        and at every op that costs as much as a small op."""
+        return False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and looks at it."""

@@ -22,6 +22,9 @@ from ampdbg.record.run import TensorCounts
 
 HALVES = (torch.float16, torch.bfloat16)
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What most tensors are: of no class that may hold its values elsewhere."""
+
 _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
@@ -83,11 +86,11 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     A sparse gradient is coalesced first, as the scaler does: entries that are finite one by one can
     overflow in their sum. Complex numbers are seen as pairs, masked values as zero.
     """
-    tensor = _stored(tensor)
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        tensor = _stored(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    has_none = tensor.device.type == "meta" or isinstance(tensor, FakeTensor) or is_emptied(tensor)
-    if has_none or not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_emptied(tensor):
         return None
     # aminmax and isfinite have no kernels for the 8-bit formats, and nothing has any for two numbers in a byte.
     with contextlib.suppress(NotImplementedError):
@@ -102,7 +105,9 @@ def wraps_others(tensor: Any) -> bool:
 
 def is_emptied(tensor: torch.Tensor) -> bool:
     """Whether its memory was taken away, as FSDP does to parameters: to read it would end the process."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0 or wraps_others(tensor):
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    if type(tensor) not in _PLAIN and wraps_others(tensor):
         return False
     return tensor.untyped_storage().nbytes() == 0
 
@@ -215,11 +220,14 @@ def magnitude_of(tensor: torch.Tensor) -> Magnitude:
         return NOTHING
     values, repeats = values.detach(), tensor.numel() // part.numel()
     dtype = str(tensor.dtype)[len("torch.") :]
-    low, high = (end.item() for end in torch.aminmax(values))
+    smallest, greatest = torch.aminmax(values)
+    low, high = smallest.item(), greatest.item()
     if low - low == 0.0 and high - high == 0.0:
         return Magnitude(max(abs(low), abs(high)), 0, 0, values.numel() * repeats, dtype)
-    finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     nan = int(torch.count_nonzero(values != values))
+    if nan == values.numel():  # as is most of what comes behind the first
+        return Magnitude(0.0, 0, nan * repeats, nan * repeats, dtype)
+    finite = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     inf = int(torch.count_nonzero(values != finite)) - nan
     low, high = (end.item() for end in torch.aminmax(finite))
     return Magnitude(max(abs(low), abs(high)), inf * repeats, nan * repeats, values.numel() * repeats, dtype)
