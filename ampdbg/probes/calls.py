@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
@@ -292,7 +293,9 @@ def _factor(node: Any) -> float:
     except RuntimeError:  # an earlier backward pass has freed them
         return 0.0
     scalars = [value for value in saved if isinstance(value, torch.Tensor) and value.numel() == 1]
-    return max((abs(float(value.detach())) for value in scalars), default=0.0)
+    # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
+    with _disable_current_modes():
+        return max((abs(float(value.detach())) for value in scalars), default=0.0)
 
 
 def _nodes(roots: Iterable[Any]) -> Iterator[Any]:

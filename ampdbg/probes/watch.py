@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,7 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
+from ampdbg.probes.pause import Pause
 from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar
@@ -61,7 +62,7 @@ class Watch:
         self._loop = Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
-        self._paused = False
+        self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
@@ -190,16 +191,11 @@ class Watch:
     @property
     def is_paused(self) -> bool:
         """Whether nothing is noted now."""
-        return self._paused or bool(self.guard.failure)
+        return self._pause.is_now or bool(self.guard.failure)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        return self._pause.made()
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
         self._learn()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ampdbg.probes.pause import unwatched
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.run import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
@@ -223,10 +224,11 @@ def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -
 def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     """Model, batches and random state as they were before the step, but for the weights, which are those of now.
 
-    Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them.
+    Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them. No watch
+    notes what is done meanwhile.
     """
     random_state = RandomState.now()
-    with restored(model, snapshot.batches) as held:
+    with unwatched(), restored(model, snapshot.batches) as held:
         try:
             snapshot.state.write(model, held.ids)
             snapshot.random_state.restore()

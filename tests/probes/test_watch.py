@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
@@ -23,6 +24,7 @@ from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
+from ampdbg.replay.snapshot import rewound, take_snapshot
 from ampdbg.report.scan import headline
 from tests.report.pages import rendered
 
@@ -821,3 +823,28 @@ def test_what_the_loop_itself_raises_goes_to_the_loop() -> None:
         with pytest.raises(RuntimeError, match="unscale_"):
             scaler.unscale_(optimizer)
     assert watcher.record().error == other.record().error == ""
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, functools.partial(FlopCounterMode, display=False)])
+def test_a_loss_that_is_scaled_by_hand_is_no_misuse_in_a_mode_of_the_loops_own_either(mode: Any) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cuda_on_cpu(), mode(), watch(model, optimizer) as watcher:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(2, 3)).float().square().mean()
+        (loss * 128.0).backward()
+        optimizer.step()
+    assert (watcher.failure, watcher.misuses, len(watcher.steps)) == ("", (), 1)
+
+
+def test_what_is_run_again_is_no_step_of_a_watch_that_somebody_else_has_entered() -> None:
+    model, scaler = small_model(), GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+        with rewound(model, take_snapshot(model, 1, ())):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.step()
+        one_step(model, optimizer, scaler)
+    assert ([step.scale for step in watcher.steps], watcher.misuses) == ([4.0, 4.0], ())
