@@ -7,13 +7,10 @@ are given, the random state and autocast. To play it is to make the loss anew, b
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -28,61 +25,13 @@ from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
-from ampdbg.source.ownership import Line
 
 MOST_CALLS = 2000
 """A step of more calls is no step but an epoch."""
-
-Given = Mapping[int, tuple[Any, Any]]
-"""What each call of a tape is given, by its number: positional and keyword arguments, with ``Made`` and ``Own`` in
-the place of tensors that are not the tape's."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """In the place of a tensor that an earlier call of the tape has made; ``path`` leads to it in what that gave."""
-
-    call: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Own:
-    """In the place of a tensor that is a model's own: a replay finds it altered and gives it back."""
-
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TapedCall:
-    """One call. ``writes`` says that it changes its first argument, which stands for what it gives."""
-
-    function: Callable[..., Any]
-    line: Line | None
-    lowers: bool
-    has_gradients: bool
-    random_state: RandomState
-    reads: frozenset[int]
-    writes: bool = False
-    is_whole: bool = True
-    """Whether all that it is given is known: no graph from before the tape leads into it."""
-    weights: Sequence[tuple[torch.Tensor, int]] = ()
-    """The weights that it reads, each with how often it had been written."""
-
-    @property
-    def has_its_weights(self) -> bool:
-        """Whether the weights that it reads are still those that it has read."""
-        return all(weight._version == version for weight, version in self.weights)
-
-    def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same call with other arguments; its line is that of the first time."""
-        self.random_state.restore()
-        with torch.set_grad_enabled(self.has_gradients):
-            result = _at(self.line)(self.function, args, kwargs)
-        return args[0] if self.writes else result
 
 
 class Tape(TorchFunctionMode):
@@ -350,45 +299,6 @@ class _Taking:
         return known
 
 
-@dataclass(frozen=True)
-class PlayedStep:
-    """A step that a tape was made of; ``given`` has what its calls are given, an entry for each part of the step."""
-
-    calls: Sequence[TapedCall]
-    losses: Mapping[int, tuple[Made, ...]]
-    """The losses of each part, by the number of its first call."""
-    device: str
-    given: tuple[Given, ...] = field(repr=False)
-
-    def loss(self, given: Given) -> torch.Tensor:
-        """The sum of the losses of one part, of shape ().
-
-        Where autocast lowers around it, it lowers what it has lowered when the tape was made, and nothing else.
-        """
-        results: dict[int, Any] = {}
-        torch.clear_autocast_cache()  # it may hold casts of weights as another replay had them
-        for number, (args, kwargs) in given.items():
-            call = self.calls[number]
-            found = Copying(lambda value: _found(value, results))
-            with self._autocast(call):
-                results[number] = call.again(*found.of((args, kwargs)))
-        losses = [_at_path(results, made).reshape(()) for made in self.losses[min(given)]]
-        return losses[0] if len(losses) == 1 else torch.stack([loss.float() for loss in losses]).sum()
-
-    def _autocast(self, call: TapedCall) -> Any:
-        return contextlib.nullcontext() if call.lowers else torch.autocast(self.device, enabled=False)
-
-
-def _found(value: Any, results: Mapping[int, Any]) -> Any:
-    if isinstance(value, Own):
-        return value.tensor
-    return _at_path(results, value) if isinstance(value, Made) else value
-
-
-def _at_path(results: Mapping[int, Any], made: Made) -> Any:
-    return next(tensor for path, tensor in leaves_of(results[made.call]) if path == made.path)
-
-
 def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
     return function.parameters() if isinstance(function, torch.nn.Module) else ()
 
@@ -405,19 +315,3 @@ def _taken_out(mode: TorchFunctionMode) -> None:
 def _put_back(ours: Any, original: Any) -> None:
     if torch.nn.Module.__call__ is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
         torch.nn.Module.__call__ = original  # type: ignore[method-assign]
-
-
-def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip
-
-
-SPACE = {"__builtins__": builtins}
-"""An import that C++ code makes looks for them where the call stands."""
-
-
-def _at(line: Line | None) -> Callable[..., Any]:
-    """``_call`` as if it stood in that line, so that what it runs is known to belong there."""
-    if line is None:
-        return _call
-    file, number, function = line
-    code: CodeType = _call.__code__
-    return FunctionType(code.replace(co_filename=file, co_firstlineno=number, co_name=function), SPACE)

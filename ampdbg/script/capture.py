@@ -28,9 +28,9 @@ from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
+from ampdbg.replay.played_step import PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.replay.tape import PlayedStep, TapedCall
 from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from ampdbg.record.run import Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.replay.tape import PlayedStep
 from ampdbg.script.capture import (
     FORMAT,
     CapturedCall,

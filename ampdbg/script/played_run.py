@@ -12,8 +12,8 @@ import torch
 from ampdbg.config.schema import Precision, config_of_script
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.precision.modes import mode_of
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.run import Run
-from ampdbg.replay.tape import PlayedStep
 from ampdbg.workload.build import Workload
 from ampdbg.workload.losses import StepFunction
 from ampdbg.workload.user_code import UserCode

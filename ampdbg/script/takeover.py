@@ -25,10 +25,11 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
-from ampdbg.replay.tape import PlayedStep, Tape, taping
+from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, run_script

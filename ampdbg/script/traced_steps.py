@@ -25,9 +25,10 @@ from ampdbg.record.log import kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import Snapshot
-from ampdbg.replay.tape import PlayedStep, Tape, taping
+from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.ranks import in_its_group, is_in_group
