@@ -282,9 +282,10 @@ class StepCosts:
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:
     """Runs the forward pass of the step twice more: with FLOPs counted, and with a look at what is half."""
-    with placed(run.workload.model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
-        _run_forward(run, failing.snapshot)
-    return StepCosts(_own_flops(run, failing.snapshot), outputs.sizes)
+    model, snapshot = run.workload.model, failing.snapshot
+    with rewound(model, snapshot), placed(model, _HalfOutputs) as outputs, contextlib.suppress(AmpdbgError):
+        _run_forward(run, snapshot)
+    return StepCosts(_own_flops(run, snapshot), outputs.sizes)
 
 
 class _HalfOutputs(PlacedOps):
@@ -303,10 +304,12 @@ class _HalfOutputs(PlacedOps):
 
 def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
     """FLOPs by the module whose own lines run, which may be called by another than its parent; none where it raises."""
+    model = run.workload.model
     try:
         with (
+            rewound(model, snapshot),
             run_eagerly(),
-            module_paths(run.workload.model) as paths,
+            module_paths(model) as paths,
             FlopCount(lambda operand: paths.current[0]) as counter,
         ):
             _run_forward(run, snapshot)
@@ -316,10 +319,9 @@ def _own_flops(run: Run, snapshot: Snapshot) -> dict[str, int]:
 
 
 def _run_forward(run: Run, snapshot: Snapshot) -> None:
-    with rewound(run.workload.model, snapshot):
-        for batch in snapshot.batches:
-            with run.mode.forward():
-                run.workload.losses(batch)
+    for batch in snapshot.batches:
+        with run.mode.forward():
+            run.workload.losses(batch)
 
 
 def _share(part: int, whole: int) -> float:

@@ -15,7 +15,7 @@ from ampdbg import precision, probes
 from ampdbg.record.findings import Source
 from ampdbg.source.ownership import Line, by_code, is_ampdbgs, is_part_of, is_users_or_a_librarys
 
-# By its name, for it stands on a higher floor: the tape that notes the user's calls, and makes them again.
+# By its name, for it stands on a higher floor: the tape, which notes the calls of the user's code while it makes them.
 _TAPE = "ampdbg.replay.tape"
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,

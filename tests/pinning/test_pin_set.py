@@ -68,6 +68,7 @@ def test_bytes_are_those_that_a_forward_pass_gives_in_half(tmp_path: Path) -> No
     with prepared(config) as run:
         rows = failing[0].snapshot.batches[0][0].shape[0]
         costs = step_costs(run, failing[0])
+    assert costs.activation_bytes.keys() == {"before", "", "after"}
     # The casts of its input, weight and bias, and the product, two bytes each.
     assert costs.activation_bytes["before"] == 2 * (8 * rows + 8 * 8 + 8 + 8 * rows)
 
