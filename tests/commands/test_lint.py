@@ -332,8 +332,9 @@ def test_a_folder_with_nothing_to_lint_is_an_error(here: Here) -> None:
 def test_a_file_nested_beyond_pythons_parser_has_a_line(here: Here, deep: str) -> None:
     write(here, "deep.py", f"{OLD}x = {deep}\n")
     done = here("lint", "deep.py")
-    assert (done.code, done.stderr) == (2, "")
-    assert "deep.py: does not parse: it is nested too deeply" in done.stdout
+    is_read = deep.startswith("f") and sys.version_info < (3, 11)  # whose parser takes any number of calls in a row
+    assert (done.code, done.stderr) == (1 if is_read else 2, "")
+    assert ("deep.py: does not parse: it is nested too deeply" in done.stdout) != is_read
 
 
 def test_a_path_that_is_not_there_is_an_error(here: Here) -> None:
