@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ampdbg.errors import EXIT_HEALTHY
+from ampdbg.escapes import printable
 
 from . import options
 from .output import write_result
@@ -27,7 +28,8 @@ def command(
     from ampdbg.config.starter import write_starter  # `ampdbg --help` need not wait for it
 
     written = write_starter(folder)
-    there = f"cd {shlex.quote(str(folder))} && " if folder != Path() else ""
+    typed = shlex.quote(str(folder) if not str(folder).startswith("-") else f"./{folder}")
+    there = f"cd {typed} && " if folder != Path() else ""
     lines = [*map(str, written), f"Next: {there}ampdbg scan"]
-    write_result("\n".join(lines) + "\n", sys.stdout)
+    write_result("\n".join(map(printable, lines)) + "\n", sys.stdout)
     return EXIT_HEALTHY

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,9 +55,42 @@ def test_nothing_is_written_over(name: str, here: Here) -> None:
     assert Path(name).read_text(encoding="utf-8") == "mine"
 
 
-def test_a_folder_that_cannot_be_made_is_named(here: Here) -> None:
+@pytest.mark.parametrize("folder", ["file", "file/below", "n" * 300])
+def test_a_folder_that_cannot_be_made_is_named(folder: str, here: Here) -> None:
     Path("file").touch()
-    assert here("init", "file/below").stderr.startswith("error: file/below: cannot be written: ")
+    result = here("init", folder)
+    assert (result.code, result.stderr.startswith(f"error: {folder}: cannot be written: ")) == (2, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no device that is always full")
+@pytest.mark.parametrize("folder", ["new", "old"])
+def test_a_disk_that_is_full_is_left_with_no_half_of_it(
+    folder: str, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def full(path: Path, *how: Any, **more: Any) -> Any:
+        file = opened(path, *how, **more)
+        if path.name != "workload.py":
+            return file
+        file.close()
+        return opened(Path("/dev/full"), "w")
+
+    Path("old").mkdir()
+    monkeypatch.setattr(Path, "open", full)
+    result = here("init", folder)
+    assert (result.code, result.stderr) == (2, f"error: {folder}: cannot be written: No space left on device\n")
+    assert sorted(Path().rglob("*")) == [Path("old")]
+
+
+def test_a_link_that_leads_nowhere_is_there(here: Here) -> None:
+    Path("ampdbg.yaml").symlink_to("nowhere")
+    assert here("init").stderr.startswith("error: ampdbg.yaml is there already")
+
+
+def test_a_name_is_shown_without_what_it_would_do_to_a_terminal_or_a_shell(here: Here) -> None:
+    assert here("init", "a\x1b[31mb").stdout.splitlines()[0] == "a\\x1b[31mb/ampdbg.yaml"
+    assert here("init", "--", "-x").stdout.splitlines()[-1] == "Next: cd ./-x && ampdbg scan"
 
 
 def test_the_keys_behind_a_hash_show_their_defaults(here: Here) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
@@ -18,19 +22,31 @@ def write_starter(folder: Path) -> list[Path]:
     """Writes the files into ``folder``, which is made where it is missing, and nothing over what is there.
 
     Raises:
-        ConfigError: one of them is there, or cannot be written.
+        ConfigError: one of them is there, or cannot be written; then none is left.
     """
-    there = [str(folder / name) for name in FILES if (folder / name).exists()]
+    there = [str(folder / name) for name in FILES if os.path.lexists(folder / name)]
     if there:
         is_there = f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} there already"
         raise ConfigError(f"{is_there}; ampdbg init writes over nothing: name another folder, ampdbg init FOLDER")
-    written = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, source in FILES.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
-            written.append(folder / name)
+        with ExitStack() as undoing:
+            if not folder.is_dir():
+                folder.mkdir(parents=True)
+                undoing.enter_context(_gone_unless_whole(folder.rmdir))
+            for name, source in FILES.items():
+                with (folder / name).open("x", encoding="utf-8") as file:
+                    undoing.enter_context(_gone_unless_whole((folder / name).unlink))
+                    file.write((resources.files(__package__ or __name__) / source).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    return written
+    return [folder / name for name in FILES]
+
+
+@contextlib.contextmanager
+def _gone_unless_whole(remove: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove()
+        raise
