@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import shlex
@@ -11,11 +12,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import typer
 
-from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, UserCodeError
+from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, ConfigError, UserCodeError
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
@@ -43,10 +44,19 @@ def guarded(command: Callable[..., int]) -> Callable[..., None]:
             say("interrupted: nothing was recorded")
             code = EXIT_INTERRUPTED
         except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
-            code = _confess(error, debug)
+            code = _explain(_of_a_name(error), debug) if _is_of_a_name(error) else _confess(error, debug)
         raise typer.Exit(code)
 
     return run
+
+
+def _is_of_a_name(error: Exception) -> TypeGuard[OSError]:
+    """Whether no file can have the name: what Python asks of a path raises this, wherever it is asked."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+
+
+def _of_a_name(error: OSError) -> AmpdbgError:
+    return ConfigError(f"{error.filename}: {error.strerror}; needed: the path of a file or folder")
 
 
 def _explain(error: AmpdbgError, debug: bool) -> int:
@@ -82,7 +92,7 @@ def _confess(error: Exception, debug: bool) -> int:
     if debug:
         say(traceback.format_exc().rstrip())
     hint = "" if debug else "; run it again with --debug to see where, and please report it"
-    say(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}")
+    say(printable(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}", but="\n"))
     return EXIT_COULD_NOT_RUN
 
 

@@ -159,3 +159,14 @@ def test_report_answers_without_torch(tmp_path: Path) -> None:
     assert result.code == 0
     assert result.stdout.startswith("✓ Healthy")
     assert "torch" not in imported_by(result)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["scan", "ranges", "bisect", "suggest-fp32", "cost", "replay", "report", "lint", "run", "init", "compare a"],
+)
+def test_a_name_that_no_file_can_have_is_one_message(words: str, here: Here) -> None:
+    result = here(*words.split(), "n" * 300)
+    assert (result.code, result.stdout) == (2, "")
+    assert "ampdbg itself failed" not in result.stderr
+    assert result.stderr.startswith("error: ")
