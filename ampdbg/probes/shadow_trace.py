@@ -7,7 +7,7 @@ are half in the real run. No overflow hides another one behind an inf.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.module_calls import ModulePaths
-from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of
+from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of, tensors_in
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import HALVES, Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
 from ampdbg.record.run import Site
@@ -60,7 +60,8 @@ class ShadowTrace(PlacedOps):
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
-        args, kwargs = _in_bfloat16(args, written), _in_bfloat16(kwargs, written)
+        if _has_float16(args, kwargs):
+            args, kwargs = _in_bfloat16(args, written), _in_bfloat16(kwargs, written)
         try:
             return op(*args, **kwargs)
         except RuntimeError as error:
@@ -118,6 +119,14 @@ def _is_noise(traits: OpTraits, place: OpPlace, largest_input: float, output: Ma
 
 def _is_beyond(magnitude: Magnitude) -> bool:
     return magnitude.largest >= _ROUNDS_BEYOND or not magnitude.is_finite
+
+
+def _has_float16(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op is given float16, as a dtype or as a tensor's, which hardly any is."""
+    given = (*args, *kwargs.values())
+    return any(value is torch.float16 for value in given) or any(
+        tensor.dtype is torch.float16 for tensor in tensors_in(given)
+    )
 
 
 def _in_bfloat16(given: Any, targets: Sequence[torch.Tensor]) -> Any:

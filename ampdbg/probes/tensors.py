@@ -243,6 +243,9 @@ def magnitude_of_number(number: float) -> Magnitude:
 
 def together(parts: Iterable[Magnitude]) -> Magnitude:
     """Several tensors seen as one; the dtype is that of the first."""
+    parts = [*parts]
+    if len(parts) == 1:
+        return parts[0]  # as of most ops, of which a trace keeps two each
     largest, inf, nan, size, dtype = 0.0, 0, 0, 0, ""
     for part in parts:
         largest = max(largest, part.largest)
@@ -268,7 +271,7 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
     step = -(-values.numel() // MAX_SAMPLE)
     bits = values[::step].view(torch.int16)
     fields = torch.bincount((bits >> 7) & 0xFF, minlength=_HIGHEST_FIELD + 2).tolist()
-    counts = [count * step for count in fields[: _HIGHEST_FIELD + 1]]
+    counts = fields[: _HIGHEST_FIELD + 1] if step == 1 else [count * step for count in fields[: _HIGHEST_FIELD + 1]]
     if magnitude.largest > 0.0:
         field = max(0, _BIAS + math.frexp(magnitude.largest)[1] - 1)
         counts[field] = max(counts[field], 1)
