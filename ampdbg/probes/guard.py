@@ -51,11 +51,11 @@ class Guard:
         finally:
             raised = None  # it holds every frame below it, and so itself
 
-    def hooked(self, hook: Callable[[Any], None], optimizer: Any) -> None:
-        """Calls what hangs on an optimizer's step."""
+    def hooked(self, hook: Callable[..., None], *given: Any) -> None:
+        """Calls what hangs on an optimizer's step, or on the end of the loop."""
         self._told = 0
         try:
-            hook(optimizer)
+            hook(*given)
         except Exception as error:
             if id(error) == self._told:
                 raise

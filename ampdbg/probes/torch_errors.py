@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterable
@@ -91,11 +92,12 @@ TORCH_ERRORS = (
 
 
 def autocast_error(
-    cause: BaseException | None, step: int, modules: Iterable[tuple[str, torch.nn.Module]]
+    cause: BaseException | None, step: int, named_modules: Callable[[], Iterable[tuple[str, torch.nn.Module]]]
 ) -> AutocastError | None:
     """The finding that an exception of the user's code is, or None when autocast did not cause it.
 
-    Its module is the innermost of the ``modules``, given with their names, whose code was running.
+    Its module is the innermost of the ``named_modules`` whose code was running; "" where the user's own class cannot
+    name them.
     """
     if cause is None:
         return None
@@ -104,7 +106,9 @@ def autocast_error(
     if known is None:
         return None
     line = line_of_error(cause)
-    names = {module: name for name, module in modules}
+    names: dict[torch.nn.Module, str] = {}
+    with contextlib.suppress(Exception):
+        names = {module: name for name, module in named_modules()}
     owners = [value for frame, _ in traceback.walk_tb(cause.__traceback__) for value in _first_argument(frame)]
     running = [names[value] for value in owners if isinstance(value, torch.nn.Module) and value in names]
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")

@@ -90,7 +90,7 @@ class Watch:
         if self._restoring is not None:
             restoring, self._restoring = self._restoring, None
             with restoring:
-                self._finish()
+                self.guard.hooked(self._finish)
 
     def __enter__(self) -> Watch:
         return self.start()

@@ -107,7 +107,7 @@ def _record(watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Re
     """The record of the script; of one that goes on, and may be killed, without its end."""
     error = ending.error if ending else None
     interrupted = ending is None or isinstance(error, KeyboardInterrupt)
-    by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules())
+    by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)
     seen = traced.seen(watcher.record(), ending.code if ending else 0)
     why = f"the script raised {type(error).__name__}: {first_line(error)}" if error is not None and raised else ""

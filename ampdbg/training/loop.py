@@ -112,9 +112,7 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
     except KeyboardInterrupt:
         ending.interrupted = True
     except AmpdbgError as raised:
-        ending.autocast_error = autocast_error(
-            raised.__cause__, watcher.log.closed(), run.workload.model.named_modules()
-        )
+        ending.autocast_error = autocast_error(raised.__cause__, watcher.log.closed(), run.workload.model.named_modules)
         if ending.autocast_error is None and not explains(raised.__cause__):
             ending.failure = raised
             if run.mode.dtype is not torch.float32:

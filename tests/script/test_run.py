@@ -347,3 +347,52 @@ def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, na
     assert "Traceback" not in result.stderr
     assert "ampdbg itself failed" in record.error
     assert "ampdbg itself failed after" in " ".join(result.stderr.split())
+
+
+NAMELESS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    is_broken = False
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        made = self.linear(x)
+        if Net.is_broken:
+            made = nn.functional.binary_cross_entropy(made.sigmoid(), torch.zeros_like(made))
+        return made
+
+    def named_modules(self, *args, **kwargs):
+        if Net.is_broken:
+            raise RuntimeError("no modules today")
+        return super().named_modules(*args, **kwargs)
+
+
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(4):
+    Net.is_broken = step == 3
+    optimizer.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(torch.ones(3, 4, device="cuda")).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_an_error_of_autocast_is_named_though_the_model_does_not_name_its_modules(tmp_path: Path) -> None:
+    result, record = run(tmp_path, NAMELESS)
+    found = record.findings[0]
+    assert (found.code, found.step, found.module) == ("misuse-bce", 3, "")
+    assert found.source is not None
+    assert (Path(found.source.file).name, found.source.line) == ("train.py", 16)
+    assert len(record.steps) == 3
+    assert "no modules today (train.py, line 21)" in record.error
+    assert "ampdbg itself failed with" not in result.stderr
