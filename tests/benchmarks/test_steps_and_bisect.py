@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_every_comparison_runs_and_is_written(tmp_path: Path, capsys: pytest.Cap
     assert all(result["ratio"] > 0 and result["parameters"] > 0 for result in written["results"])
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 1 + len(steps.COMPARISONS)
+
+
+def test_the_median_lies_in_its_interval_as_often_as_is_said() -> None:
+    draw = random.Random(0)
+    intervals = [steps.interval_of_median(sorted(draw.gauss(1.0, 0.1) for _ in range(61))) for _ in range(2000)]
+    hits = sum(low <= 1.0 <= high for low, high in intervals)
+    assert 0.93 <= hits / 2000 <= 0.98
+    assert steps.interval_of_median([1.0]) == (1.0, 1.0)
+    assert steps.interval_of_median([1.0, 2.0, 3.0]) == (1.0, 3.0)
 
 
 def test_the_gpt_has_about_six_million_parameters() -> None:
