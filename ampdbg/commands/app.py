@@ -84,8 +84,9 @@ def program() -> typer.Typer:
     )
     app.callback()(_program)
     for name, function in COMMANDS.items():
-        settings = {"allow_interspersed_args": False} if function is run.command else {}
-        app.command(name, context_settings=settings)(guarded(function))
+        of_a_script = function is run.command
+        settings = {"allow_interspersed_args": False} if of_a_script else {}
+        app.command(name, context_settings=settings)(guarded(function, takes_signals=not of_a_script))
     return app
 
 

@@ -23,19 +23,19 @@ from ampdbg.record.run import Record
 from .output import failure_of_page, save, say, typed_as
 
 
-def guarded(command: Callable[..., int]) -> Callable[..., None]:
+def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
     """Wraps a command, a function that returns its exit code, for Typer: no traceback of ours leaves it.
 
-    A ``debug`` option of the command, when set, shows the traceback after all. What was seen before the error is
-    written as the whole record would have been: to the ``record`` option, where there is one.
+    It ``takes_signals`` unless it runs a script, which has them for itself. A ``debug`` option of the command, when
+    set, shows the traceback after all. What was seen before the error is written as the whole record would have been:
+    to the ``record`` option, where there is one.
     """
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
         debug = bool(options.get("debug", False))
         try:
-            # A script that is run has the signals for itself.
-            with interruptible() if "script" not in options else contextlib.nullcontext():
+            with interruptible() if takes_signals else contextlib.nullcontext():
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)

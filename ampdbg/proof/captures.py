@@ -31,7 +31,10 @@ from ampdbg.replay.replay import shadow_step
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.takeover import TakenOver, how_often, take_over
 
-RUN = "from ampdbg.proof.captures import main; main()"
+RUN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
+    "from ampdbg.proof.captures import main; main()"
+)
 
 ENDING = 60.0
 """Seconds that an interrupted search has to write down what it has found."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ampdbg
+from ampdbg.files import TEMPORARY
 from ampdbg.record.file import from_json, read_record
 from ampdbg.record.run import Step
 from tests.commands.program import command, environment, start, start_anew
@@ -147,6 +149,44 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.
     assert record.interrupted
     assert 1 <= len(record.steps) < 1000
     assert stdout.startswith(f"! Interrupted after {len(record.steps)} of 1,000 steps.")
+
+
+@posix
+@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("verb", "at", "says"),
+    [
+        ("bisect", "trial 1:", "! Interrupted"),
+        ("suggest-fp32", "the failing step with the patch", "! Interrupted in the proof."),
+    ],
+)
+def test_an_interrupted_search_keeps_what_it_has_found(
+    verb: str, at: str, says: str, number: signal.Signals, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    temporary = tmp_path_factory.mktemp("temporary")
+    process = subprocess.Popen(
+        command(verb, "c.yaml", "--set", "model.args.gain=1e5"),
+        cwd=folder,
+        env=environment(TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    assert process.stderr is not None
+    read = iter(process.stderr.readline, "")
+    before = [*itertools.takewhile(lambda line: not line.startswith(at), read)]
+    assert process.poll() is None, before
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert says in stdout + stderr
+    record = read_record(folder / ".ampdbg" / "latest.json")
+    assert record.interrupted
+    assert record.trials
+    assert [*temporary.glob(f"{TEMPORARY}*")] == []
 
 
 @posix

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ampdbg.files import TEMPORARY
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import Result, environment, start
@@ -460,7 +461,7 @@ def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, .
 
 def test_a_search_that_is_interrupted_ends_with_130(made: Path, tmp_path: Path) -> None:
     program = [sys.executable, "-m", "ampdbg", "replay", str(capture_of(made))]
-    found = environment(PYTHONPATH=os.pathsep.join(sys.path))
+    found = environment(PYTHONPATH=os.pathsep.join(sys.path), TMPDIR=str(tmp_path))
     child = subprocess.Popen(program, cwd=made, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     assert "starting train.py again" in child.stderr.readline()
@@ -468,4 +469,6 @@ def test_a_search_that_is_interrupted_ends_with_130(made: Path, tmp_path: Path) 
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted: nothing was recorded"
     assert "Traceback" not in errors
+    assert [*tmp_path.glob(f"{TEMPORARY}*")] == []
