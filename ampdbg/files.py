@@ -51,9 +51,14 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder that is gone afterwards; first go those that killed processes have left."""
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, ignore_cleanup_errors=True) as name, _held(Path(name)):
-        _remove_abandoned(Path(name).parent)
-        yield Path(name)
+    folder = Path(tempfile.gettempdir(), f"{TEMPORARY}{secrets.token_hex(8)}")
+    try:  # begins before the folder is there: Ctrl-C may fall into the very call that makes it
+        folder.mkdir(mode=0o700)
+        with _held(folder):
+            _remove_abandoned(folder.parent)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_abandoned(folder: Path) -> None:

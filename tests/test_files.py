@@ -126,6 +126,23 @@ def test_what_a_killed_process_has_left_goes_with_the_next(tmp_path: Path, monke
     assert [item.name for item in here.iterdir()] == [".record.json.1234abcd.tmp"]
 
 
+def test_an_interrupt_in_the_call_that_makes_a_folder_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def interrupted(path: Path, mode: int) -> None:
+        make(path, mode)
+        assert [*tmp_path.iterdir()] == [path]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt), temporary_folder():
+        pass
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, mode: str) -> BinaryIO:
