@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
-from ampdbg.errors import AmpdbgError, first_line
+from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, first_line
 from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
@@ -137,14 +137,7 @@ def main() -> None:
         if isinstance(taken, CaptureError):
             end(taken)
             return
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            outcome: Suggestion | AmpdbgError = _WORK[job.command](taken, job, _Told(events))
-        except AmpdbgError as error:
-            outcome = _plain(error)
-        except BaseException as error:  # noqa: BLE001 - it would go on through the script
-            outcome = CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}")
-        end(outcome)
+        end(_outcome(taken, job, events))
 
     try:
         take_over(Capture(job.path, job.script), use)
@@ -152,6 +145,19 @@ def main() -> None:
         end(_plain(error))
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
         end(CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}"))
+
+
+def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
+    """What comes of the job; Ctrl-C ends the process where nothing was found by then."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return _WORK[job.command](taken, job, _Told(events))
+    except AmpdbgError as error:
+        return _plain(error)
+    except KeyboardInterrupt:
+        os._exit(EXIT_INTERRUPTED)
+    except BaseException as error:  # noqa: BLE001 - it would go on through the script
+        return CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}")
 
 
 def _plain(error: AmpdbgError) -> AmpdbgError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -459,16 +460,34 @@ def test_a_capture_takes_no_options_of_a_config(made: Path, option: tuple[str, .
     assert "it is one step as it was, and takes none of them" in result.stderr
 
 
-def test_a_search_that_is_interrupted_ends_with_130(made: Path, tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "ampdbg", "replay", str(capture_of(made))]
-    found = environment(PYTHONPATH=os.pathsep.join(sys.path), TMPDIR=str(tmp_path))
+@pytest.mark.parametrize("at", ["starting train.py again", "replaying step"])
+def test_a_replay_that_is_interrupted_ends_with_130(at: str, made: Path, tmp_path: Path) -> None:
+    errors, _ = interrupted(at, made, tmp_path, "replay")
+    assert errors[-1] == "interrupted: nothing was recorded"
+
+
+def test_a_search_that_is_interrupted_keeps_what_it_has_found(made: Path, tmp_path: Path) -> None:
+    _, stdout = interrupted("trial 1:", made, tmp_path, "bisect")
+    assert stdout.startswith("! Interrupted")
+    record = read_record(tmp_path / "r.json")
+    assert record.interrupted
+    assert record.trials
+
+
+def interrupted(at: str, made: Path, temporary: Path, verb: str) -> tuple[list[str], str]:
+    """What a command on the capture writes to stderr, by lines, and to stdout: Ctrl-C meets it at a line of stderr."""
+    program = [sys.executable, "-m", "ampdbg", verb, str(capture_of(made)), f"--record={temporary / 'r.json'}"]
+    found = environment(PYTHONPATH=os.pathsep.join(sys.path), TMPDIR=str(temporary))
     child = subprocess.Popen(program, cwd=made, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
-    assert "starting train.py again" in child.stderr.readline()
-    time.sleep(0.5)
+    lines = iter(child.stderr.readline, "")
+    before = [*itertools.takewhile(lambda line: not line.startswith(at), lines)]
+    assert child.poll() is None, before
+    if at == "starting train.py again":
+        time.sleep(0.5)  # into the imports of the other process
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=60)
+    stdout, errors = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert errors.splitlines()[-1] == "interrupted: nothing was recorded"
     assert "Traceback" not in errors
-    assert [*tmp_path.glob(f"{TEMPORARY}*")] == []
+    assert [*temporary.glob(f"{TEMPORARY}*")] == []
+    return errors.splitlines(), stdout
