@@ -26,6 +26,9 @@ LARGEST_FILE = 2**20
 MOST_MISTAKES = 20
 """So many mistakes are explained, and the rest counted."""
 
+LONGEST = 200
+"""Characters of a key, or of what is to be typed, in a message."""
+
 # Options come after every line of the file.
 _AFTER_THE_FILE = 10**9
 
@@ -178,7 +181,7 @@ class Mistake:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
@@ -230,7 +233,8 @@ def _explanation(path: KeyPath, item: Mapping[str, Any]) -> str:
         return f"got {shown(path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
     if kind in ("model_type", "model_attributes_type"):
         is_target = section and issubclass(section, TargetSpec) and isinstance(item["input"], str)
-        written = f", written as {dotted(path)}: {{target: {item['input']}}}" if is_target else ""
+        target = f", written as {dotted(path)}: {{target: {item['input']}}}" if is_target else ""
+        written = target if len(target) <= LONGEST else ""
         return f"got {given}; allowed: {mapping}{written}"
     hint = ""
     if kind == "literal_error" and field and isinstance(item["input"], str):

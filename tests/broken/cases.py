@@ -77,6 +77,8 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     Broken("only comments", "# model:\n", ("model: missing", "data: missing")),
     Broken("not a mapping", "- model\n- data\n", ("config.yaml:1", '["model", "data"]', "a mapping of model, data")),
     Broken("a bare word", "model\n", ("config.yaml:1", 'got "model"', "a mapping of model, data")),
+    Broken("a bare target", "model: w.py:f\n" + DATA, ("config.yaml:1: model", "written as model: {target: w.py:f}")),
+    Broken("a long bare target", f"model: {'x' * 10_000}\n" + DATA, ("config.yaml:1: model", "keys target, args")),
     Broken("unclosed bracket", MODEL + "data: {target: x.py:y\n", ("config.yaml:3", "not YAML", "bracket")),
     Broken("unclosed quote", 'model: "x\n', ("config.yaml:2", "not YAML", "quotation mark")),
     Broken("tab", "model:\n\ttarget: workload.py:build_model\n", ("config.yaml:2", "tab", "indent with spaces")),
