@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,8 @@ from ampdbg.record.run import Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
-"""So many producers of a replay go into the record; the first is the one that counts."""
+"""So many producers of each pass go into the record, and as many that are meant to be: constants, and what FP32 does
+too. The first of a kind is the one that counts. Masks, one a layer, are not to take the room of what fails behind."""
 
 MOST_OF_IT = 0.5
 """A gradient that loses a larger share of its sum of squares to zero has lost most of it."""
@@ -45,8 +47,8 @@ _Key = tuple[OpPlace, str]
 """What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
 
 
-def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
-    """The replay with its producers, each held against the same op of the FP32 replay."""
+def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
+    """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind."""
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
@@ -58,12 +60,17 @@ def producers_of(replayed: Replayed, fp32: Replayed) -> Replay:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
     found: dict[Producer, None] = {}
-    for i in starts[:PRODUCERS_KEPT]:
+    kept = Counter[tuple[str, bool]]()
+    for i in starts:
         departure = _departure(trace.ops, i, met, replayed.replay.scale)
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
-        found[_producer(seen, met.get(_key(seen)), circumstances)] = None
+        producer = _producer(seen, met.get(_key(seen)), circumstances)
+        kind = producer.phase, producer.is_constant or producer.finite_in_fp32 is False
+        if producer not in found and kept[kind] < most:
+            kept[kind] += 1
+            found[producer] = None
     return replace(replayed.replay, producers=tuple(found))
 
 
@@ -159,7 +166,11 @@ HIGHER = (2.0**6, 2.0**12, 2.0**20)
 
 
 def held_against(
-    low: Replayed, fp32: Replayed, noise: Noise, at_scale: Callable[[float], Replayed] | None = None
+    low: Replayed,
+    fp32: Replayed,
+    noise: Noise,
+    at_scale: Callable[[float], Replayed] | None = None,
+    most: int = PRODUCERS_KEPT,
 ) -> tuple[Replay, ...]:
     """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without.
 
@@ -167,7 +178,7 @@ def held_against(
     such as which box an object is matched to; or something overflows in the forward pass. ``at_scale`` makes the same
     replay at another scale, where nothing is known to overflow there.
     """
-    replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
+    replay = replace(producers_of(low, fp32, most), **compared_gradients(low, fp32))
     if at_scale and not overflows_on_the_way(replay) and (unreached := _unreached(replay, at_scale)):
         reached = {name: gradient for name, gradient in fp32.gradients.items() if name not in unreached}
         fp32 = replace(fp32, gradients=reached)

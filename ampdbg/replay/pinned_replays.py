@@ -21,6 +21,9 @@ from ampdbg.replay.snapshot import FailingStep
 LOWEST_SCALE = 1.0
 """No dynamic scaler that works goes below it."""
 
+SUSPECTS = 1000
+"""So many producers of a kind are named: those of a trial are pinned in the next one, all at once."""
+
 
 @dataclass(frozen=True)
 class ScaleRange:
@@ -70,7 +73,7 @@ class PinnedReplays:
         if low.replay.error or not is_finite(fp32.replay):
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):
-            return self._made(producers_of(low, fp32))
+            return self._made(producers_of(low, fp32, SUSPECTS))
         replay, *floor = self._held_against_fp32(low, pins)
         made = self._made(replay, *floor)
         if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
@@ -108,7 +111,7 @@ class PinnedReplays:
     def _held_against_fp32(self, low: Replayed, pins: Sequence[str]) -> tuple[Replay, ...]:
         # Without a trace nobody knows what overflows.
         at_scale = functools.partial(self._at_scale, pins) if low.trace else None
-        return held_against(low, self.fp32 if low.trace else self.fp32_in_brief, self._floor, at_scale)
+        return held_against(low, self.fp32 if low.trace else self.fp32_in_brief, self._floor, at_scale, SUSPECTS)
 
     def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
         with self._pinned(pins):

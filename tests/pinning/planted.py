@@ -146,6 +146,29 @@ class Alternatives(nn.Module):
         return self.head((self.left(x) * self.right(x)) / GAIN**2)
 
 
+class SpikeInHalfAlone(Steady):
+    """What it does is seen in float16 alone: bfloat16 takes another path."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x @ self.weight
+        if made.dtype is torch.float16:
+            made = (made * GAIN**2) / GAIN**2
+        return F.layer_norm(made, (WIDTH,))
+
+
+class SideBySide(nn.Module):
+    """Layers that are given the same, each of which overflows in float16 alone: none hides another one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(SpikeInHalfAlone() for _ in range(count))
+        self.head = Steady()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.stack([layer(x) for layer in self.layers]).mean(0))
+
+
 class Roused(nn.Module):
     """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
 

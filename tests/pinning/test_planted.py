@@ -105,6 +105,12 @@ def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: 
     assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
 
 
+def test_many_culprits_that_no_shadow_shows_are_pinned_at_once(tmp_path: Path) -> None:
+    record = bisected(tmp_path, "SideBySide", {"count": 30})
+    assert_found(record, *(f"layers.{number}" for number in range(30)))
+    assert [trial.stage for trial in searched(record)] == ["candidates"] + ["with fewer"] * 30
+
+
 @pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
 def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
