@@ -20,11 +20,22 @@ from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ce
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of, tensors_in
 from ampdbg.probes.source_lines import source_of
-from ampdbg.probes.tensors import HALVES, Magnitude, exponents_of, magnitude_of, magnitude_of_number, together
+from ampdbg.probes.tensors import (
+    HALVES,
+    Magnitude,
+    exponents_of,
+    float_values,
+    magnitude_of,
+    magnitude_of_number,
+    together,
+)
 from ampdbg.record.run import Site
 
 _ROUNDS_BEYOND = 65408.0
 """From here on bfloat16 rounds up to 65536: so it does with 65504, float16's own limit, which user code writes."""
+
+_MASKS = 4.0
+"""A mask that is multiplied holds zeros and ones, or whole numbers up to this where several were added up."""
 
 Overflow = Literal["", "starts", "carried"]
 
@@ -74,17 +85,26 @@ class ShadowTrace(PlacedOps):
         """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
         largest = max((magnitude.largest for magnitude in low), default=0.0)
-        # What a gradient is multiplied by comes of the loss that it is of, and is no mask; no more is a factor of
-        # values: a mask that is multiplied holds zeros and ones alone.
-        is_factor = traits.name.startswith("aten.mul") and largest not in (0.0, 1.0)
-        written = () if self.is_inner_backward or is_factor else numbers
         lost = (
             not given  # a constant that the user's code writes out, as are these tensors and numbers
             or traits.name.startswith("aten.lift")
-            or any(_is_beyond(magnitude) for magnitude in (*low, *map(magnitude_of_number, written)))
+            or any(map(_is_beyond, low))
+            or (any(_is_beyond(magnitude_of_number(one)) for one in numbers) and not self._multiplies(traits, given))
             or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
         )
         return lost, largest
+
+    def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
+        """Whether a number that an op is given is a factor of values, and not what a mask is made of.
+
+        What a gradient is multiplied by comes of the loss that it is of.
+        """
+        is_product = traits.name.startswith("aten.mul") and not all(map(self._may_be_a_mask, given))
+        return is_product or self.is_inner_backward
+
+    def _may_be_a_mask(self, tensor: torch.Tensor) -> bool:
+        values = float_values(tensor)
+        return values is None or (self.known.of(tensor).largest <= _MASKS and bool((values == values.round()).all()))
 
     def after(
         self, traits: OpTraits, place: OpPlace, parameter: str, before: tuple[bool, float], made: Sequence[torch.Tensor]

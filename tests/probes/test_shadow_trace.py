@@ -58,6 +58,8 @@ CONSTANTS: dict[str, Callable[[], object]] = {
     "full": lambda: torch.full((2,), -1e9).to(torch.float16),
     "written out": lambda: torch.tensor(-1e9).to(torch.float16),
     "times a mask": lambda: ((1.0 - torch.tensor([0.0, 1.0])) * -1e9).to(torch.float16),
+    "times a mask and another": lambda: (torch.tensor([0.0, 1.0, 2.0]) * -1e9).to(torch.float16),
+    "times a mask of booleans": lambda: (torch.tensor([False, True]) * -1e9).to(torch.float16),
     "added": lambda: half(1.0, 2.0) + torch.full((2,), -1e9).to(torch.float16),
     "intended infinity": lambda: half(1.0, 2.0).masked_fill(torch.tensor([True, False]), -math.inf),
 }
@@ -71,6 +73,13 @@ def test_a_constant_of_the_users_code_starts_no_overflow(code: Callable[[], obje
 def test_a_factor_beyond_fp16_starts_an_overflow_where_it_multiplies_values() -> None:
     assert overflows(shadow_of(lambda: half(0.3, 2.0) * 1e5)) == [("mul", "starts")]
     assert overflows(shadow_of(lambda: half(0.0, 1.0) * -1e9)) == [("mul", "carried")]
+    assert overflows(shadow_of(lambda: half(300.0) * 1e5)) == [("mul", "starts")]
+
+
+def test_a_factor_beyond_fp16_of_values_that_are_wide_starts_an_overflow_at_their_cast() -> None:
+    wide = torch.tensor([0.3, 2.0])
+    assert overflows(shadow_of(lambda: (wide * 1e6).to(torch.float16))) == [("_to_copy", "starts")]
+    assert overflows(shadow_of(lambda: (torch.tensor([3.0, 7.0]) * 1e6).to(torch.float16))) == [("_to_copy", "starts")]
 
 
 def test_a_buffer_beyond_fp16_is_a_constant() -> None:
