@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,7 +100,7 @@ def replay_step(
         in FP16 may name a dtype and fail in another.
     """
     model = run.workload.model
-    with rewound(model, snapshot), altered(tensors_in(model), manner.altered):
+    with _uncollected(), rewound(model, snapshot), altered(tensors_in(model), manner.altered):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
@@ -197,6 +198,22 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
     return loss_of(losses)
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python looks for cycles of garbage only afterwards, for as long as this is entered.
+
+    A step makes many objects that stay until its end: each time that there are a quarter more of them Python would look
+    through all, those of every import too, and find nothing.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -247,7 +264,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
         UserCodeError: the user's code raised.
     """
     model = run.workload.model
-    with rewound(model, snapshot), module_paths(model) as paths:
+    with _uncollected(), rewound(model, snapshot), module_paths(model) as paths:
         weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
         with bfloat16_for_float16(), weights, placed(model, ShadowTrace) as trace:
             _run_in_bfloat16(run, snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
@@ -132,6 +133,24 @@ def test_a_replay_leaves_no_trace(tmp_path: Path, raises_in: str | None) -> None
         continued_in_fp32(run, snapshot, 3)
         assert same(state(run), before)
     assert failed == ({raises_in[len("torch.") :]} if raises_in else set())
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("raises_in", [None, "torch.float32"])
+def test_python_looks_for_cycles_after_a_replay_as_before_it(
+    tmp_path: Path, raises_in: str | None, collects: bool
+) -> None:
+    with prepared(config(tmp_path)) as run:
+        snapshot = after_a_step(run)
+        run.workload.model.raises_in = raises_in  # type: ignore[assignment]
+        snapshot = replace(snapshot, state=ModelState.now(run.workload.model))
+        try:
+            (gc.enable if collects else gc.disable)()
+            made = replay_step(run, snapshot, Manner("float32"))
+            assert gc.isenabled() is collects
+        finally:
+            gc.enable()
+    assert bool(made.replay.error) == bool(raises_in)
 
 
 def test_a_replay_as_it_was_is_the_step_itself(tmp_path: Path) -> None:
