@@ -5,7 +5,10 @@ Kinds overlap. What autocast does with an op is CUDA's to say: see :mod:`ampdbg.
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.lru_cache(maxsize=4096)
 def base_name(op: str) -> str:
     """``mul`` of ``aten.mul_.Tensor``; of what is no such name, as a damaged record may have it, all of it."""
     return (op.split(".")[1:2] or [op])[0].rstrip("_")

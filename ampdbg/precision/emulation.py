@@ -157,14 +157,16 @@ def _device_on_cpu(device: Any) -> Any:
 def _device_named(parameter: str) -> Replacement:
     # Wrapped: TorchScript compiles the source of what is wrapped, and torch.compile reads its signature.
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        parameters = inspect.signature(original).parameters
+        position, default = list(parameters).index(parameter), parameters[parameter].default
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            given.arguments[parameter] = _on_cpu(given.arguments[parameter])
-            return original(*given.args, **given.kwargs)
+            if len(args) > position:
+                args = (*args[:position], _on_cpu(args[position]), *args[position + 1 :])
+            elif parameter in kwargs or default is not inspect.Parameter.empty:
+                kwargs[parameter] = _on_cpu(kwargs.get(parameter, default))
+            return original(*args, **kwargs)
 
         return call
 

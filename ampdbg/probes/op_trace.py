@@ -156,11 +156,11 @@ class PlacedOps(TorchDispatchMode):
         """Runs the op and looks at it."""
         kwargs = kwargs or {}
         traits = traits_of(op)
-        given = tensors_in((args, tuple(kwargs.values())))
+        given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         place, parameter = self._places.of_op(given)
         if traits.is_view:
             return op(*args, **kwargs)
-        written = written_by(traits, args, kwargs)
+        written = written_by(traits, args, kwargs) if traits.written else []
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Looked at before the op runs: it may write into one of them.
