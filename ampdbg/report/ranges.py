@@ -172,7 +172,9 @@ def _scales(whole: Window) -> str:
 
 
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
-    tightest = sorted(sites, key=lambda site: (_headroom(site), site.order))[: typed.top or SHOWN]
+    # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
+    places = sorted(sites, key=lambda site: (site.overflow != "starts", _headroom(site), site.order))
+    tightest = places[: typed.top or SHOWN]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
     with_text = {site.order for site in tightest[:SHOWN_LINES]}

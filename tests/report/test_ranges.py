@@ -114,6 +114,12 @@ def test_the_tightest_come_first_and_the_order_of_execution_is_there_on_request(
     ]
 
 
+def test_what_starts_an_overflow_comes_before_the_masks_that_are_further_beyond() -> None:
+    masks = [site(10 + at, f"blocks.{at}", "aten.mul.Tensor", 1e9, 40, "", overflow="carried") for at in range(30)]
+    listed = rows(plain(diagnose_ranges(replace(overflowing(), sites=(*masks, *SITES))), top=3))
+    assert listed == ["head · mul", "blocks.0 · add", "blocks.0 · mul"]
+
+
 def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
     assert plain(overflowing()).startswith("? 2 places would overflow in FP16; behind the first inf")
     one = diagnose_ranges(replace(overflowing(), sites=SITES[:4]))
