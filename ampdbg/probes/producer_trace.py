@@ -36,16 +36,19 @@ class Circumstances:
 class ProducerTrace(OpTrace):
     """Notes every op, and the circumstances of the producers by their place in ``ops``.
 
-    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf.
+    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf. ``poisonous``
+    are the producers whose infinities an op has made a NaN of.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, batches: Sequence[Any] = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
+        self.poisonous: set[int] = set()
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
         self._infinite: dict[int, int] = {}
+        self._behind: dict[int, frozenset[int]] = {}
         self._saturated: set[int] = set()
         self._used: set[int] = set()
 
@@ -85,11 +88,20 @@ class ProducerTrace(OpTrace):
             self._used |= read
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Notes the circumstances of a producer."""
+        """Notes the circumstances of a producer, and which producers are behind what is not finite."""
+        if not seen.output.is_finite:
+            self._follow_producers(seen, made)
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
             if seen.place.phase == "forward" and base_name(seen.op) not in POLES:
                 self._infinite |= dict.fromkeys(map(storage_of, made), len(self.ops) - 1)
+
+    def _follow_producers(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        known = (self._behind.get(storage_of(one)) for one in self._given if not self.known.of(one).is_finite)
+        behind = frozenset({len(self.ops) - 1}) if seen.produces else frozenset().union(*filter(None, known))
+        self._behind |= dict.fromkeys(map(storage_of, made), behind)
+        if seen.output.nan and not seen.inputs.nan:
+            self.poisonous |= behind
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)

@@ -56,18 +56,22 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     harmless = {index for index in trace.harmless if met.get(_key(trace.ops[index]), NOWHERE)[0] > FLOAT16.largest}
     meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
     starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
+    if replayed is fp32 and math.isnan(replayed.replay.loss):
+        # An infinity that no NaN comes of, such as a mask's logarithm, is meant.
+        starts = [index for index in starts if index in trace.poisonous] or starts
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
     found: dict[Producer, None] = {}
-    kept = Counter[tuple[str, bool]]()
+    kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
         departure = _departure(trace.ops, i, met, replayed.replay.scale)
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(_key(seen)), circumstances)
-        kind = producer.phase, producer.is_constant or producer.finite_in_fp32 is False
+        is_meant = producer.is_constant or producer.finite_in_fp32 is False
+        kind = producer.phase, is_meant, producer.nan > 0
         if producer not in found and kept[kind] < most:
             kept[kind] += 1
             found[producer] = None
