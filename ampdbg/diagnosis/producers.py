@@ -101,7 +101,7 @@ NOTHING_IN_COMMON = 1.0
 
 
 def suspects(made: Investigation) -> list[Suspect]:
-    """The ops that go wrong in FP16, in order of execution; what FP32 shows too is meant to be."""
+    """The ops that go wrong in FP16, those behind a NaN loss first; what FP32 shows too is meant to be."""
     return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
 
 

@@ -128,7 +128,7 @@ def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> It
 
 @dataclass(frozen=True)
 class Health:
-    """``guilty`` are the ops that go wrong, in order of execution; empty where the replay is healthy."""
+    """``guilty`` are the ops that go wrong, those behind a NaN loss first; empty where the replay is healthy."""
 
     healthy: bool
     why: str = ""

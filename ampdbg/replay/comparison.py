@@ -48,7 +48,10 @@ _Key = tuple[OpPlace, str]
 
 
 def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
-    """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind."""
+    """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind.
+
+    They are in order of execution; those behind a NaN come first where the loss is one.
+    """
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
@@ -56,9 +59,9 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     harmless = {index for index in trace.harmless if met.get(_key(trace.ops[index]), NOWHERE)[0] > FLOAT16.largest}
     meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
     starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
-    if replayed is fp32 and math.isnan(replayed.replay.loss):
-        # An infinity that no NaN comes of, such as a mask's logarithm, is meant.
-        starts = [index for index in starts if index in trace.poisonous] or starts
+    if math.isnan(replayed.replay.loss):
+        # An infinity that no NaN comes of is meant, such as a mask's logarithm, or has erased itself.
+        starts.sort(key=lambda index: index not in trace.poisonous)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
