@@ -34,6 +34,11 @@ MOST_CALLS = 2000
 """A step of more calls is no step but an epoch."""
 
 
+COMPUTED = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
+"""The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing: a loop asks
+each of its parameters for it several times a step."""
+
+
 class Tape(TorchFunctionMode):
     """Notes the calls of one thread while it is entered.
 
@@ -87,8 +92,8 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        is_backward = function is torch.Tensor.backward
-        if self._inside or is_backward or not self._is_ours(args, kwargs):
+        is_no_part = self._inside or function is torch.Tensor.backward or _only_asks(function)
+        if is_no_part or not self._is_ours(args, kwargs):
             return function(*args, **kwargs)
         return self._taped(function, args, kwargs)
 
@@ -301,6 +306,13 @@ class _Taking:
 
 def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
     return function.parameters() if isinstance(function, torch.nn.Module) else ()
+
+
+def _only_asks(function: Any) -> bool:
+    """Whether it gets an attribute that is no view."""
+    if getattr(function, "__name__", "") != "__get__":
+        return False
+    return getattr(getattr(function, "__self__", None), "__name__", "") not in COMPUTED
 
 
 def _taken_out(mode: TorchFunctionMode) -> None:

@@ -99,6 +99,19 @@ def penalized(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale(output + gradient.square().sum()).backward()
 
 
+def tied(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(model[3], nn.Linear)
+    output = model(x()) @ model[3].weight
+    scaler.scale((output @ model[3].weight.T @ model[3].weight.mT.data.T).mean()).backward()
+
+
+def asks_for_its_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    plain(model, scaler)
+    for _ in range(600):
+        sum(parameter.grad is None for parameter in model.parameters())
+
+
 def evaluates_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     model.eval()
     with torch.no_grad():
@@ -122,6 +135,8 @@ PLAYED: dict[str, Loop] = {
         part_of_the_model,
         regularized,
         penalized,
+        tied,
+        asks_for_its_gradients,
         evaluates_before,
     )
 }
