@@ -89,10 +89,10 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row, for all have the same weights.
     """
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
-    if record.script is None:
+    if record.script is None or found.phase == "data":  # a batch is that of its own step
         return found
-    first = first_in_a_row(made.step, {step.step for step in record.steps if step.skipped})
-    return replace(found, step=first, evidence={**found.evidence, "replayed_step": made.step})
+    first = first_in_a_row(found.step, {step.step for step in record.steps if step.skipped})
+    return replace(found, step=first, evidence={**found.evidence, "replayed_step": found.step})
 
 
 def first_in_a_row(last: int, numbers: Container[int]) -> int:
@@ -126,6 +126,9 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     if made.is_of_others:
         message = f"step {made.step}: all that this process computed is finite, and what it got from another is not"
         return replace(finding_at(UNKNOWN, made, message), remedy=OF_OTHERS)
+    diverging = first_divergence(made, record)
+    if diverging is not None:
+        return divergence(diverging, record)
     suspect = culprit(made)
     if suspect is None or suspect.producer.finite_in_fp32 is None:
         at = suspect.producer if suspect else next(iter(made.replays[0].producers), None)

@@ -18,16 +18,20 @@ DIVERGED = 10.0
 FEW_LOSSES = 5
 """Fewer losses say little of how far they range: then their size counts as well."""
 
+LEAPT = 1000.0
+"""Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
+
 RESOLUTION = 1e-6
 """A smaller share of a loss is rounding."""
 
 
 def first_divergence(made: Investigation, record: Record) -> Investigation | None:
-    """The first step whose replays show that the run diverges, where ``made`` shows it; else None."""
-    if not _diverges(made, record):
+    """The first step whose replays show that the run diverges, if ``made`` shows it or was not replayed; else None."""
+    own = None if made.is_as_it_trained or not _diverges(made, record) else made
+    if own is None and not made.is_as_it_trained:
         return None
     earlier = (other for other in record.investigations if other.step < made.step and _was_replayed(other))
-    return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=made)
+    return min((other for other in earlier if _diverges(other, record)), key=lambda other: other.step, default=own)
 
 
 def divergence(made: Investigation, record: Record) -> Finding:
@@ -73,13 +77,18 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
         return False
     climb = finite[-1] - finite[0]
     if len(finite) < len(continuation):
-        return climb >= 0 and rose([*earlier, *finite])
+        return climb >= 0 and (rose([*earlier, *finite]) or _leapt([*earlier, *finite]))
     ranged = max(earlier) - min(earlier)
     if len(earlier) < FEW_LOSSES:
         ranged = max(ranged, *map(abs, earlier))
     times = 1.0 if rose(earlier, times=1.0) else DIVERGED
     climbs = rose(finite, times=1.0) or rose([min(earlier), *finite])
     return climbs and climb > times * ranged
+
+
+def _leapt(losses: Sequence[float]) -> bool:
+    first, *later = losses
+    return bool(later and first) and min(later) > LEAPT * abs(first)
 
 
 def _diverges(made: Investigation, record: Record) -> bool:
@@ -95,7 +104,7 @@ def may_diverge(made: Investigation, record: Record) -> bool:
     before = [step.loss for step in record.steps if step.step < made.step and math.isfinite(step.loss)]
     if all(withheld) or not before:
         return False
-    return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before)
+    return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
 
 
 def _was_replayed(made: Investigation) -> bool:

@@ -25,6 +25,7 @@ from ampdbg.record.run import (
     Producer,
     Record,
     Replay,
+    ScriptRun,
     Step,
     TensorCounts,
 )
@@ -316,6 +317,29 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         assert record.findings[0].step == 4
         assert "rose from 2 to 900" in record.findings[0].message
         assert record.verdict == "other"
+
+
+def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_it() -> None:
+    losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
+    steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]
+    gradients = Replay("float16", 1.0, 1.23e6, math.inf, gradients=("head.weight",))
+    replayed = Investigation(2, "gradients", (gradients, Replay("float32", 1.0, 1.23e6, 9e6)))
+    traced = replace(overflowing(4), replays=overflowing(4).replays[:1])
+    for continuation, code in (((1.23e6, math.nan), "divergence"), ((1.2e6, 1.1e6), "unknown")):
+        made = (replace(replayed, continuation=continuation), traced)
+        record = diagnose(record_of(steps, investigations=made, script=ScriptRun("train.py")))
+        assert (record.findings[0].code, record.verdict == "precision") == (code, False)
+    assert diagnose(record_of(steps, investigations=made[1:])).findings[0].code == "unknown"
+
+
+def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None:
+    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 1.5e6, 9.0, 1, 0, 4, fp32_largest=1.5e6)
+    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf="[0]"),))
+    made = Investigation(3, "loss", (low, Replay("float32", 1.0, 1.0, 1.0)), batch_largest={"[0]": 1.5e6})
+    record = record_of(steps_of("..xN."), investigations=(made,), script=ScriptRun("train.py"))
+    assert [(one.code, one.step) for one in diagnose(record).findings[:1]] == [("data-range", 3)]
+    other = replace(record, investigations=(overflowing(3),))
+    assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 2)]
 
 
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))

@@ -75,6 +75,13 @@ def test_fp32_may_leap_to_another_level_and_stay_there() -> None:
     assert not climbs_on(before, [655.0, 900.0, 500.0, 620.0, 700.0])
 
 
+def test_one_loss_is_left_for_good_where_the_next_are_a_thousand_times_as_large() -> None:
+    assert climbs_on([1.1, 1.17e6], [1.23e6, math.nan])
+    assert not climbs_on([1.1, 2.3], [3.0, math.nan])
+    assert not climbs_on([1.1, 1.17e6, 1.2], [1.23e6, math.nan])
+    assert not climbs_on([0.0, 2.3], [3.0, math.nan])
+
+
 def test_few_losses_are_no_measure_of_how_far_losses_range() -> None:
     before, continuation = [1.38, 1.39], [1.39, 1.4, 1.45, 1.6, 2.1]
     assert not climbs_on(before, continuation)
