@@ -34,6 +34,9 @@ MOST_OF_IT = 0.5
 DEPARTURE = 16.0
 """So many times FP32's own magnitude is more than rounding: something was divided by almost nothing, or cancelled."""
 
+NEARLY_LOWEST = 0.9 * FLOAT16.largest
+"""Scores that are added to the lowest number of FP16 leave it as low."""
+
 ROUNDINGS = 4
 """So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
 near values, such as neighbours, one way may change nothing and another all."""
@@ -267,8 +270,10 @@ def _relative(sample: torch.Tensor, reference: torch.Tensor | None) -> float | N
     """The norm of the difference over that of the reference; None where they cannot be compared."""
     if reference is None or sample.shape != reference.shape:
         return None
-    # What is infinite in both is meant to be; a sample of zeros alone says nothing about sizes.
-    same = sample == reference
+    # What is infinite in both is meant to be, and so is a mask of each dtype's lowest number, with scores added; a
+    # sample of zeros alone says nothing about sizes.
+    are_masked = (sample <= -NEARLY_LOWEST) & (reference <= -NEARLY_LOWEST)
+    same = (sample == reference) | are_masked
     norm = float(reference[~same].norm()) if bool((~same).any()) else 0.0
     difference = float((sample - reference)[~same].norm())
     return difference / norm if 0 < norm < math.inf and math.isfinite(difference) else None
