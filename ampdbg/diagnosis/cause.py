@@ -10,7 +10,7 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, noise_floor
+from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
 from ampdbg.diagnosis.divergence import divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -25,6 +25,7 @@ from ampdbg.diagnosis.producers import (
     suspects,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
+from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
@@ -210,7 +211,7 @@ def _faults(made: Investigation) -> Iterator[Finding]:
         yield _silent_overflow(hidden, is_far)
     if (low.lost_energy or 0.0) > LOST_ENERGY:
         yield _underflow(made)
-    elif is_far and hidden is None:
+    elif is_far and hidden is None and not _chooses_otherwise(made, floor):
         yield _precision_loss(made)
 
 
@@ -240,6 +241,14 @@ def _underflow(made: Investigation) -> Finding:
     message = f"at a loss scale of {number(low.scale)}, {flushes}"
     lost = low.lost[:20]
     return finding_at("gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost)
+
+
+def _chooses_otherwise(made: Investigation, floor: Replay | None) -> bool:
+    """Whether a choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
+    first = made.first_far
+    return (
+        first is not None and base_name(first.op) in CHOOSES and losses_agree(made.replays[0], made.replays[1], floor)
+    )
 
 
 def _precision_loss(made: Investigation) -> Finding:

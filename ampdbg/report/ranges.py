@@ -22,6 +22,9 @@ from .view import line, more, ran_on, with_option
 NEAR_BITS = 2.0
 """Closer to the limit than this many doublings is worth a mark."""
 
+ROUNDING_BITS = 0.01
+"""FP16's lowest number lacks no more to a power of two."""
+
 SHOWN = 10
 """So many sites and modules are listed."""
 
@@ -155,10 +158,11 @@ def _hidden(starts: int) -> str:
 
 
 def _spare(sites: Sequence[Site]) -> str:
-    forward = [site.headroom_bits for site in sites if site.phase == "forward"]
+    forward = [site for site in sites if site.phase == "forward"]
     if not forward:
         return "no op of the forward pass runs in half precision"
-    return f"the forward pass has {min(forward):.1f} bits to spare"
+    computed = [site for site in forward if not site.overflow] or forward
+    return f"the forward pass has {min(site.headroom_bits for site in computed):.1f} bits to spare"
 
 
 def _scales(whole: Window) -> str:
@@ -173,7 +177,7 @@ def _scales(whole: Window) -> str:
 
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
-    places = sorted(sites, key=lambda site: (site.overflow != "starts", _headroom(site), site.order))
+    places = sorted(sites, key=lambda site: (site.overflow != "starts", _is_lowest(site), _headroom(site), site.order))
     tightest = places[: typed.top or SHOWN]
     is_ordered = typed.order == "execution"
     shown = sorted(tightest, key=lambda site: site.order) if is_ordered else tightest
@@ -197,6 +201,11 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 def _legend(shown: Sequence[Site]) -> tuple[view.Line, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
     return (line(" · ".join(legend), tone="faint"),) if legend else ()
+
+
+def _is_lowest(site: Site) -> bool:
+    """Whether it is a mask of FP16's lowest number, which the shadow rounds to 65,536."""
+    return site.overflow == "carried" and site.headroom_bits >= -ROUNDING_BITS
 
 
 def _headroom(site: Site) -> float:

@@ -120,6 +120,14 @@ def test_what_starts_an_overflow_comes_before_the_masks_that_are_further_beyond(
     assert listed == ["head · mul", "blocks.0 · add", "blocks.0 · mul"]
 
 
+def test_a_mask_of_the_lowest_number_leaves_what_is_computed_its_headroom() -> None:
+    masks = [site(10 + at, f"blocks.{at}", "aten.masked_fill.Scalar", 65536.0, 40, "") for at in range(5)]
+    masks = [replace(mask, headroom_bits=-0.0, overflow="carried") for mask in masks]
+    text = plain(diagnose_ranges(replace(overflowing(), sites=(SITES[0], *masks))), top=2)
+    assert "the forward pass has 4.5 bits to spare" in " ".join(text.split())
+    assert rows(text)[0] == "blocks.0.attn · bmm"
+
+
 def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
     assert plain(overflowing()).startswith("? 2 places would overflow in FP16; behind the first inf")
     one = diagnose_ranges(replace(overflowing(), sites=SITES[:4]))
