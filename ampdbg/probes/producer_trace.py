@@ -47,7 +47,6 @@ class ProducerTrace(OpTrace):
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
-        self._infinite: dict[int, int] = {}
         self._behind: dict[int, frozenset[int]] = {}
         self._saturated: set[int] = set()
         self._used: set[int] = set()
@@ -55,7 +54,8 @@ class ProducerTrace(OpTrace):
     @property
     def harmless(self) -> set[int]:
         """The producers whose infinities nothing reads but what makes of them what it makes of FP32's own values."""
-        return self._saturated - self._used
+        unused = ((index, self.ops[index]) for index in self._saturated - self._used)
+        return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
@@ -69,39 +69,35 @@ class ProducerTrace(OpTrace):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op."""
-        self._follow_infinities(base_name(traits.name), made)
+        self._follow_infinities(base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
         self._given = ()
 
-    def _follow_infinities(self, name: str, made: Sequence[torch.Tensor]) -> None:
-        if not self._infinite:
+    def _follow_infinities(self, name: str, before: Magnitude, made: Sequence[torch.Tensor]) -> None:
+        """Notes which producers are behind what an op has made, and what becomes of the infinities that it is given."""
+        bad = [tensor for tensor in made if not self.known.of(tensor).is_finite]
+        if not (bad or self._behind):
             return
-        read = {self._infinite[key] for key in map(storage_of, self._given) if key in self._infinite}
-        for tensor in made:
-            self._infinite.pop(storage_of(tensor), None)
-        if name in ATEN_MOVES and len(read) == 1:
-            self._infinite |= dict.fromkeys(map(storage_of, made), *read)
-        elif name in SATURATES and all(self.known.of(tensor).is_finite for tensor in made):
+        known = (self._behind.get(storage_of(tensor)) for tensor in self._given)
+        read = frozenset[int]().union(*filter(None, known))
+        if name in SATURATES and not bad:
             self._saturated |= read
-        else:
+        elif name not in ATEN_MOVES or len(read) > 1:
             self._used |= read
+        for tensor in made:
+            self._behind.pop(storage_of(tensor), None)
+        behind = frozenset({len(self.ops)}) if before.is_finite else read
+        for tensor in bad:
+            if not self.known.of(tensor).nan:
+                self._behind[storage_of(tensor)] = behind
+            elif not before.nan:
+                self.poisonous |= behind  # what comes of a NaN in its turn says nothing more
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        """Notes the circumstances of a producer, and which producers are behind what is not finite."""
-        if not seen.output.is_finite:
-            self._follow_producers(seen, made)
+        """Notes the circumstances of a producer."""
         if seen.produces:
             self.circumstances[len(self.ops) - 1] = self._circumstances(seen, made)
-            if seen.place.phase == "forward" and base_name(seen.op) not in POLES:
-                self._infinite |= dict.fromkeys(map(storage_of, made), len(self.ops) - 1)
-
-    def _follow_producers(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
-        known = (self._behind.get(storage_of(one)) for one in self._given if not self.known.of(one).is_finite)
-        behind = frozenset({len(self.ops) - 1}) if seen.produces else frozenset().union(*filter(None, known))
-        self._behind |= dict.fromkeys(map(storage_of, made), behind)
-        if seen.output.nan and not seen.inputs.nan:
-            self.poisonous |= behind
 
     def _circumstances(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> Circumstances:
         name = base_name(seen.op)

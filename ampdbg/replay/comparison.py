@@ -41,8 +41,8 @@ ROUNDINGS = 4
 """So many ways of rounding weights and inputs show how far rounding can lead: where FP32 has a choice to make between
 near values, such as neighbours, one way may change nothing and another all."""
 
-NOWHERE = (0.0, False)
-"""What is known of an op that FP32 does not come by."""
+NOWHERE, UNMET = (0.0, False), (0.0, True)
+"""What is known of an op that FP32 does not come by: that it is nowhere finite, or nowhere infinite."""
 
 _Place = tuple[str, str, int, str, Source | None]
 
@@ -71,16 +71,17 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
-        departure = _departure(trace.ops, i, met, replayed.replay.scale)
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
+        is_no_fault = circumstances.is_constant or not met.get(_key(seen), UNMET)[1]
+        kind = seen.place.phase, is_no_fault, seen.output.nan > 0
+        if kept[kind] >= most:
+            continue
+        departure = _departure(trace.ops, i, met, replayed.replay.scale)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(_key(seen)), circumstances)
-        is_meant = producer.is_constant or producer.finite_in_fp32 is False
-        kind = producer.phase, is_meant, producer.nan > 0
-        if producer not in found and kept[kind] < most:
-            kept[kind] += 1
-            found[producer] = None
+        kept[kind] += producer not in found
+        found[producer] = None
     return replace(replayed.replay, producers=tuple(found))
 
 

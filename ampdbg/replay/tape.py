@@ -33,8 +33,7 @@ from ampdbg.replay.state import tensors_in
 MOST_CALLS = 2000
 """A step of more calls is no step but an epoch."""
 
-
-COMPUTED = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
+VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
 """The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing: a loop asks
 each of its parameters for it several times a step."""
 
@@ -312,7 +311,7 @@ def _only_asks(function: Any) -> bool:
     """Whether it gets an attribute that is no view."""
     if getattr(function, "__name__", "") != "__get__":
         return False
-    return getattr(getattr(function, "__self__", None), "__name__", "") not in COMPUTED
+    return getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS
 
 
 def _taken_out(mode: TorchFunctionMode) -> None:
