@@ -21,6 +21,9 @@ class Observer:
     def replay(self, step: int, doing: str) -> None:
         """The step of this number is about to be replayed, in the precision that ``doing`` names."""
 
+    def ended_in(self, step: int) -> None:
+        """A script has ended in the middle of the step of this number, which is about to be replayed."""
+
     def search(self, modules: tuple[str, ...]) -> None:
         """A search for pins begins, or begins again, over modules of these names, in the order of their first calls."""
 

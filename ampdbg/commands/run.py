@@ -170,7 +170,7 @@ def _bytes(size: str) -> int:
 
 
 class _Said(Observer):
-    """Says that the script waits, and why; and what could not be done beside it."""
+    """Says that the script waits, or ends later, and why; and what could not be done beside it."""
 
     def __init__(self, stderr: TextIO, *, is_quiet: bool) -> None:
         self._said, self._stderr, self._is_quiet = -1, stderr, is_quiet
@@ -184,6 +184,11 @@ class _Said(Observer):
             self._said = step
             with redirect_stderr(self._stderr):
                 say(f"step {step} is not finite; the script waits while it is run again, in FP32 too")
+
+    def ended_in(self, step: int) -> None:
+        if not self._is_quiet:
+            with redirect_stderr(self._stderr):
+                say(f"the script has ended in step {step}, which is run again now, in FP32 too")
 
 
 @contextlib.contextmanager

@@ -107,8 +107,6 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     if made.reproduced == 0:
         message = f"none of {made.tries} replays reproduced the failure"
         return finding_at(UNKNOWN, made, message, reproduced=made.reproduced, tries=made.tries)
-    if made.replays[0].error:
-        return finding_at(UNKNOWN, made, f"the replay of the step raised an error: {made.replays[0].error}")
     if made.replays[1].error:
         return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {made.replays[1].error}")
     diverging = first_divergence(made, record)
@@ -118,7 +116,12 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
         return wrong_in_fp32_too(made)
     suspect = culprit(made)
     if suspect is None:
-        low = format_of(made.replays[0].dtype).short
+        low, raised = format_of(made.replays[0].dtype).short, made.replays[0].error
+        if raised:
+            message = (
+                f"the step raises an error in {low} and not in FP32, and no op was found that goes wrong: {raised}"
+            )
+            return finding_at(UNKNOWN, made, message)
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     return precision_cause(suspect)
 

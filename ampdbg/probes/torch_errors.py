@@ -114,10 +114,15 @@ def autocast_error(
     return AutocastError(known.code, step, text, line and source_of(line), running[-1] if running else "")
 
 
-def explain(raised: AmpdbgError, *, has_half_weights: bool) -> None:
-    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met."""
-    if raised.__cause__ is not None and re.search(DTYPES_DIFFER, text_of(raised.__cause__)):
-        raised.args = (f"{raised}\n{WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET}",)
+def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
+    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met.
+
+    Returns whether it is one.
+    """
+    if raised.__cause__ is None or not re.search(DTYPES_DIFFER, text_of(raised.__cause__)):
+        return False
+    raised.args = (f"{raised}\n{WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET}",)
+    return True
 
 
 def misuse_of_error(error: BaseException) -> str:

@@ -59,6 +59,8 @@ class Watch:
         self.calls = Calls(self.log.closed)
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
+        self.backward_passes = 0
+        """So many were begun, those of the engine's own left aside."""
         self._loop = Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
@@ -124,7 +126,7 @@ class Watch:
         """The name of every parameter group, over all optimizers."""
         return self.optimizers.groups
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Watches the optimizers that were made since, with the models that they train."""
         for optimizer in self.optimizers.learn():
             self.calls.add_optimizer(optimizer)
@@ -198,7 +200,7 @@ class Watch:
         return self._pause.made()
 
     def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
-        self._learn()
+        self.learn()
         self._scalers[id(scaler)] = scaler.is_enabled()
         result = original(scaler, outputs)
         if scaler.is_enabled():  # else it hands on what goes backward as it is
@@ -282,7 +284,8 @@ class Watch:
         inside_the_engine = torch._C._current_graph_task_id() != -1
         if inside_the_engine or _are_meta(roots):
             return original(roots, *args, **kwargs)
-        self._learn()
+        self.learn()
+        self.backward_passes += 1
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
@@ -378,6 +381,13 @@ class Watch:
         """Ends the step that is under way."""
         step, self._loop.now = self._loop.now, OpenStep()
         self._log(step)
+
+    def broke_off(self, loss: float) -> None:
+        """To be called when the loop has ended in the middle of a step, of a loss that nothing was done with."""
+        latest = self.log.steps[-1:]
+        scale, number = (latest[0].scale, latest[0].scaler) if latest else (None, 0)
+        self._loop.now = OpenStep()
+        self.log.close(OpenStep(scaled=[loss], scale=scale, number=number))
 
     def _log(self, step: OpenStep) -> None:
         self.log.close(step)

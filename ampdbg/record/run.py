@@ -20,6 +20,9 @@ RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 
+EXITED = "the script ended with exit code"
+"""How the ``error`` of a record begins where no error, but the script itself has ended the run within a step."""
+
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ampdbg.agreement import agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
+from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
@@ -168,6 +169,17 @@ def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:
     return values if values is None else values.float()
 
 
+def is_blamed(made: Investigation) -> bool:
+    """Whether half precision is behind an error that a step raises: FP32 comes through it, and an op goes wrong.
+
+    A constant that overflows is mostly a mask, and does no harm.
+    """
+    if not made.reproduced or not made.replays[0].error or not is_finite(made.replays[1]):
+        return False
+    suspect = culprit(made)
+    return suspect is not None and not suspect.is_constant
+
+
 OnInvestigated = Callable[[Snapshot, float, Investigation], None]
 """Called with a step that was replayed, its loss scale and what came of it, while the weights are still its own."""
 
@@ -220,15 +232,27 @@ class Investigator:
         parameters = self._run.workload.model.named_parameters()
         return any(nonfinite((name, value.grad) for name, value in parameters if value.grad is not None))
 
-    def raised(self) -> None:
-        """To be called where autocast made the latest step raise an error, which tells the cause: no replay has to."""
-        if self._on_investigated is None or self._latest is None:
-            return
+    def raised(self, *, is_told: bool) -> bool:
+        """To be called where the user's code has raised an error in the latest step.
+
+        Args:
+            is_told: the error tells that autocast is its cause: no replay has to.
+
+        Returns:
+            Whether replays show that half precision is: FP32 comes through the step, and it is among those found.
+        """
+        if self._latest is None or not self._limit or not self._is_low or (is_told and self._on_investigated is None):
+            return False
         steps = self._watcher.steps
         scale = steps[-1].scale if steps else self._run.scaler().get_scale()
         with self._watcher.paused():
             made = investigate(self._run, self._latest, "loss", scale, before=steps, observer=self._observer)
-            self._on_investigated(self._latest, scale, made)
+            is_shown = is_blamed(made)
+            if self._on_investigated is not None and (is_told or is_shown):
+                self._on_investigated(self._latest, scale, made)
+        if is_shown and not is_told:
+            self.found.append(made)
+        return is_shown
 
     def after_update(self, snapshot: Snapshot, step: Step) -> None:
         """To be called after the update: a step that the scaler withheld still has its weights."""

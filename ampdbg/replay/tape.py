@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.seams import Seam, attached
+from ampdbg.probes.seams import Seam, attached, module_calls_replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying, duplicate
@@ -73,15 +73,9 @@ class Tape(TorchFunctionMode):
 
     def __enter__(self) -> Tape:
         """Begins to note."""
-        original = torch.nn.Module.__call__
-
-        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._module_called(original, module, args, kwargs)
-
         _push_mode(self)
         self._leaving.callback(_taken_out, self)
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-        self._leaving.callback(_put_back, call, original)
+        self._leaving.enter_context(module_calls_replaced(self._noting_calls))
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -96,11 +90,14 @@ class Tape(TorchFunctionMode):
             return function(*args, **kwargs)
         return self._taped(function, args, kwargs)
 
-    def _module_called(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        is_outer = not self._inside and self.is_of_this_thread and torch.is_grad_enabled()
-        if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
-            return self._taped(module, args, kwargs)
-        return original(module, *args, **kwargs)
+    def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_outer = not self._inside and self.is_of_this_thread and torch.is_grad_enabled()
+            if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
+                return self._taped(module, args, kwargs)
+            return original(module, *args, **kwargs)
+
+        return call
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's; what a scaler scales is a loss, and what else goes backward."""
@@ -321,8 +318,3 @@ def _taken_out(mode: TorchFunctionMode) -> None:
         above.append(top)
     for other in reversed(above):
         _push_mode(other)
-
-
-def _put_back(ours: Any, original: Any) -> None:
-    if torch.nn.Module.__call__ is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
-        torch.nn.Module.__call__ = original  # type: ignore[method-assign]

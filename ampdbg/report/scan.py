@@ -14,7 +14,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record.run import EXITED, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
 from ampdbg.report.explanation import explanation
 
 from . import view
@@ -94,7 +94,8 @@ def stopped(record: Record) -> str:
     done, planned = record.steps_run, record.planned_steps
     if record.unseen.since is not None:
         return f"ampdbg itself failed after {counted(done, 'step')}, and watched no more"
-    why = "An error stopped the run" if record.error else "Interrupted" if record.interrupted else ""
+    stopper = "The script ended early" if record.error.startswith(EXITED) else "An error stopped the run"
+    why = stopper if record.error else "Interrupted" if record.interrupted else ""
     count = f"{done:,} of {counted(planned, 'step')}" if planned else counted(done, "step")
     searching = ", in the search that follows" if done == planned and record.command in SEARCHES else ""
     return f"{why} after {count}{searching}" if why else ""
@@ -138,6 +139,14 @@ def _skips(record: Record) -> str:
     return f"{skipped} of {counted(record.steps_run, 'step')} skipped"
 
 
+def _how_it_ends(record: Record) -> str:
+    """What ended the run in its last step; "" where it ended as it should."""
+    if record.error:
+        return "an error ends the run"
+    code = record.script.exit_code if record.script is not None else 0
+    return f"the script ends with exit code {code}" if code else ""
+
+
 def _losses(finding: Finding, record: Record) -> str:
     """The loss of the step, and how many losses are not finite."""
     bad = [step for step in record.steps if not math.isfinite(step.loss)]
@@ -145,6 +154,8 @@ def _losses(finding: Finding, record: Record) -> str:
     if here is None:
         return ""
     lost = len(bad) + record.left_out.lost
+    if lost == 1 and finding.step == record.steps[-1].step and (ends := _how_it_ends(record)):
+        return f", where {ends}"
     many = f"; {lost:,} of {counted(record.steps_run, 'loss')} are not finite" if lost > 1 else ""
     return f", where the loss is {number(here)}{many}"
 
@@ -360,7 +371,7 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.script is not None:
         return _after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
-    if record.error:
+    if record.error and not _pin_may_help(record):
         return view.NextCommand("run it again once that is repaired", again)
     if record.verdict == "healthy":
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))

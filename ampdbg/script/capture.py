@@ -27,6 +27,7 @@ from ampdbg.record.file import from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import Why
+from ampdbg.replay.open_pass import PassEnd
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.played_step import PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
@@ -75,7 +76,8 @@ class Head:
     """What a capture holds besides tensors. ``record`` is that of the run up to the step, as JSON.
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
-    and ``losses`` where its losses are: the number of a call, and the path in what that gave.
+    and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
+    that the script has ended in the step: only its forward pass is here.
     """
 
     step: Count
@@ -95,6 +97,7 @@ class Head:
     scaler: Any
     record: Mapping[str, Any]
     created: str
+    is_broken_off: bool = False
     format: str = FORMAT
     version: int = VERSION
 
@@ -114,7 +117,7 @@ def paths_in(model: torch.nn.Module) -> dict[int, str]:
 
 def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
     """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
-    function = call.function
+    function = call.function.module if isinstance(call.function, PassEnd) else call.function
     if isinstance(function, torch.nn.Module):
         return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
     with contextlib.suppress(Exception):  # it is no function of torch's

@@ -148,6 +148,8 @@ class Captured:
     half: Half | None
     record: Record
     start: Start
+    is_broken_off: bool = False
+    """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
 
     @property
     def size(self) -> int:
@@ -207,6 +209,7 @@ class Captured:
             loss=self.loss,
             why=self.why,
             half=self.half,
+            is_broken_off=self.is_broken_off,
             device=str(next(self.model.parameters()).device),
             start=self.start,
             calls=calls,

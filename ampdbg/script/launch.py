@@ -94,15 +94,16 @@ class ScriptEnd:
     error: BaseException | None = None
 
 
-def run_script(script: Script) -> ScriptEnd:
+def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ended: None) -> ScriptEnd:
     """Runs the script to its end; what it raises is shown as Python shows it, without a frame of ampdbg's.
 
-    ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile.
+    ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile, also while ``at_end`` runs. By then what the
+    script holds in functions that an error or an exit has left is still alive.
     """
     argv, main = sys.argv, sys.modules["__main__"]
     try:
         with _path_of(script):
-            ended = _end_of(script)
+            ended = _end_of(script, at_end)
             if script.ends_process:
                 _wait_for_threads()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
@@ -110,19 +111,25 @@ def run_script(script: Script) -> ScriptEnd:
         sys.argv, sys.modules["__main__"] = argv, main
 
 
-def _end_of(script: Script) -> ScriptEnd:
+def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
     run = _run_module if script.is_module else _run_file
+    end = ScriptEnd(0)
     try:
         run(script)
     except SystemExit as ended:
-        return ScriptEnd(_exit_code(ended.code))
+        end = ScriptEnd(_exit_code(ended.code))
+        at_end(end)
     except KeyboardInterrupt as interrupt:
         _show(interrupt)
-        return ScriptEnd(EXIT_INTERRUPTED, interrupt)
+        end = ScriptEnd(EXIT_INTERRUPTED, interrupt)
+        at_end(end)
     except BaseException as error:  # noqa: BLE001 - whatever the script raises ends it as Python would
         _show(error)
-        return ScriptEnd(1, error)
-    return ScriptEnd(0)
+        end = ScriptEnd(1, error)
+        at_end(end)
+    else:
+        at_end(end)
+    return end
 
 
 def _run_file(script: Script) -> None:
@@ -287,10 +294,17 @@ def _show(error: BaseException) -> None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames that lead into the script; all of them where none is its own, as of a syntax error."""
+    """Without the frames that lead into the script, and ampdbg's own among its; nothing where none is its own."""
     while trace is not None and (is_ampdbgs(trace.tb_frame) or is_part_of(trace.tb_frame, "runpy")):
         trace = trace.tb_next
-    return trace
+    frames: list[TracebackType] = []
+    while trace is not None:
+        frames += [trace] * (not is_ampdbgs(trace.tb_frame))
+        trace = trace.tb_next
+    shown: TracebackType | None = None
+    for each in reversed(frames):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown
 
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -16,6 +16,7 @@ from ampdbg.record.log import RunLog
 from ampdbg.record.run import Record
 from ampdbg.script.captures import Captures, asked_from_code
 from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.last_step import LastStep, is_told
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
 from ampdbg.script.traced_steps import TracedSteps
 
@@ -49,11 +50,12 @@ def watch_script(
     """
     owner, watcher = os.getpid(), Watch(None, ())
     traced = TracedSteps(watcher, captures, observer, investigates=investigates)
+    last = LastStep(watcher, captures, observer, investigates=investigates)
     watcher.log.journal = log
     samples = TrendSamples(watcher, trend)
 
     def seen(ending: ScriptEnd | None) -> Record:
-        return replace(_record(watcher, traced, ending), trends=samples.seen())
+        return replace(last.seen(_record(watcher, traced, ending)), trends=samples.seen())
 
     def step_ended(is_bad: bool) -> None:
         samples.step_ended()
@@ -62,6 +64,10 @@ def watch_script(
             log.note((_news(watcher, captures), samples.count // 8), lambda: seen(None), traced.found)
 
     watcher.ended = step_ended
+
+    def at_end(ending: ScriptEnd) -> None:
+        looks.close()
+        last.ended(ending)
 
     def tell(number: int) -> None:
         record = seen(ScriptEnd(128 + number))
@@ -78,12 +84,10 @@ def watch_script(
         stack.enter_context(told_before_a_signal(tell))
         stack.enter_context(asked_by_a_signal(captures.ask))
         stack.enter_context(asked_from_code(captures.ask))
-        with watcher, looks:
-            ending = run_script(script)
+        with watcher, last.open_pass, looks:
+            ending = run_script(script, at_end)
         if os.getpid() != owner:
             raise SystemExit(ending.code)
-        if ending.error is not None:
-            watcher.calls.failed(ending.error)
         record = seen(ending)
         log.end(record)
         return record
@@ -108,7 +112,7 @@ def _record(watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Re
     error = ending.error if ending else None
     interrupted = ending is None or isinstance(error, KeyboardInterrupt)
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
-    raised = error is not None and not interrupted and by_autocast is None and not watcher.calls.explains(error)
+    raised = not interrupted and not is_told(watcher, error)
     seen = traced.seen(watcher.record(), ending.code if ending else 0)
     why = f"the script raised {type(error).__name__}: {first_line(error)}" if error is not None and raised else ""
     return replace(

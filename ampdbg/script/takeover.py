@@ -25,6 +25,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
+from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -32,7 +33,7 @@ from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.launch import Script, run_script
+from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
 
@@ -109,10 +110,10 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
             stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
-        with taking.watcher:
+        with taking.watcher, taking.open_pass:
             taking.begin_when_known()
             try:
-                ended = run_script(script)
+                ended = run_script(script, taking.script_ended)
             finally:
                 taking.end()
     if ended.error is not None and not taking.is_used:
@@ -138,6 +139,8 @@ class _Taking:
         self._steps = 0
         self._last = "the first one shows what it trains: it has to make two"
         self._entered = ExitStack()
+        watcher = self.watcher
+        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes)
 
     @property
     def why_not(self) -> str:
@@ -172,10 +175,32 @@ class _Taking:
     def _about_to_step(self, tape: Tape) -> None:
         if self.is_used or self.watcher.is_paused or not tape.is_of_this_thread:
             return
-        played, model = tape.played(), self.watcher.models.together()
-        self._last = tape.why_not if played is None else self._capture.why_not(played, model)
-        if played is None or self._last:
+        if self._capture.head.is_broken_off:
+            self._take_forward_pass()
+        else:
+            self._take(tape.played(), tape.why_not)
+        if not self.is_used:
             tape.stepped_on()
+
+    def script_ended(self, ended: ScriptEnd) -> None:
+        """To be called when the script has ended, while what it holds is still alive: maybe in the captured step."""
+        self.end()
+        if not self.is_used and self._capture.head.is_broken_off and self.open_pass.is_under_way:
+            self.watcher.learn()
+            self._steps += 1
+            self._take_forward_pass()
+
+    def _take_forward_pass(self) -> None:
+        """Takes the pass of this step up to where the captured one was broken off."""
+        model = self.watcher.models.together()
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        for most in range(len(self._capture.head.calls), 0, -1):
+            self._take(self.open_pass.played(model, device, most), "its calls cannot be made again")
+
+    def _take(self, played: PlayedStep | None, why_not: str) -> None:
+        model = self.watcher.models.together()
+        self._last = why_not if played is None else self._capture.why_not(played, model)
+        if self.is_used or played is None or self._last:
             return
         self.is_used = True
         self.end()
@@ -217,7 +242,7 @@ def _of_capture(capture: Capture) -> Record:
         loss=head.loss,
         scale=head.scale,
         found_inf=is_bad,
-        skipped=is_bad and head.scaler is not None,
+        skipped=is_bad and head.scaler is not None and not head.is_broken_off,
         scaler=latest if head.scaler is not None else 0,
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))

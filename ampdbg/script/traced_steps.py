@@ -252,7 +252,7 @@ class TracedStep:
         why, made = _why(self._tape.loss), None
         self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
         # Whatever it raises, such as that there is no memory for it, the script goes on.
-        with contextlib.suppress(Exception), self._watcher.paused(), _hushed(), torch.enable_grad():
+        with contextlib.suppress(Exception), self._watcher.paused(), hushed(), torch.enable_grad():
             made = investigate(run, snapshot, why, scale, before=self._watcher.steps, observer=UNOBSERVED)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         is_told = made is not None and made.reproduced and not any(replay.error for replay in made.replays[:2])
@@ -282,7 +282,7 @@ def _half_in(trace: StepTrace) -> Half | None:
 
 
 @contextlib.contextmanager
-def _hushed() -> Iterator[None]:
+def hushed() -> Iterator[None]:
     """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
     with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
         yield

@@ -20,7 +20,7 @@ from ampdbg.precision.loss_scaler import skips_overflows
 from ampdbg.probes.module_calls import compiled_notes, module_paths
 from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
-from ampdbg.probes.torch_errors import autocast_error, explain
+from ampdbg.probes.torch_errors import autocast_error, explained
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import AutocastError, Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
@@ -79,7 +79,10 @@ def train_prepared(
             for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
                 pass
         if ending.autocast_error is not None:
-            investigator.raised()
+            investigator.raised(is_told=True)
+        elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
+            ending.error, ending.failure = str(ending.failure), None
+            watcher.broke_off(math.nan)
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     return _record(
         run,
@@ -94,12 +97,18 @@ def train_prepared(
 
 @dataclass
 class RunEnd:
-    """When a run's first step began, and how it ended; ``failure`` is an error that no finding explains."""
+    """When a run's first step began, and how it ended.
+
+    ``failure`` is an error that no finding explains, and ``may_be_of_half`` whether replays might; ``error`` is the
+    text of one that they do.
+    """
 
     created: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     interrupted: bool = False
     autocast_error: AutocastError | None = None
     failure: AmpdbgError | None = None
+    may_be_of_half: bool = False
+    error: str = ""
 
 
 @contextlib.contextmanager
@@ -115,8 +124,10 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
         ending.autocast_error = autocast_error(raised.__cause__, watcher.log.closed(), run.workload.model.named_modules)
         if ending.autocast_error is None and not explains(raised.__cause__):
             ending.failure = raised
-            if run.mode.dtype is not torch.float32:
-                explain(raised, has_half_weights=run.config.precision.has_half_weights)
+            has_half_weights = run.config.precision.has_half_weights
+            ending.may_be_of_half = run.mode.dtype is not torch.float32 and not explained(
+                raised, has_half_weights=has_half_weights
+            )
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:
@@ -134,7 +145,7 @@ def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any)
         groups=watcher.groups,
         misuses=watcher.misuses,
         interrupted=ending.interrupted,
-        error=str(ending.failure or ""),
+        error=str(ending.failure or ending.error),
         autocast_error=ending.autocast_error,
         elapsed=run.elapsed,
         **seen,

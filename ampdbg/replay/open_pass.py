@@ -1,0 +1,296 @@
+"""The forward pass that a loop has under way: its outermost calls of modules, until their loss goes backward.
+
+A script may end in the middle of a step: it finds a loss that is NaN and exits, or an assert of its own fails on what
+its model gives. No optimizer steps then, and no tape runs. These notes do, from the first step to the last, so they
+cost next to nothing: what a call is given is noted by reference, and what it gives is not held at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from ampdbg.probes.guard import Guard
+from ampdbg.probes.seams import module_calls_replaced
+from ampdbg.probes.source_lines import innermost_line
+from ampdbg.probes.tensors import leaves_of
+from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.state import tensors_in
+from ampdbg.source.ownership import Line
+
+MOST_CALLS = 1000
+"""A pass of more calls is no pass but an epoch."""
+
+PRUNED_FROM = 16
+"""So many calls are kept before those are looked for whose results nobody has any more."""
+
+DEVICES = ("cpu", "cuda")
+"""The kinds of device whose autocast is noted."""
+
+
+@dataclass(eq=False)
+class _Noted:
+    """One call: ``given`` has ``Made`` in the place of what earlier calls made, ``reads`` their numbers.
+
+    ``lowers`` has the dtype that autocast lowers to, by kind of device where it is on. ``is_whole`` says that all that
+    it is given is known, ``inputs`` has the other tensors with how often each had been written.
+    """
+
+    module: torch.nn.Module
+    line: Line | None
+    lowers: Mapping[str, torch.dtype]
+    random_state: RandomState
+    given: tuple[Any, Any] = ((), {})
+    reads: set[int] = field(default_factory=set)
+    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    is_whole: bool = True
+    gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    has_returned: bool = False
+    scalars: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has something that it gave."""
+        return any(result() is not None for result in self.gives)
+
+
+class OpenPass:
+    """Notes the outermost calls of modules of one thread while it is entered.
+
+    Args:
+        is_paused: whether nothing is to be noted now.
+        backward: how many passes have gone backward so far.
+    """
+
+    def __init__(self, is_paused: Callable[[], bool], backward: Callable[[], int]) -> None:
+        self._is_paused = is_paused
+        self._backward = backward
+        self._passes = 0
+        self._calls: dict[int, _Noted] = {}
+        self._number = 0
+        self._prune_at = PRUNED_FROM
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._thread = threading.get_ident()
+        self._is_inside = False
+        self._guard = Guard()
+        self._leaving = ExitStack()
+
+    def __enter__(self) -> OpenPass:
+        """Begins to note."""
+        self._leaving.enter_context(module_calls_replaced(self._noting_calls))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Notes no more; what was noted stays."""
+        self._leaving.close()
+
+    def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiling, noted = torch.compiler.is_compiling, OpenPass._noted
+
+        def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
+            if is_compiling() or self._is_inside or not self._notes_this_one():
+                return original(module, *args, **kwargs)
+            self._is_inside = True
+            try:
+                return self._guard.around(noted, self, original, module, *args, **kwargs)
+            finally:
+                self._is_inside = False
+
+        return call
+
+    def _notes_this_one(self) -> bool:
+        is_of_pass = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if not is_of_pass or threading.get_ident() != self._thread:
+            return False
+        return not self._guard.failure and not self._is_paused()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether calls were made that no backward pass has followed."""
+        return bool(self._calls) and self._passes == self._backward()
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """What its calls are given by the script, and not by one another."""
+        return tuple(part for call in self._calls.values() if not call.reads for part in call.given if part)
+
+    def forget(self) -> None:
+        """Lets go of what was noted."""
+        self._calls.clear()
+        self._made.clear()
+
+    def lowers_to(self, device: str) -> torch.dtype | None:
+        """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
+        return next((call.lowers[device] for call in reversed(self._calls.values()) if device in call.lowers), None)
+
+    def played(self, model: torch.nn.Module, device: str, most: int | None = None) -> PlayedStep | None:
+        """The pass to be run again: all calls that lead to what no other call takes; None where none can be.
+
+        Its loss is what the last calls give where that is a scalar to be differentiated. Else it is the sum of all
+        that they give, which is not finite where any of it is, and leads nowhere.
+
+        Args:
+            model: whose weights count; what computes with none of them, nor with what they led to, is left out.
+            device: the kind whose autocast counts.
+            most: of so many calls at most, the first of all.
+        """
+        own = {id(tensor) for tensor in tensors_in(model)}
+        wanted = dict(itertools.islice(self._of_model(own), most))
+        ends = [number for number in wanted if not any(number in other.reads for other in wanted.values())]
+        given: dict[int, tuple[Any, Any]] = {}
+        calls: dict[int, TapedCall] = {}
+        for number, noted in wanted.items():
+            taking = _Taking(own)
+            given[number] = taking.copying.of(noted.given)
+            if not taking.is_whole:
+                return None
+            is_end = number in ends
+            function: Callable[..., Any] = PassEnd(noted.module, noted.scalars) if is_end else noted.module
+            is_lowered, reads = device in noted.lowers, frozenset(noted.reads)
+            calls[number] = TapedCall(function, noted.line, is_lowered, True, noted.random_state, reads)
+        if not ends:
+            return None
+        every = [calls.get(number, _NOTHING) for number in range(self._number)]
+        losses = {min(wanted): tuple(Made(number, "") for number in ends)}
+        return PlayedStep(every, losses, device, (given,))
+
+    def _of_model(self, own: set[int]) -> Iterator[tuple[int, _Noted]]:
+        """The calls that can be made again, and compute with the weights or with what others made of them."""
+        found: set[int] = set()
+        last = max(self._calls, default=0)
+        for number, call in self._calls.items():
+            is_got_over = not call.has_returned and number != last
+            has_weights = any(id(weight) in own for weight in call.module.parameters())
+            is_as_it_was = call.is_whole and all(value._version == version for value, version in call.inputs)
+            if is_as_it_was and not is_got_over and call.reads <= found and (has_weights or call.reads):
+                found.add(number)
+                yield number, call
+
+    def _noted(self, run: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if self._passes != self._backward():
+            self._passes = self._backward()
+            self.forget()
+        if len(self._calls) >= self._prune_at:
+            self._prune()
+        if len(self._calls) >= MOST_CALLS:
+            return run(module, *args, **kwargs)
+        noted = self._taken(module, args, kwargs)
+        number, self._number = self._number, self._number + 1
+        self._calls[number] = noted
+        result = run(module, *args, **kwargs)
+        noted.has_returned = True
+        for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
+            if tensor.requires_grad:
+                held = weakref.ref(tensor)
+                noted.gives.append(held)
+                noted.scalars += tensor.numel() == 1
+                self._made[id(tensor)] = held, Made(number, path)
+        return result
+
+    def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Noted:
+        lowers = {kind: torch.get_autocast_dtype(kind) for kind in DEVICES if torch.is_autocast_enabled(kind)}
+        noted = _Noted(module, innermost_line(), lowers, _NO_STATE)
+
+        def each(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.requires_grad and not value.is_leaf:
+                held, made = self._made.get(id(value), (None, None))
+                if held is None or made is None or held() is not value:
+                    noted.is_whole = False  # nor is it held: a graph hangs on it
+                    return None
+                noted.reads.add(made.call)
+                return made
+            noted.inputs.append((value, value._version))
+            return value
+
+        noted.given = tuple(map(_mapped(each), args)), {name: _mapped(each)(value) for name, value in kwargs.items()}
+        # A call that takes what another made follows it: seldom is a random number drawn in between.
+        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
+        return noted
+
+    def _prune(self) -> None:
+        """Forgets the calls that nothing which somebody holds was made of."""
+        needed: set[int] = set()
+        waiting = [number for number, call in self._calls.items() if call.is_held]
+        while waiting:
+            number = waiting.pop()
+            if number not in needed:
+                needed.add(number)
+                waiting += self._calls[number].reads
+        self._calls = {number: call for number, call in self._calls.items() if number in needed}
+        self._made = {key: known for key, known in self._made.items() if known[1].call in needed}
+        self._prune_at = max(PRUNED_FROM, 2 * len(self._calls))
+
+
+@dataclass(frozen=True)
+class PassEnd:
+    """Calls a module at the end of a pass, and makes one scalar of what that gives: of its ``losses``, if any."""
+
+    module: torch.nn.Module
+    losses: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of shape (). That of all its numbers leads nowhere: no gradient of it says anything of the step."""
+        made = [tensor for _, tensor in leaves_of(self.module(*args, **kwargs)) if tensor.requires_grad]
+        if self.losses:
+            losses = [tensor.reshape(()).float() for tensor in made if tensor.numel() == 1]
+            return torch.stack(losses).sum()
+        sums = [tensor.detach().float().sum() for tensor in made]
+        return torch.stack([torch.zeros(()), *(one.cpu() for one in sums)]).sum().requires_grad_()
+
+
+def losses_of(played: PlayedStep) -> int:
+    """How many losses a pass ends in; 0 where it ends in anything else."""
+    found = [call.function.losses for call in played.calls if isinstance(call.function, PassEnd)]
+    return sum(found) if all(found) else 0
+
+
+class _Taking:
+    """Takes what one call was given into a pass that is to be run again."""
+
+    def __init__(self, own: set[int]) -> None:
+        self.is_whole = True
+        self.copying = Copying(self._taken)
+        self._own = own
+
+    def _taken(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in self._own:
+            return Own(value)
+        self.is_whole &= value.is_leaf or not value.requires_grad
+        return duplicate(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _mapped(each: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What makes a container anew of what ``each`` makes of the values in it; nearly always there is none."""
+
+    def of(value: Any) -> Any:
+        is_plain = value is None or isinstance(value, (torch.Tensor, bool, int, float, str))
+        return each(value) if is_plain else _pytree.tree_map(each, value)
+
+    return of
+
+
+def _random_state() -> RandomState:
+    """That of now without NumPy's, which takes longer to be read than all others, and which few models draw from."""
+    devices: Sequence[torch.Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+    return RandomState(random.getstate(), None, torch.get_rng_state(), tuple(devices))
+
+
+_NO_STATE = RandomState(None, None, torch.empty(0), ())
+
+_NOTHING = TapedCall(lambda: None, None, lowers=False, has_gradients=False, random_state=_NO_STATE, reads=frozenset())

@@ -1,0 +1,181 @@
+"""The forward pass under way: noted from outside, held no longer than by its script, and run again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.replay.open_pass import OpenPass, losses_of
+
+
+@dataclass
+class Noting:
+    """A pass that is noted, and what it asks for."""
+
+    backward: int = 0
+    is_paused: bool = False
+    found: OpenPass = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = OpenPass(lambda: self.is_paused, lambda: self.backward)
+
+
+@pytest.fixture
+def noting() -> Iterator[Noting]:
+    original = torch.nn.Module.__call__
+    made = Noting()
+    with made.found:
+        assert torch.nn.Module.__call__ is not original
+        yield made
+    assert torch.nn.Module.__call__ is original
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.dropout = nn.Linear(6, 3), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.dropout(self.inner(x))}
+
+
+class Criterion(nn.Module):
+    def forward(self, outputs: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        return (outputs["logits"] - target).pow(2).mean()
+
+
+X, Y = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.ones(4, 3)
+
+
+def test_it_gives_the_same_loss_and_gradients_again(noting: Noting) -> None:
+    net = Net()
+    loss = Criterion()(net(X), target=Y)
+    loss.backward()
+    assert net.inner.weight.grad is not None
+    before = net.inner.weight.grad.clone()
+    net.zero_grad()
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert losses_of(played) == 1
+    again = played.loss(played.given[0])
+    again.backward()
+    assert torch.equal(again, loss)
+    assert torch.equal(net.inner.weight.grad, before)
+
+
+def test_without_a_loss_it_gives_a_number_that_leads_nowhere(noting: Noting) -> None:
+    net = Net()
+    net(X)
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert losses_of(played) == 0
+    total = played.loss(played.given[0])
+    total.backward()
+    assert torch.isfinite(total)
+    assert net.inner.weight.grad is None
+    with torch.no_grad():
+        net.inner.weight[0, 0] = float("inf")
+    assert not torch.isfinite(played.loss(played.given[0]))
+
+
+def test_a_call_that_raised_is_the_end_of_the_pass_and_one_that_was_got_over_is_not_in_it(noting: Noting) -> None:
+    net = Net()
+    with pytest.raises(RuntimeError):
+        net(torch.ones(4, 5))
+    net(X)
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert torch.isfinite(played.loss(played.given[0]))
+    with pytest.raises(RuntimeError):
+        net(torch.ones(4, 5))
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    with pytest.raises(RuntimeError):
+        played.loss(played.given[0])
+
+
+def test_what_was_changed_since_is_not_run_again(noting: Noting) -> None:
+    net, x = Net(), X.clone()
+    net(x)
+    x.add_(1.0)
+    assert noting.found.played(net, "cpu") is None
+
+
+def test_what_comes_of_unknown_computations_is_not_run_again(noting: Noting) -> None:
+    net = Net()
+    outputs = {"logits": net(X)["logits"] * 2}
+    Criterion()(outputs, target=Y)
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert [call.function for call in played.calls if hasattr(call.function, "module")]
+    assert losses_of(played) == 0  # the criterion's call is left out, that of the net is not
+
+
+def test_no_calls_of_others_are_noted(noting: Noting) -> None:
+    net = Net()
+    noting.is_paused = True
+    net(X)
+    noting.is_paused = False
+    with torch.no_grad():
+        net(X)
+    nn.Linear(6, 3)(X)  # of no model that counts
+    assert noting.found.played(net, "cpu") is None
+
+
+def test_a_pass_ends_with_the_first_call_after_it_went_backward(noting: Noting) -> None:
+    net = Net()
+    net(X)
+    under_way = [noting.found.is_under_way]
+    noting.backward += 1
+    under_way.append(noting.found.is_under_way)
+    assert under_way == [True, False]
+    assert noting.found.played(net, "cpu") is not None
+    net(X * 2)
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert sum(len(part) for part in played.given) == 1
+    assert noting.found.is_under_way
+
+
+def test_nothing_that_it_gave_is_held_and_a_loop_without_a_backward_pass_holds_no_batch_but_few(noting: Noting) -> None:
+    net = Net()
+    output = net(X)["logits"]
+    held = weakref.ref(output)
+    del output
+    gc.collect()
+    assert held() is None
+    batches: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(200):
+        x = torch.randn(4, 6)
+        batches.append(weakref.ref(x))
+        net(x)
+        del x
+    gc.collect()
+    assert sum(batch() is not None for batch in batches) <= 16
+
+
+def test_a_model_is_copied_and_pickled_as_ever(noting: Noting) -> None:
+    net = Net()
+    before = pickle.dumps(net)
+    net(X)
+    assert pickle.dumps(net) == before
+    twin = copy.deepcopy(net)
+    assert not twin._forward_hooks
+    assert not twin._forward_pre_hooks
+
+
+def test_torch_compile_sees_none_of_it(noting: Noting) -> None:
+    net = Net().eval()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X)["logits"], net(X)["logits"])
+    played = noting.found.played(net, "cpu")
+    assert played is not None

@@ -1,0 +1,195 @@
+"""The step in which a script ends: run again where it exits or raises, and blamed on precision where that is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.run import Record
+from tests.commands.program import start
+from tests.script.test_run import run
+
+STOPS = """
+import math, sys, torch
+from torch import nn
+
+fault, how = sys.argv[1:3]
+torch.manual_seed(0)
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.1)
+        self.gain = 1.0
+
+    def forward(self, x):
+        x = self.dropout(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        similar = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)
+        if how == "inner":
+            assert torch.isfinite(similar).all(), "the scores are wrong"
+        return (similar - similar.mean(-1, keepdim=True)).softmax(-1) @ x
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = Attention(), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.attention(x))
+
+class Criterion(nn.Module):
+    gain = 1.0
+
+    def forward(self, outputs, target):
+        if how == "criterion":
+            assert torch.isfinite(outputs["logits"]).all()
+        return {"loss": ((outputs["logits"] * self.gain).float() - target).pow(2).mean()}
+
+def main():
+    net, criterion = Net().cuda(), Criterion()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(8):
+        is_bad = step == (0 if how == "first" else 5)
+        x, y = torch.randn(4, 6, 16).cuda(), torch.randn(4, 6, 4).cuda()
+        if is_bad and fault == "model":
+            net.attention.gain = 600.0
+        if is_bad and fault == "loss":
+            criterion.gain = 2.0**18
+        if is_bad and fault == "data":
+            x[1, 2, 3] = float("nan")
+        if is_bad and fault == "weights":
+            net.head.weight.data[0, 0] = 1e38
+        with torch.autocast("cuda", dtype=torch.float16):
+            outputs = net(x)
+            if how == "line":
+                outputs = outputs + 1.0
+            loss = criterion({"logits": outputs}, y)["loss"]
+        if is_bad and how == "always":
+            raise ValueError("it is time")
+        value = loss.item()
+        print(step, value)
+        if not math.isfinite(value):
+            if how == "raise":
+                raise ValueError("the loss is wrong")
+            print("stopping training")
+            sys.exit(7)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save(net, "net.pt")
+    if how == "evaluates":
+        print([net(torch.randn(4, 6, 16)).shape for _ in range(50)][-1])
+    if how in ("evaluates", "ends"):
+        sys.exit(3)
+
+main()
+"""
+"""Goes wrong at step 5, as ``fault`` says, and ends as ``how`` says."""
+
+
+def stopped(folder: Path, fault: str, how: str, *options: str) -> tuple[Record, str, int]:
+    """The record of the script, what stands on its page, and its exit code."""
+    result, record = run(folder, STOPS, fault, how, options=("--emulate", *options))
+    return record, " ".join(result.stderr.split()), result.code
+
+
+def where(record: Record) -> tuple[str, int, str, str]:
+    """The code, step, module and line of the first finding."""
+    found = record.findings[0]
+    return found.code, found.step, found.module, found.source.text if found.source else ""
+
+
+OVERFLOW = "similar = (self.q(x) * self.gain) @ (self.k(x) * self.gain).transpose(-1, -2)"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "step"),
+    [("exit", 7, 5), ("raise", 1, 5), ("inner", 1, 5), ("criterion", 1, 5), ("first", 7, 0), ("line", 7, 5)],
+)
+def test_an_overflow_that_ends_a_script_is_named(tmp_path: Path, how: str, code: int, step: int) -> None:
+    record, page, ended = stopped(tmp_path, "model", how)
+    assert (ended, record.verdict, record.steps_run) == (code, "precision", step + 1)
+    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
+    assert f"the script has ended in step {step}, which is run again now, in FP32 too" in page
+    ends = "an error ends the run" if code == 1 else f"the script ends with exit code {code}"
+    assert f"The forward pass overflows in attention at step {step}, where {ends}." in page
+
+
+def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_path: Path) -> None:
+    record, _, code = stopped(tmp_path, "loss", "exit")
+    line = 'return {"loss": ((outputs["logits"] * self.gain).float() - target).pow(2).mean()}'
+    assert (code, where(record)) == (7, ("forward-overflow", 5, "", line))
+
+
+def test_an_exit_upon_data_that_hold_nan_is_no_matter_of_precision(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "data", "exit")
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (7, "other", "data-nonfinite", 5)
+    assert "the batch of step 5 holds 1 NaN among 384 values in [0][0], first in sample 1" in page
+
+
+def test_weights_that_fp32_cannot_do_with_either_are_no_matter_of_precision(tmp_path: Path) -> None:
+    record, _, _ = stopped(tmp_path, "weights", "exit")
+    assert record.verdict != "precision"
+    assert record.findings[0].evidence["finite_in_fp32"] is False
+
+
+def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "nothing", "always")
+    assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
+    assert record.error == (
+        "the script raised ValueError: it is time\n"
+        "the script raised ValueError in step 5, after a forward pass from which nothing went backward. Run again, "
+        "what its modules give is finite in FP16: look at what the script makes of that"
+    )
+    assert "! An error stopped the run after 5 steps. Inconclusive" in page
+
+
+def test_an_exit_code_after_a_forward_pass_that_is_no_training_is_not_healthy_nor_blamed(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "nothing", "evaluates")
+    assert (code, record.verdict, record.findings, record.steps_run) == (3, "inconclusive", (), 8)
+    assert "! The script ended early after 8 steps. Inconclusive: none of 8 steps skipped." in page
+    assert "the script ended with exit code 3 in step 8, after a forward pass from which nothing went backward" in page
+
+
+def test_an_exit_code_between_two_steps_is_healthy(tmp_path: Path) -> None:
+    record, _, code = stopped(tmp_path, "nothing", "ends")
+    assert (code, record.verdict, record.error) == (3, "healthy", "")
+
+
+def test_a_whole_model_is_saved_as_without_ampdbg(tmp_path: Path) -> None:
+    stopped(tmp_path, "nothing", "goes on")
+    watched = (tmp_path / "net.pt").read_bytes()
+    (tmp_path / "net.pt").unlink()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "nothing", "goes on")
+    assert (tmp_path / "net.pt").read_bytes() == watched
+
+
+def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "model", "exit", "--no-investigate")
+    assert (code, record.verdict, record.findings, record.investigations) == (7, "inconclusive", (), ())
+    assert "the script ended with exit code 7 in step 5, after a forward pass from which nothing went backward" in page
+    assert "run again now" not in page
+
+
+@pytest.mark.parametrize("how", ["exit", "inner", "first"])
+def test_its_capture_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
+    record, _, _ = stopped(tmp_path, "model", how)
+    assert record.script is not None
+    (capture,) = record.script.captures
+    replayed = start(tmp_path, "replay", capture)
+    assert replayed.code == 1, replayed.stderr
+    assert f"step {record.steps[-1].step} fails in 5 of 5 replays" in replayed.stdout
+    assert OVERFLOW in " ".join(replayed.stdout.split())
+    bisected = start(tmp_path, "bisect", capture)
+    assert bisected.code == 1, bisected.stderr
+    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+    assert "attention:own" in bisected.stdout
+    patched = start(tmp_path, "suggest-fp32", "--apply", capture)
+    assert patched.code == 0, patched.stderr
+    assert "the patch for it is proven on the failing step" in " ".join(patched.stderr.split())
+    cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", how)
+    assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
