@@ -23,6 +23,12 @@ def first_line(error: BaseException) -> str:
     return text_of(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def named_error(error: BaseException) -> str:
+    """The type of an exception, and what it says in a line where it says something."""
+    text = text_of(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class AmpdbgError(Exception):
     """ampdbg could not run; the message says what was given, what is allowed and what to type next.
 

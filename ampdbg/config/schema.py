@@ -356,7 +356,11 @@ class Config(ConfigFile):
             return self.folder.as_posix()
 
 
+THE_SCRIPT = "the_script"
+"""In the place of the name of what makes a model, where a script does so itself."""
+
+
 def config_of_script(precision: Precision) -> Config:
     """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
-    script = TargetSpec(target="__main__:the_script")
+    script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     return Config(model=script, data=script, precision=precision, folder=Path.cwd(), start=Path.cwd())

@@ -38,6 +38,7 @@ TOO_LARGE = (
     "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
 )
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
+MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -57,8 +58,9 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     if not bad:
         return
     numbers = {step.step for step in bad}
-    replayed = (made for made in record.investigations if made.why == "loss" and made.step in numbers)
-    investigated = next(replayed, None)
+    replayed = [made for made in record.investigations if made.why == "loss" and made.step in numbers]
+    judged = (made for made in replayed if made.has_loss or not may_diverge(made, record))
+    investigated = next(judged, next(iter(replayed), None))
     if investigated is not None:
         yield cause_of(investigated, record)
         return
@@ -93,7 +95,9 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     if record.script is None or found.phase == "data":  # a batch is that of its own step
         return found
     first = first_in_a_row(found.step, {step.step for step in record.steps if step.skipped})
-    return replace(found, step=first, evidence={**found.evidence, "replayed_step": found.step})
+    told = first == found.step or made.is_as_it_trained
+    message = found.message if told else f"{found.message} (as step {found.step} was run again)"
+    return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
 def first_in_a_row(last: int, numbers: Container[int]) -> int:
@@ -123,7 +127,8 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
             )
             return finding_at(UNKNOWN, made, message)
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
-    return precision_cause(suspect)
+    found = precision_cause(suspect)
+    return found if made.has_loss or not may_diverge(made, record) else _doubted(found, MAY_DIVERGE)
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:
@@ -145,12 +150,16 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     found = precision_cause(suspect)
     why = ""
     if may_diverge(made, record):
-        why = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
+        why = MAY_DIVERGE
     elif made.why == "gradients" and all(step.skipped for step in record.steps):
         why = "no loss scale has worked yet, and a longer run shows whether a lower one does"
     if why:
-        return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
+        return _doubted(found, why)
     return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
+
+
+def _doubted(found: Finding, why: str) -> Finding:
+    return replace(found, code=UNKNOWN, message=f"{found.message}; {why}", remedy=CODES[UNKNOWN].remedy)
 
 
 def wrong_in_fp32_too(made: Investigation) -> Finding:

@@ -11,6 +11,7 @@ import libcst as cst
 import torch
 from torch import nn
 
+from ampdbg.config.schema import THE_SCRIPT
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.record.pins import OWN
 from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, assigned_codes, block_of, find, names_assigned, walk
@@ -155,6 +156,8 @@ def _with_model_kept(module: cst.Module, name: str) -> tuple[int, cst.Module]:
         EditError: there is no ``name``, or no plain place for the call.
     """
     found = [index for index, node in enumerate(module.body) if name in _bound(node)]
+    if not found and name == THE_SCRIPT:
+        raise EditError("no line of it is to blame alone, and where the script makes its model is not known")
     if not found:
         raise EditError(f"{name} is not defined at the top of this file; it may be imported, or made in a condition")
     index = found[-1]

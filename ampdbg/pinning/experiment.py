@@ -162,9 +162,9 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
             everything that leaves the step is finite.
     """
     low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
-    if low.error:
-        return Health(False, f"raised: {low.error}")
     guilty = _guilty(made)
+    if low.error:
+        return Health(False, f"raised: {low.error}", guilty)
     if not is_finite(low) or low.buffers:
         return Health(False, _nonfinite(made, guilty), guilty)
     if not losses_agree(low, fp32, floor):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ampdbg.errors import first_line
+from ampdbg.errors import named_error
 
 
 class Guard:
@@ -76,6 +76,6 @@ class Guard:
     def _fail(self, error: Exception) -> None:
         # Only text is kept: the error itself holds the frames of a step, and so its tensors.
         at = traceback.extract_tb(error.__traceback__)[-1]
-        self.failure = f"{type(error).__name__}: {first_line(error)} ({Path(at.filename).name}, line {at.lineno})"
+        self.failure = f"{named_error(error)} ({Path(at.filename).name}, line {at.lineno})"
         with contextlib.suppress(Exception):
             self.failed()

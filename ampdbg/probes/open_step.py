@@ -52,6 +52,14 @@ class OpenStep:
         if isinstance(tensors, (list, tuple)):
             self.scaled += [scalar_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
+    def has_finite_loss(self) -> bool:
+        """Whether all losses are finite. On a GPU this syncs."""
+        return all(map(is_finite_scalar, self.scaled))
+
+    def is_known_finite(self) -> bool:
+        """As :meth:`has_finite_loss`, and without a sync: what is not on the host may be."""
+        return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.scaled)
+
     def loss_scale(self) -> Scalar:
         """The loss scale of now, not synced; without asking for it as the loop would."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None

@@ -60,7 +60,6 @@ class Watch:
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self.backward_passes = 0
-        """So many were begun, those of the engine's own left aside."""
         self._loop = Loop()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
@@ -68,6 +67,8 @@ class Watch:
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
+        self.lost: Callable[[bool], None] = lambda is_spoilt: None
+        """Called when a loss is known not to be finite, with whether the weights are about to be spoilt by it."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -245,6 +246,8 @@ class Watch:
         withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and _found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             self._note_groups(optimizer)
+            if step.skipped < withheld and not step.has_finite_loss():
+                self.lost(False)
         step.skipped |= withheld
         if enabled:
             self.calls.by_optimizer("step", optimizer, skipped=withheld)
@@ -327,6 +330,8 @@ class Watch:
             self._measure(optimizer, step.loss_scale())
         bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self.calls.bare_step(optimizer, bad)
+        if step.scaler is None and not step.bare and not step.is_known_finite():
+            self.lost(True)
         step.bare.add(id(optimizer))
         step.before_closure = len(step.scaled)
 
@@ -381,13 +386,6 @@ class Watch:
         """Ends the step that is under way."""
         step, self._loop.now = self._loop.now, OpenStep()
         self._log(step)
-
-    def broke_off(self, loss: float) -> None:
-        """To be called when the loop has ended in the middle of a step, of a loss that nothing was done with."""
-        latest = self.log.steps[-1:]
-        scale, number = (latest[0].scale, latest[0].scaler) if latest else (None, 0)
-        self._loop.now = OpenStep()
-        self.log.close(OpenStep(scaled=[loss], scale=scale, number=number))
 
     def _log(self, step: OpenStep) -> None:
         self.log.close(step)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
-from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, first_line
+from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
 from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
@@ -144,7 +144,7 @@ def main() -> None:
     except AmpdbgError as error:
         end(_plain(error))
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
-        end(CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}"))
+        end(CaptureError(f"{job.path}: {named_error(error)}"))
 
 
 def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
@@ -157,7 +157,7 @@ def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion |
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
     except BaseException as error:  # noqa: BLE001 - it would go on through the script
-        return CaptureError(f"{job.path}: {type(error).__name__}: {first_line(error)}")
+        return CaptureError(f"{job.path}: {named_error(error)}")
 
 
 def _plain(error: AmpdbgError) -> AmpdbgError:

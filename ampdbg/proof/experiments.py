@@ -19,7 +19,7 @@ import torch
 from ampdbg.config.schema import Config, LossScale
 from ampdbg.costs.step import use_of_a_pass
 from ampdbg.diagnosis.diagnose import diagnose
-from ampdbg.errors import AmpdbgError, WorkloadError, first_line
+from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
 from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
@@ -130,7 +130,7 @@ def _without_raising(see: Callable[[], Seen]) -> Seen:
     except AmpdbgError as error:
         return Seen(failure=first_line(error))
     except Exception as error:  # noqa: BLE001 - a patched model may break what every other model keeps to
-        return Seen(failure=f"{type(error).__name__}: {first_line(error)}")
+        return Seen(failure=named_error(error))
 
 
 def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) -> Seen:

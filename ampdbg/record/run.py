@@ -233,7 +233,8 @@ class Investigation:
     itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
     losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
     far from FP32's, where the step's is. ``is_of_others`` says that all that this process computed was finite, and
-    what it got from another one was not. ``batch_largest`` is the largest finite magnitude in the batch's
+    what it got from another one was not; ``has_loss`` that its replays have the step's own loss, and no more than what
+    its modules gave where it is false. ``batch_largest`` is the largest finite magnitude in the batch's
     numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
@@ -248,6 +249,7 @@ class Investigation:
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
+    has_loss: bool = True
 
     @property
     def is_as_it_trained(self) -> bool:

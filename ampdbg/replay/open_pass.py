@@ -122,9 +122,15 @@ class OpenPass:
         return bool(self._calls) and self._passes == self._backward()
 
     @property
-    def batch(self) -> tuple[Any, ...]:
-        """What its calls are given by the script, and not by one another."""
-        return tuple(part for call in self._calls.values() if not call.reads for part in call.given if part)
+    def has_gone_backward(self) -> bool:
+        """Whether one backward pass has followed its calls, and no more."""
+        return bool(self._calls) and self._passes + 1 == self._backward()
+
+    def batch(self, model: torch.nn.Module) -> Any:
+        """What the calls that count are given by the script, and not by one another."""
+        calls = dict(self._of_model({id(tensor) for tensor in tensors_in(model)})).values()
+        parts = [part for call in calls if not call.reads for part in call.given if part]
+        return parts[0] if len(parts) == 1 else tuple(parts)
 
     def forget(self) -> None:
         """Lets go of what was noted."""
@@ -187,6 +193,10 @@ class OpenPass:
         if len(self._calls) >= MOST_CALLS:
             return run(module, *args, **kwargs)
         noted = self._taken(module, args, kwargs)
+        if not noted.reads and next(module.parameters(), None) is None:  # such as a transform of data
+            return run(module, *args, **kwargs)
+        # A call that takes what another made follows it: seldom is a random number drawn in between.
+        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
         number, self._number = self._number, self._number + 1
         self._calls[number] = noted
         result = run(module, *args, **kwargs)
@@ -217,8 +227,6 @@ class OpenPass:
             return value
 
         noted.given = tuple(map(_mapped(each), args)), {name: _mapped(each)(value) for name, value in kwargs.items()}
-        # A call that takes what another made follows it: seldom is a random number drawn in between.
-        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
         return noted
 
     def _prune(self) -> None:

@@ -70,9 +70,9 @@ class PinnedReplays:
         """
         traced = None if is_brief else ProducerTrace
         low, fp32 = self._at_a_usable_scale(pins, traced), self._in_fp32(traced)
-        if low.replay.error or not is_finite(fp32.replay):
+        if not is_finite(fp32.replay):
             return self._made(low.replay)
-        if not math.isfinite(low.replay.loss):
+        if not math.isfinite(low.replay.loss):  # where the code raised, it has none
             return self._made(producers_of(low, fp32, SUSPECTS))
         replay, *floor = self._held_against_fp32(low, pins)
         made = self._made(replay, *floor)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "ampdbg.capture", 1
 
+IN_A_GROUP = "WORLD_SIZE"
+"""The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
+
 
 class CaptureError(AmpdbgError):
     """A capture could not be written, read, or put into the script that it is of."""
@@ -56,6 +59,11 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
     rank: Count = 0
     processes: Count = 1
+
+    @property
+    def is_of_group(self) -> bool:
+        """Whether it trained in a group of processes, be it of one."""
+        return self.processes > 1 or IN_A_GROUP in self.environment
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ampdbg.errors import first_line
+from ampdbg.errors import named_error
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted
@@ -29,6 +29,7 @@ from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
 from ampdbg.script.capture import (
     FORMAT,
+    IN_A_GROUP,
     CapturedCall,
     CaptureError,
     Head,
@@ -45,8 +46,14 @@ from ampdbg.script.ranks import has_its_state, why_in_parts
 LARGEST_HEADER = 100_000_000
 """Bytes: safetensors reads no larger one."""
 
-ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS")
-"""What of the environment changes numbers: it is told of, and never set."""
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    IN_A_GROUP,
+)
+"""What of the environment changes numbers, or what a script does: it is told of, and not set as it was."""
 
 
 class Captures:
@@ -184,7 +191,7 @@ class Captured:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(f"cannot be written: {type(error).__name__}: {first_line(error)}: {path}") from error
+            raise CaptureError(f"cannot be written: {named_error(error)}: {path}") from error
 
     def _content(self) -> bytes:
         packing = Packing("value")

@@ -24,7 +24,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 from unittest.mock import patch
 
-from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, first_line
+from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
 LAUNCHERS = {
@@ -88,10 +88,19 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """How a script ended: the exit code that Python would give it, and the error that it raised, if it did."""
+    """How a script ended: the exit code that Python would give it, the error that it raised, if it did, or the signal
+    that ends it."""
 
     code: int
     error: BaseException | None = None
+    signal: int = 0
+
+    @property
+    def note(self) -> str:
+        """How it ended, where that was early and no error says so."""
+        if self.signal:
+            return f"the script was ended by {signal.Signals(self.signal).name}"
+        return f"the script ended with exit code {self.code}" if self.code and self.error is None else ""
 
 
 def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ended: None) -> ScriptEnd:
@@ -278,7 +287,7 @@ def _is_flushed() -> bool:
             are_written = False
             with contextlib.suppress(Exception):
                 if stream is not sys.stderr:
-                    sys.stderr.write(f"Exception ignored in: {stream!r}\n{type(error).__name__}: {first_line(error)}\n")
+                    sys.stderr.write(f"Exception ignored in: {stream!r}\n{named_error(error)}\n")
     return are_written
 
 
@@ -290,7 +299,7 @@ def _show(error: BaseException) -> None:
     except Exception:  # noqa: BLE001 - a hook of the user's own, or a message that cannot be made
         with contextlib.suppress(Exception):  # stderr is closed, or None
             sys.stderr.write("".join(traceback.format_tb(shown.__traceback__)))
-            sys.stderr.write(f"{type(error).__name__}: {first_line(error)}\n")
+            sys.stderr.write(f"{named_error(error)}\n")
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

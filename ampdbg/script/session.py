@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
-from ampdbg.errors import first_line
+from ampdbg.errors import named_error
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.trend import TrendSamples
@@ -16,8 +16,8 @@ from ampdbg.record.log import RunLog
 from ampdbg.record.run import Record
 from ampdbg.script.captures import Captures, asked_from_code
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.last_step import LastStep, is_told
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
+from ampdbg.script.lost_steps import LostSteps, is_told
 from ampdbg.script.traced_steps import TracedSteps
 
 
@@ -50,12 +50,15 @@ def watch_script(
     """
     owner, watcher = os.getpid(), Watch(None, ())
     traced = TracedSteps(watcher, captures, observer, investigates=investigates)
-    last = LastStep(watcher, captures, observer, investigates=investigates)
+    lost = LostSteps(
+        watcher, captures, observer, investigates=investigates, is_taped=lambda: traced.is_tracing, found=traced.found
+    )
+    watcher.lost = lambda is_spoilt: lost.lost(is_spoilt=is_spoilt)
     watcher.log.journal = log
     samples = TrendSamples(watcher, trend)
 
     def seen(ending: ScriptEnd | None) -> Record:
-        return replace(last.seen(_record(watcher, traced, ending)), trends=samples.seen())
+        return replace(lost.seen(_record(watcher, traced, ending)), trends=samples.seen())
 
     def step_ended(is_bad: bool) -> None:
         samples.step_ended()
@@ -67,10 +70,10 @@ def watch_script(
 
     def at_end(ending: ScriptEnd) -> None:
         looks.close()
-        last.ended(ending)
+        lost.ended(ending)
 
     def tell(number: int) -> None:
-        record = seen(ScriptEnd(128 + number))
+        record = seen(ScriptEnd(128 + number, signal=number))
         log.end(record)
         ended(record)
 
@@ -84,7 +87,7 @@ def watch_script(
         stack.enter_context(told_before_a_signal(tell))
         stack.enter_context(asked_by_a_signal(captures.ask))
         stack.enter_context(asked_from_code(captures.ask))
-        with watcher, last.open_pass, looks:
+        with watcher, lost.open_pass, looks:
             ending = run_script(script, at_end)
         if os.getpid() != owner:
             raise SystemExit(ending.code)
@@ -114,9 +117,11 @@ def _record(watcher: Watch, traced: TracedSteps, ending: ScriptEnd | None) -> Re
     by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
     raised = not interrupted and not is_told(watcher, error)
     seen = traced.seen(watcher.record(), ending.code if ending else 0)
-    why = f"the script raised {type(error).__name__}: {first_line(error)}" if error is not None and raised else ""
+    why = f"the script raised {named_error(error)}" if error is not None and raised else ""
+    notes = (*seen.unseen.notes, ending.note) if ending is not None and ending.note else seen.unseen.notes
     return replace(
         seen,
+        unseen=replace(seen.unseen, notes=notes),
         command="run",
         interrupted=interrupted,
         autocast_error=by_autocast,

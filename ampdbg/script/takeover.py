@@ -17,7 +17,7 @@ import torch
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.environment import environment_of
-from ampdbg.errors import first_line
+from ampdbg.errors import first_line, named_error
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.module_calls import run_eagerly
@@ -106,7 +106,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
-        if capture.head.start.processes > 1:
+        if capture.head.start.is_of_group:
             stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
@@ -117,7 +117,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
             finally:
                 taking.end()
     if ended.error is not None and not taking.is_used:
-        raise CaptureError(f"{start.name} raised {type(ended.error).__name__}: {first_line(ended.error)}")
+        raise CaptureError(f"{start.name} raised {named_error(ended.error)}")
     if not taking.is_used:
         raise CaptureError(f"{capture.path}: {taking.why_not}")
 

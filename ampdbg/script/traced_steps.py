@@ -15,7 +15,7 @@ from typing import Any, TextIO, get_args
 
 import torch
 
-from ampdbg.errors import first_line
+from ampdbg.errors import named_error
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
@@ -120,6 +120,11 @@ class TracedSteps:
             ),
             investigations=tuple(self.found),
         )
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the step under way is traced."""
+        return self._traced is not None
 
     def end(self) -> None:
         """Leaves torch and the models as they were."""
@@ -243,7 +248,7 @@ class TracedStep:
                 )
                 self._captures.add(captured)
         except Exception as error:  # noqa: BLE001 - whatever it raises, the script goes on
-            self._captures.cannot(step, f"{type(error).__name__}: {first_line(error)}")
+            self._captures.cannot(step, named_error(error))
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
         """What replays of the step show; None where it does not go wrong again."""

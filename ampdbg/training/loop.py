@@ -82,7 +82,7 @@ def train_prepared(
             investigator.raised(is_told=True)
         elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
             ending.error, ending.failure = str(ending.failure), None
-            watcher.broke_off(math.nan)
+            watcher.log.break_off(math.nan)
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     return _record(
         run,

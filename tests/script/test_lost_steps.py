@@ -54,8 +54,8 @@ def main():
     for step in range(8):
         is_bad = step == (0 if how == "first" else 5)
         x, y = torch.randn(4, 6, 16).cuda(), torch.randn(4, 6, 4).cuda()
-        if is_bad and fault == "model":
-            net.attention.gain = 600.0
+        if fault == "model":
+            net.attention.gain = 600.0 if is_bad or (step > 5 and how == "bare") else 1.0
         if is_bad and fault == "loss":
             criterion.gain = 2.0**18
         if is_bad and fault == "data":
@@ -71,12 +71,16 @@ def main():
             raise ValueError("it is time")
         value = loss.item()
         print(step, value)
-        if not math.isfinite(value):
+        if not math.isfinite(value) and how not in ("once", "bare"):
             if how == "raise":
                 raise ValueError("the loss is wrong")
             print("stopping training")
             sys.exit(7)
         optimizer.zero_grad()
+        if how == "bare":
+            loss.backward()
+            optimizer.step()
+            continue
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -128,7 +132,7 @@ def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_pa
 def test_an_exit_upon_data_that_hold_nan_is_no_matter_of_precision(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "data", "exit")
     assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (7, "other", "data-nonfinite", 5)
-    assert "the batch of step 5 holds 1 NaN among 384 values in [0][0], first in sample 1" in page
+    assert "the batch of step 5 holds 1 NaN among 384 values in [0], first in sample 1" in page
 
 
 def test_weights_that_fp32_cannot_do_with_either_are_no_matter_of_precision(tmp_path: Path) -> None:
@@ -175,8 +179,39 @@ def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
     assert "run again now" not in page
 
 
+def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "model", "once")
+    assert (code, record.verdict, record.steps_run, record.steps_skipped) == (1, "precision", 8, 1)
+    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert "step 5 is not finite; the script waits while it is run again, in FP32 too" in page
+    assert [made.step for made in record.investigations] == [5]
+
+
+def test_one_batch_that_holds_nan_is_told_of_at_its_own_step(tmp_path: Path) -> None:
+    record, page, code = stopped(tmp_path, "data", "once")
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "data-nonfinite", 5)
+    assert "the batch of step 5 holds 1 NaN among 384 values in [0], first in sample 1" in page
+
+
+def test_without_a_scaler_the_step_that_spoils_the_weights_is_named_and_captured(tmp_path: Path) -> None:
+    record, _, code = stopped(tmp_path, "model", "bare")
+    assert (code, record.verdict, record.steps_run) == (1, "precision", 8)
+    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert record.script is not None
+    assert "step-5" in record.script.captures[0]
+    bisected = start(tmp_path, "bisect", record.script.captures[0])
+    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+
+
+def test_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path) -> None:
+    stopped(tmp_path, "model", "once")
+    watched = (tmp_path / "net.pt").read_bytes()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", "once")
+    assert (tmp_path / "net.pt").read_bytes() == watched
+
+
 @pytest.mark.parametrize("how", ["exit", "inner", "first"])
-def test_its_capture_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
+def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
     record, _, _ = stopped(tmp_path, "model", how)
     assert record.script is not None
     (capture,) = record.script.captures

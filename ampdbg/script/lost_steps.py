@@ -1,0 +1,221 @@
+"""Steps whose loss is lost: the first of a row, and that in which a script exits or raises what FP32 would not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import torch
+
+from ampdbg.errors import named_error
+from ampdbg.formats import FORMATS
+from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.probes.tensors import nonfinite, nonfinite_in_batch
+from ampdbg.probes.torch_errors import autocast_error
+from ampdbg.probes.watch import Watch
+from ampdbg.record.run import EXITED, Investigation, Record
+from ampdbg.replay.investigation import investigate, is_blamed
+from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.played_step import PlayedStep
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.script.captures import Captured, Captures
+from ampdbg.script.launch import ScriptEnd
+from ampdbg.script.played_run import Half, run_of
+from ampdbg.script.ranks import is_in_group
+from ampdbg.script.traced_steps import LONGEST_GAP, hushed
+
+MOST_LOST = 2
+"""So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
+
+
+class LostSteps:
+    """Steps whose forward pass fails before any tape runs: the first of a row, and the one in which a script ends.
+
+    Args:
+        watcher: of the loop.
+        captures: where the step goes in which the script ends.
+        observer: told before a step is run again.
+        investigates: they may be run again.
+        is_taped: whether the step under way is taped: then it is run again by that.
+        found: gets what is found.
+    """
+
+    def __init__(
+        self,
+        watcher: Watch,
+        captures: Captures,
+        observer: Observer,
+        *,
+        investigates: bool,
+        is_taped: Callable[[], bool],
+        found: list[Investigation],
+    ) -> None:
+        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes)
+        """Notes the step, and is to be entered while the script runs."""
+        self._watcher = watcher
+        self._captures = captures
+        self._observer = observer
+        self._investigates = investigates
+        self._is_taped = is_taped
+        self._owner = os.getpid()
+        self._found = found
+        self._tries = 0
+        self._latest = -LONGEST_GAP
+        self._why = ""
+
+    def lost(self, *, is_spoilt: bool) -> None:
+        """To be called when the loss of a step is not finite, while its weights are still its own; the script waits.
+
+        ``is_spoilt`` says that they are about to become NaN, as nothing withholds the step.
+        """
+        step = self._watcher.log.closed()
+        is_first, self._latest = step - self._latest > 1, step
+        if not is_first or self._is_taped() or self._tries >= MOST_LOST or not self.open_pass.has_gone_backward:
+            return
+        # Whatever it raises, such as that there is no memory for it, the script goes on.
+        with contextlib.suppress(Exception):
+            self._tries += 1
+            model = self._watcher.models.together()
+            found = self._run_again(model, lambda: self._observer.replay(step, "FP16, FP32 and more"))
+            if found is not None:
+                made, played, half = found
+                self._note_batch(model, made)
+                if not self._too(made, played, half):
+                    self._found.append(made)
+                    if is_spoilt:  # else the next one, which is taped, can be captured as well
+                        self._capture(played, model, half, made)
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+    def ended(self, ending: ScriptEnd) -> None:
+        """To be called when the script has ended, while what it holds is still alive."""
+        if ending.error is not None:
+            self._watcher.calls.failed(ending.error)
+        is_stopped = ending.code == 0 or isinstance(ending.error, KeyboardInterrupt)
+        is_forked = os.getpid() != self._owner
+        if is_stopped or is_forked or self._watcher.failure or not self.open_pass.is_under_way:
+            return
+        if is_told(self._watcher, ending.error):
+            return
+        # Whatever it raises, the script ends as it does.
+        with contextlib.suppress(Exception):
+            self._watcher.learn()
+            how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
+            step = self._watcher.log.closed()
+            self._why = f"{how} in step {step}, after a forward pass from which nothing went backward"
+            self._look(step)
+        self.open_pass.forget()
+
+    def seen(self, record: Record) -> Record:
+        """A record of the loop with why nothing was found in the step in which the script ended."""
+        return replace(record, error="\n".join(filter(None, (record.error, self._why))))
+
+    def _look(self, step: int) -> None:
+        """Runs the step again in which the script has ended, and captures it."""
+        model = self._watcher.models.together()
+        found = self._run_again(model, lambda: self._observer.ended_in(step))
+        if found is None:
+            return
+        made, played, half = found
+        too, has_bad_batch = self._too(made, played, half), self._note_batch(model, made)
+        if too and not has_bad_batch:
+            self._why += f". Run again, {too}"
+            return
+        self._why = ""
+        self._capture(played, model, half, made)
+        self._found += [made] * (not too)
+        self._watcher.log.break_off(made.replays[0].loss)
+
+    def _note_batch(self, model: torch.nn.Module, made: Investigation) -> bool:
+        """Notes the inputs of a step that hold NaN, where FP32 comes to nothing either; those of inf may be masks."""
+        if not made.reproduced or math.isfinite(made.replays[1].loss):
+            return False
+        bad = [counts for counts in nonfinite_in_batch(self.open_pass.batch(model)) if counts.nan]
+        self._watcher.log.batch += bad
+        return bool(bad)
+
+    def _run_again(
+        self, model: torch.nn.Module, tell: Callable[[], None]
+    ) -> tuple[Investigation, PlayedStep, Half] | None:
+        """What replays of the pass show, where it can be run again; ``tell`` is called before."""
+        device = next((parameter.device for parameter in model.parameters()), None)
+        half = None if device is None else self._half(model, device)
+        if device is None or half is None or not self._investigates or nonfinite(model.named_parameters()):
+            return None
+        if is_in_group():
+            self._why += "; a step of a group is not run again" * bool(self._why)
+            return None
+        played = self.open_pass.played(model, device.type)
+        if played is None:
+            self._why += "; its calls cannot be made again" * bool(self._why)
+            return None
+        tell()  # here, for behind this nothing is shown
+        return self._investigated(played, model, device, half), played, half
+
+    def _too(self, made: Investigation, played: PlayedStep, half: Half) -> str:
+        """What replays show of it where they do not show that precision is the cause, nor that it is not."""
+        low, *others = made.replays
+        if not made.reproduced:
+            return f"what its modules give is finite in {FORMATS[half].short}: look at what the script makes of that"
+        if low.error and others[0].error:
+            return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
+        if low.error and not is_blamed(made):
+            return f"it raises that in {FORMATS[half].short} and not in FP32, and no op was found that goes wrong"
+        if not losses_of(played) and not math.isfinite(others[0].loss):
+            return "what its modules give is not finite, and in FP32 neither"
+        return ""
+
+    def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
+        """What autocast lowers to in it, or what the weights are."""
+        dtypes = [self.open_pass.lowers_to(device.type), *{parameter.dtype for parameter in model.parameters()}]
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
+        return next((half for name in names for half in get_args(Half) if half == name), None)
+
+    def _investigated(
+        self, played: PlayedStep, model: torch.nn.Module, device: torch.device, half: Half
+    ) -> Investigation:
+        watcher = self._watcher
+        run = run_of(played, model, tuple(watcher.optimizers), device, half)
+        steps = watcher.steps
+        before = steps if losses_of(played) == 1 else ()  # a sum of other numbers is not to be compared with losses
+        with watcher.paused(), hushed(), torch.enable_grad():
+            snapshot = Snapshot(watcher.log.closed(), played.given, RandomState.now(), ModelState.now(model))
+            made = investigate(run, snapshot, "loss", self._scale, before=before, observer=UNOBSERVED)
+        return replace(made, has_loss=losses_of(played) == 1)
+
+    @property
+    def _scale(self) -> float:
+        return self._watcher.steps[-1].scale if self._watcher.steps else 1.0
+
+    def _capture(self, played: PlayedStep, model: torch.nn.Module, half: Half, made: Investigation) -> None:
+        step = self._watcher.log.closed()
+        try:
+            with self._watcher.paused(), torch.no_grad():
+                captured = Captured(
+                    played=played,
+                    model=model,
+                    state=ModelState.now(model),
+                    optimizers=tuple(self._watcher.optimizers),
+                    scaler=None,
+                    step=step,
+                    scale=self._scale,
+                    loss=made.replays[0].loss,
+                    why="loss",
+                    half=half,
+                    record=self._watcher.record(),
+                    start=self._captures.start,
+                    is_broken_off=True,
+                )
+                self._captures.add(captured)
+        except Exception as error:  # noqa: BLE001 - whatever it raises, what was found is told
+            self._captures.cannot(step, named_error(error))
+
+
+def is_told(watcher: Watch, error: BaseException | None) -> bool:
+    """Whether an error that the script has raised tells by itself what is wrong."""
+    by_autocast = autocast_error(error, watcher.log.closed(), watcher.models.named_modules)
+    return by_autocast is not None or watcher.calls.explains(error)
