@@ -59,7 +59,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         return
     numbers = {step.step for step in bad}
     replayed = [made for made in record.investigations if made.why == "loss" and made.step in numbers]
-    judged = (made for made in replayed if made.has_loss or not may_diverge(made, record))
+    judged = (made for made in replayed if not _is_in_doubt(made, record))
     investigated = next(judged, next(iter(replayed), None))
     if investigated is not None:
         yield cause_of(investigated, record)
@@ -128,7 +128,7 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
             return finding_at(UNKNOWN, made, message)
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     found = precision_cause(suspect)
-    return found if made.has_loss or not may_diverge(made, record) else _doubted(found, MAY_DIVERGE)
+    return _doubted(found, MAY_DIVERGE) if _is_in_doubt(made, record) else found
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:
@@ -156,6 +156,12 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     if why:
         return _doubted(found, why)
     return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
+
+
+def _is_in_doubt(made: Investigation, record: Record) -> bool:
+    """Whether FP32 comes through what modules gave in the step, and a learning rate that diverges may be behind it."""
+    is_finite_there = len(made.replays) > 1 and is_finite(made.replays[1])
+    return not made.has_loss and is_finite_there and may_diverge(made, record)
 
 
 def _doubted(found: Finding, why: str) -> Finding:

@@ -53,6 +53,9 @@ class HalfCasts(cst.CSTTransformer):
         self._around.pop()
         if isinstance(updated_node, cst.BinaryOperation):
             return _spaced(updated_node)
+        if isinstance(updated_node, cst.Call) and (lowered := self._lowered_operand(original_node)) is not None:
+            self.cast.append(code_of(lowered))
+            return cast(lowered)
         if id(original_node) in self._left or not self._is_half(original_node):
             return updated_node
         if not isinstance(original_node, cst.BaseExpression) or not isinstance(updated_node, cst.BaseExpression):
@@ -67,6 +70,19 @@ class HalfCasts(cst.CSTTransformer):
         if not is_there and isinstance(parent, cst.Arg):
             return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
         return cast(updated_node)
+
+    def _lowered_operand(self, node: cst.CSTNode) -> cst.BaseExpression | None:
+        """``y`` of ``y.to(x.dtype)``, where ``x`` is half still: beside operands in FP32 it would overflow as before.
+
+        What is no operand may be handed on in that dtype on purpose.
+        """
+        match node:
+            case cst.Call(
+                func=cst.Attribute(value=tensor, attr=cst.Name("to")),
+                args=[cst.Arg(value=cst.Attribute(value=like, attr=cst.Name("dtype")), keyword=None)],
+            ) if self._around and isinstance(self._around[-1], cst.BinaryOperation) and self._is_half(like):
+                return tensor
+        return None
 
     def _promoted(self, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
         """The side of an operator that may hold a number: beside an FP32 tensor it is promoted without a cast."""

@@ -33,7 +33,8 @@ MOST_CALLS = 1000
 """A pass of more calls is no pass but an epoch."""
 
 PRUNED_FROM = 16
-"""So many calls are kept before those are looked for whose results nobody has any more."""
+"""So many calls are kept before those are looked for whose results nobody has any more; fewer, where a module is called
+again, as in an evaluation: the batches of many steps are not to be held."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
@@ -188,7 +189,8 @@ class OpenPass:
         if self._passes != self._backward():
             self._passes = self._backward()
             self.forget()
-        if len(self._calls) >= self._prune_at:
+        is_again = len(self._calls) < PRUNED_FROM and any(call.module is module for call in self._calls.values())
+        if is_again or len(self._calls) >= self._prune_at:
             self._prune()
         if len(self._calls) >= MOST_CALLS:
             return run(module, *args, **kwargs)

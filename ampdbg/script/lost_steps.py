@@ -81,7 +81,7 @@ class LostSteps:
         with contextlib.suppress(Exception):
             self._tries += 1
             model = self._watcher.models.together()
-            found = self._run_again(model, lambda: self._observer.replay(step, "FP16, FP32 and more"))
+            found = self._run_again(model, lambda: self._observer.replay(step, "FP16, FP32 and more"), is_lost=True)
             if found is not None:
                 made, played, half = found
                 self._note_batch(model, made)
@@ -101,8 +101,8 @@ class LostSteps:
             return
         if is_told(self._watcher, ending.error):
             return
-        # Whatever it raises, the script ends as it does.
-        with contextlib.suppress(Exception):
+        # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
+        with contextlib.suppress(Exception, KeyboardInterrupt):
             self._watcher.learn()
             how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
             step = self._watcher.log.closed()
@@ -139,12 +139,16 @@ class LostSteps:
         return bool(bad)
 
     def _run_again(
-        self, model: torch.nn.Module, tell: Callable[[], None]
-    ) -> tuple[Investigation, PlayedStep, Half] | None:
-        """What replays of the pass show, where it can be run again; ``tell`` is called before."""
+        self, model: torch.nn.Module, tell: Callable[[], None], *, is_lost: bool = False
+    ) -> tuple[Investigation, PlayedStep, Half | None] | None:
+        """What replays of the pass show, where it can be run again; ``tell`` is called before.
+
+        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause.
+        """
         device = next((parameter.device for parameter in model.parameters()), None)
         half = None if device is None else self._half(model, device)
-        if device is None or half is None or not self._investigates or nonfinite(model.named_parameters()):
+        may_be = self._investigates and (is_lost or half is not None)
+        if device is None or not may_be or nonfinite(model.named_parameters()):
             return None
         if is_in_group():
             self._why += "; a step of a group is not run again" * bool(self._why)
@@ -156,17 +160,19 @@ class LostSteps:
         tell()  # here, for behind this nothing is shown
         return self._investigated(played, model, device, half), played, half
 
-    def _too(self, made: Investigation, played: PlayedStep, half: Half) -> str:
+    def _too(self, made: Investigation, played: PlayedStep, half: Half | None) -> str:
         """What replays show of it where they do not show that precision is the cause, nor that it is not."""
         low, *others = made.replays
+        short = FORMATS[half or "float32"].short
         if not made.reproduced:
-            return f"what its modules give is finite in {FORMATS[half].short}: look at what the script makes of that"
+            return f"what its modules give is finite in {short}: look at what the script makes of that"
         if low.error and others[0].error:
             return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
         if low.error and not is_blamed(made):
-            return f"it raises that in {FORMATS[half].short} and not in FP32, and no op was found that goes wrong"
-        if not losses_of(played) and not math.isfinite(others[0].loss):
-            return "what its modules give is not finite, and in FP32 neither"
+            return f"it raises that in {short} and not in FP32, and no op was found that goes wrong"
+        makes_nan = math.isnan(others[0].loss) and any(made.phase == "forward" for made in others[0].producers)
+        if not losses_of(played) and not math.isfinite(others[0].loss) and not makes_nan:
+            return "what its modules give is not finite, and in FP32 neither"  # as where they mask what they give
         return ""
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
@@ -176,7 +182,7 @@ class LostSteps:
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
     def _investigated(
-        self, played: PlayedStep, model: torch.nn.Module, device: torch.device, half: Half
+        self, played: PlayedStep, model: torch.nn.Module, device: torch.device, half: Half | None
     ) -> Investigation:
         watcher = self._watcher
         run = run_of(played, model, tuple(watcher.optimizers), device, half)
@@ -191,7 +197,7 @@ class LostSteps:
     def _scale(self) -> float:
         return self._watcher.steps[-1].scale if self._watcher.steps else 1.0
 
-    def _capture(self, played: PlayedStep, model: torch.nn.Module, half: Half, made: Investigation) -> None:
+    def _capture(self, played: PlayedStep, model: torch.nn.Module, half: Half | None, made: Investigation) -> None:
         step = self._watcher.log.closed()
         try:
             with self._watcher.paused(), torch.no_grad():

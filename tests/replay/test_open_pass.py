@@ -146,7 +146,9 @@ def test_a_pass_ends_with_the_first_call_after_it_went_backward(noting: Noting) 
     assert noting.found.is_under_way
 
 
-def test_nothing_that_it_gave_is_held_and_a_loop_without_a_backward_pass_holds_no_batch_but_few(noting: Noting) -> None:
+def test_nothing_that_it_gave_is_held_and_a_loop_without_a_backward_pass_holds_no_batch_but_one_or_two(
+    noting: Noting,
+) -> None:
     net = Net()
     output = net(X)["logits"]
     held = weakref.ref(output)
@@ -160,7 +162,7 @@ def test_nothing_that_it_gave_is_held_and_a_loop_without_a_backward_pass_holds_n
         net(x)
         del x
     gc.collect()
-    assert sum(batch() is not None for batch in batches) <= 16
+    assert sum(batch() is not None for batch in batches) <= 2
 
 
 def test_a_model_is_copied_and_pickled_as_ever(noting: Noting) -> None:

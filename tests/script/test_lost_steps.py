@@ -228,3 +228,36 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert "the patch for it is proven on the failing step" in " ".join(patched.stderr.split())
     cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", how)
     assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
+
+
+IN_FP32 = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.gain = nn.Linear(16, 16), nn.Linear(16, 4), 1.0
+
+    def forward(self, x):
+        weights = torch.exp(self.body(x) * self.gain)
+        return self.head(weights / weights.sum(-1, keepdim=True))
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for step in range(8):
+    net.gain = 2000.0 if step > 4 else 1.0
+    loss = nn.functional.cross_entropy(net(torch.randn(8, 16)), torch.randint(4, (8,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+"""Nothing is half in it, and from step 5 on its exponentials overflow."""
+
+
+def test_a_loss_that_fp32_loses_is_named_at_the_step_that_spoils_the_weights(tmp_path: Path) -> None:
+    result, record = run(tmp_path, IN_FP32, options=())
+    assert (result.code, record.verdict) == (1, "other")
+    assert where(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
