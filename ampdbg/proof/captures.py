@@ -114,7 +114,8 @@ class _Told(Observer):
     @staticmethod
     def _telling(name: str, stream: IO[str]) -> Callable[..., None]:
         def tell(*arguments: Any) -> None:
-            print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=stream, flush=True)
+            stream.write(base64.b64encode(pickle.dumps((name, arguments))).decode() + "\n")  # print may be the script's
+            stream.flush()
 
         return tell
 

@@ -64,7 +64,8 @@ class _StagesTo(Observer):
         self._stages = stages
 
     def stage(self, doing: str) -> None:
-        print(doing, file=self._stages, flush=True)
+        self._stages.write(f"{doing}\n")
+        self._stages.flush()
 
 
 def perform(job: Job, steps: Path, observer: Observer) -> Seen:

@@ -401,7 +401,9 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     captures = record.script.captures if record.script is not None else ()
     if captures and _pin_may_help(record):
         what = "the patch that cures it, proven on the step that was captured"
-        return view.NextCommand(what, f"ampdbg suggest-fp32 {_to_type(captures[0], typed.folder)}")
+        is_of_capture = record.command == "replay" and "--script" in typed.config
+        taken = typed.config if is_of_capture else _to_type(captures[0], typed.folder)
+        return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
     if record.findings and record.verdict != "healthy":
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return None

@@ -184,6 +184,7 @@ for _ in range(2):
     found = record.findings[0]
     assert (result.code, found.code, found.module) == (1, "forward-overflow", "attention")
     assert record.investigations[0].reproduced == 5
+    assert result.stdout.rstrip().endswith("--script few.py")  # what to type next starts the same
 
 
 def test_a_replay_has_the_numbers_of_the_run(tmp_path: Path) -> None:
