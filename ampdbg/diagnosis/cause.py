@@ -28,8 +28,8 @@ from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_no
 from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES, finding_of
-from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Producer, Record, Replay
+from ampdbg.record.findings import Finding, Phase
+from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
@@ -59,10 +59,14 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         return
     numbers = {step.step for step in bad}
     replayed = [made for made in record.investigations if made.why == "loss" and made.step in numbers]
-    judged = (made for made in replayed if not _is_in_doubt(made, record))
-    investigated = next(judged, next(iter(replayed), None))
+    telling = [made for made in replayed if not _has_spoilt_weights(made, record)]
+    judged = (made for made in telling if not _is_in_doubt(made, record))
+    investigated = next(judged, next(iter(telling), None))
     if investigated is not None:
         yield cause_of(investigated, record)
+        return
+    if replayed:
+        yield _spoilt_by_a_step(bad[0], record)
         return
     unskipped = sum(1 for step in bad if not step.skipped)
     lost = len(bad) + record.left_out.lost
@@ -75,6 +79,33 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         f"{record.steps_run} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
     )
+
+
+def _has_spoilt_weights(made: Investigation, record: Record) -> bool:
+    """Whether an earlier step has spoilt the weights, and FP32 comes to nothing with them either."""
+    is_finite_there = len(made.replays) > 1 and is_finite(made.replays[1])
+    return not is_finite_there and _spoilt_from(record) < made.step
+
+
+def _spoilt_from(record: Record) -> float:
+    """The first step behind which a parameter was not finite."""
+    spoilt = (step.step for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
+    return min(spoilt, default=math.inf)
+
+
+def _is_spoilt(counts: TensorCounts) -> bool:
+    return counts.kind == "parameter" and counts.when == "after"
+
+
+def _spoilt_by_a_step(bad: Step, record: Record) -> Finding:
+    """The finding of a run in which a step has spoilt the weights, and no earlier one was run again."""
+    taken = (step for step in record.steps if not step.skipped and (step.found_inf or not math.isfinite(step.loss)))
+    origin = min(taken, key=lambda step: step.step, default=bad)
+    name = next(counts.name for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
+    what = f"the loss is {number(origin.loss)}" if not math.isfinite(origin.loss) else "gradients are not finite"
+    phase: Phase = "forward" if not math.isfinite(origin.loss) else "backward"
+    message = f"{what} at step {origin.step}, nothing withheld it, and with it {name} and others became NaN"
+    return finding_of(UNKNOWN, origin.step, phase, f"{message}: later steps show no more", parameter=name)
 
 
 def _steps_taken_with_bad_gradients(record: Record) -> Iterator[Investigation]:

@@ -204,11 +204,15 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
+        is_spoilt = is_bad and any(
+            nonfinite(self._model.named_parameters())
+        )  # an earlier step did it: this tells nothing
         # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
         # again may be to wait for the others.
         is_alone = not is_in_group()
-        is_captured = self._is_wanted or (is_bad and not self._captures.is_full and (is_alone or self._is_bad_itself()))
-        is_run = is_bad and is_alone and self._may_wait and _half_in(self._trace) is not None
+        may_be = is_bad and not is_spoilt
+        is_captured = self._is_wanted or (may_be and not self._captures.is_full and (is_alone or self._is_bad_itself()))
+        is_run = may_be and is_alone and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
             self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
         self._tape.stepped_on()

@@ -261,3 +261,53 @@ def test_a_loss_that_fp32_loses_is_named_at_the_step_that_spoils_the_weights(tmp
     result, record = run(tmp_path, IN_FP32, options=())
     assert (result.code, record.verdict) == (1, "other")
     assert where(record) == ("true-nan", 5, "", "weights = torch.exp(self.body(x) * self.gain)")
+
+
+SPOILS = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+is_bad, is_half = sys.argv[1] == "bad", sys.argv[2] == "half"
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.is_bad = nn.Linear(16, 16), nn.Linear(16, 4), False
+
+    def forward(self, x):
+        h = self.body(x)
+        return self.head(h + (h * 0).sqrt() if self.is_bad else h)
+
+net = Net().cuda()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for step in range(10):
+    net.is_bad = is_bad and step == 4
+    x, y = torch.randn(8, 16).cuda(), torch.randint(4, (8,)).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_half):
+        loss = nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+"""The gradient of a square root of 0 makes the weights NaN, as nothing withholds step 4; its loss is finite."""
+
+
+@pytest.mark.parametrize("precision", ["half", "float32"])
+def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_taken_for_its_cause(
+    tmp_path: Path, precision: str
+) -> None:
+    _, record = run(tmp_path, SPOILS, "bad", precision)
+    found = record.findings[0]
+    assert (found.code, found.step, found.phase, found.parameter) == ("unknown", 4, "backward", "body.weight")
+    assert found.message == (
+        "gradients are not finite at step 4, nothing withheld it, and with it body.weight and others became NaN: later "
+        "steps show no more"
+    )
+    assert record.script is not None
+    assert record.script.captures == ()
+
+
+def test_without_that_gradient_it_is_healthy(tmp_path: Path) -> None:
+    result, record = run(tmp_path, SPOILS, "good", "float32")
+    assert (result.code, record.verdict) == (0, "healthy")
