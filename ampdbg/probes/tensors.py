@@ -98,6 +98,11 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
+def times_written(tensor: torch.Tensor) -> int:
+    """How often a tensor had been written by now; 0 where that is not counted, as in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def wraps_others(tensor: Any) -> bool:
     """Whether it is of a class that holds its values in other tensors, such as DTensor."""
     return bool(is_traceable_wrapper_subclass(tensor))

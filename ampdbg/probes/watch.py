@@ -150,13 +150,14 @@ class Watch:
         several = ("loops in several threads were seen: the order of their calls is not judged",)
         return (*self.log.notes, *several[: len(self._threads) > 1])
 
-    def _is_in_fp32(self) -> bool:
+    @property
+    def is_in_fp32(self) -> bool:
         """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
         return self.calls.graphs > 0 and not self.calls.lowered and not any(self._scalers.values())
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
-        device, in_fp32 = self.optimizers.device, self._is_in_fp32()
+        device, in_fp32 = self.optimizers.device, self.is_in_fp32
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         # A loop with a scaler is meant to run in half precision.

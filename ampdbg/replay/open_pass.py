@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.seams import module_calls_replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import leaves_of
+from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
@@ -137,6 +137,7 @@ class OpenPass:
         """Lets go of what was noted."""
         self._calls.clear()
         self._made.clear()
+        self._number = 0
 
     def lowers_to(self, device: str) -> torch.dtype | None:
         """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
@@ -180,7 +181,7 @@ class OpenPass:
         for number, call in self._calls.items():
             is_got_over = not call.has_returned and number != last
             has_weights = any(id(weight) in own for weight in call.module.parameters())
-            is_as_it_was = call.is_whole and all(value._version == version for value, version in call.inputs)
+            is_as_it_was = call.is_whole and all(times_written(value) == times for value, times in call.inputs)
             if is_as_it_was and not is_got_over and call.reads <= found and (has_weights or call.reads):
                 found.add(number)
                 yield number, call
@@ -225,7 +226,7 @@ class OpenPass:
                     return None
                 noted.reads.add(made.call)
                 return made
-            noted.inputs.append((value, value._version))
+            noted.inputs.append((value, times_written(value)))
             return value
 
         noted.given = tuple(map(_mapped(each), args)), {name: _mapped(each)(value) for name, value in kwargs.items()}
@@ -258,8 +259,8 @@ class PassEnd:
         if self.losses:
             losses = [tensor.reshape(()).float() for tensor in made if tensor.numel() == 1]
             return torch.stack(losses).sum()
-        sums = [tensor.detach().float().sum() for tensor in made]
-        return torch.stack([torch.zeros(()), *(one.cpu() for one in sums)]).sum().requires_grad_()
+        sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
+        return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 
 
 def losses_of(played: PlayedStep) -> int:

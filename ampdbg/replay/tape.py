@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.seams import Seam, attached, module_calls_replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import leaves_of
+from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
@@ -207,9 +207,9 @@ class Tape(TorchFunctionMode):
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor as it is now; the same one as long as nothing writes into it."""
         known = self._copies.get(id(tensor))
-        if known is None or known[1] != tensor._version:
+        if known is None or known[1] != times_written(tensor):
             copy = duplicate(tensor.detach()).requires_grad_(tensor.requires_grad)
-            known = self._copies[id(tensor)] = tensor, tensor._version, copy
+            known = self._copies[id(tensor)] = tensor, times_written(tensor), copy
         return known[2]
 
     def played(self) -> PlayedStep | None:

@@ -147,7 +147,8 @@ class LostSteps:
         """
         device = next((parameter.device for parameter in model.parameters()), None)
         half = None if device is None else self._half(model, device)
-        may_be = self._investigates and (is_lost or half is not None)
+        is_known = half is not None or (is_lost and self._watcher.is_in_fp32)
+        may_be = self._investigates and is_known
         if device is None or not may_be or nonfinite(model.named_parameters()):
             return None
         if is_in_group():
@@ -176,9 +177,10 @@ class LostSteps:
         return ""
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
-        """What autocast lowers to in it, or what the weights are."""
+        """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""
         dtypes = [self.open_pass.lowers_to(device.type), *{parameter.dtype for parameter in model.parameters()}]
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
+        names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
     def _investigated(

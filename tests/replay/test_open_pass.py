@@ -175,6 +175,37 @@ def test_a_model_is_copied_and_pickled_as_ever(noting: Noting) -> None:
     assert not twin._forward_pre_hooks
 
 
+def test_tensors_of_inference_mode_and_complex_ones_are_no_hindrance(noting: Noting) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.rfft(x @ torch.ones(6, 3) * self.gain)
+
+    with torch.inference_mode():
+        x = X * 2
+    model = Waves()
+    model(x.clone())
+    for given in (X, x.clone()):
+        noting.backward += 1
+        model(given)
+        played = noting.found.played(model, "cpu")
+        assert played is not None
+        assert torch.isfinite(played.loss(played.given[0]))
+
+
+def test_numbers_of_calls_begin_anew_with_each_pass(noting: Noting) -> None:
+    net = Net()
+    for _ in range(100):
+        net(X)
+        noting.backward += 1
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert len(played.calls) == 1
+
+
 def test_torch_compile_sees_none_of_it(noting: Noting) -> None:
     net = Net().eval()
     compiled = torch.compile(net, backend="eager", fullgraph=True)

@@ -311,3 +311,44 @@ def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_take
 def test_without_that_gradient_it_is_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, SPOILS, "good", "float32")
     assert (result.code, record.verdict) == (0, "healthy")
+
+
+ACCELERATED = """
+import math, sys, torch
+from accelerate import Accelerator
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.gain = nn.Linear(16, 16), 1.0
+
+    def forward(self, x):
+        h = self.body(x) * self.gain
+        similar = h @ h.transpose(-1, -2)
+        return (similar - similar.mean(-1, keepdim=True)).softmax(-1) @ x
+
+def main():
+    torch.manual_seed(0)
+    accelerator = Accelerator(mixed_precision="fp16")
+    inner = Net()
+    net, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
+    for step in range(8):
+        inner.gain = 600.0 if step == 5 else 1.0
+        loss = net(torch.randn(4, 6, 16).to(accelerator.device)).pow(2).mean()
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+
+main()
+"""
+"""Accelerate enters autocast within the model's call, where it cannot be seen around it."""
+
+
+def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    _, record = run(tmp_path, ACCELERATED)
+    assert where(record) == ("forward-overflow", 5, "", "similar = h @ h.transpose(-1, -2)")
+    assert record.investigations[0].replays[0].dtype == "float16"
