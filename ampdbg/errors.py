@@ -25,8 +25,8 @@ def first_line(error: BaseException) -> str:
 
 def named_error(error: BaseException) -> str:
     """The type of an exception, and what it says in a line where it says something."""
-    text = text_of(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name, said = type(error).__name__, first_line(error)
+    return name if said == name else f"{name}: {said}"
 
 
 class AmpdbgError(Exception):

@@ -83,8 +83,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
 
 def _has_spoilt_weights(made: Investigation, record: Record) -> bool:
     """Whether an earlier step has spoilt the weights, and FP32 comes to nothing with them either."""
-    is_finite_there = len(made.replays) > 1 and is_finite(made.replays[1])
-    return not is_finite_there and _spoilt_from(record) < made.step
+    return not _is_finite_in_fp32(made) and _spoilt_from(record) < made.step
 
 
 def _spoilt_from(record: Record) -> float:
@@ -191,8 +190,11 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:
     """Whether FP32 comes through what modules gave in the step, and a learning rate that diverges may be behind it."""
-    is_finite_there = len(made.replays) > 1 and is_finite(made.replays[1])
-    return not made.has_loss and is_finite_there and may_diverge(made, record)
+    return not made.has_loss and _is_finite_in_fp32(made) and may_diverge(made, record)
+
+
+def _is_finite_in_fp32(made: Investigation) -> bool:
+    return len(made.replays) > 1 and is_finite(made.replays[1])
 
 
 def _doubted(found: Finding, why: str) -> Finding:

@@ -95,8 +95,14 @@ class Captures:
         """Notes that a step could not be captured."""
         self.why_not = self.why_not or f"step {step} was not captured: {why}"
 
-    def add(self, captured: Captured) -> None:
-        """Writes one; where that cannot be, ``why_not`` says why, and the script goes on."""
+    def add(self, step: int, make: Callable[[], Captured]) -> None:
+        """Writes the one that ``make`` makes; where that cannot be, ``why_not`` says why, and the script goes on."""
+        try:
+            self._write(make())
+        except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
+            self.cannot(step, named_error(error))
+
+    def _write(self, captured: Captured) -> None:
         if self.is_full:
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")

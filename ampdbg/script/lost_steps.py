@@ -11,7 +11,6 @@ from typing import get_args
 
 import torch
 
-from ampdbg.errors import named_error
 from ampdbg.formats import FORMATS
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.tensors import nonfinite, nonfinite_in_batch
@@ -201,26 +200,26 @@ class LostSteps:
 
     def _capture(self, played: PlayedStep, model: torch.nn.Module, half: Half | None, made: Investigation) -> None:
         step = self._watcher.log.closed()
-        try:
-            with self._watcher.paused(), torch.no_grad():
-                captured = Captured(
-                    played=played,
-                    model=model,
-                    state=ModelState.now(model),
-                    optimizers=tuple(self._watcher.optimizers),
-                    scaler=None,
-                    step=step,
-                    scale=self._scale,
-                    loss=made.replays[0].loss,
-                    why="loss",
-                    half=half,
-                    record=self._watcher.record(),
-                    start=self._captures.start,
-                    is_broken_off=True,
-                )
-                self._captures.add(captured)
-        except Exception as error:  # noqa: BLE001 - whatever it raises, what was found is told
-            self._captures.cannot(step, named_error(error))
+
+        def captured() -> Captured:
+            return Captured(
+                played=played,
+                model=model,
+                state=ModelState.now(model),
+                optimizers=tuple(self._watcher.optimizers),
+                scaler=None,
+                step=step,
+                scale=self._scale,
+                loss=made.replays[0].loss,
+                why="loss",
+                half=half,
+                record=self._watcher.record(),
+                start=self._captures.start,
+                is_broken_off=True,
+            )
+
+        with self._watcher.paused(), torch.no_grad():
+            self._captures.add(step, captured)
 
 
 def is_told(watcher: Watch, error: BaseException | None) -> bool:

@@ -195,12 +195,14 @@ class _Taking:
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         for most in range(len(self._capture.head.calls), 0, -1):
+            if self.is_used:
+                return
             self._take(self.open_pass.played(model, device, most), "its calls cannot be made again")
 
     def _take(self, played: PlayedStep | None, why_not: str) -> None:
         model = self.watcher.models.together()
         self._last = why_not if played is None else self._capture.why_not(played, model)
-        if self.is_used or played is None or self._last:
+        if played is None or self._last:
             return
         self.is_used = True
         self.end()
@@ -242,7 +244,7 @@ def _of_capture(capture: Capture) -> Record:
         loss=head.loss,
         scale=head.scale,
         found_inf=is_bad,
-        skipped=is_bad and head.scaler is not None and not head.is_broken_off,
+        skipped=is_bad and head.scaler is not None,
         scaler=latest if head.scaler is not None else 0,
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))

@@ -15,7 +15,6 @@ from typing import Any, TextIO, get_args
 
 import torch
 
-from ampdbg.errors import named_error
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
@@ -234,25 +233,25 @@ class TracedStep:
 
     def _capture(self, played: PlayedStep, scaler: torch.amp.GradScaler | None, scale: float, *, is_bad: bool) -> None:
         step = self._watcher.log.closed()
-        try:
-            with self._watcher.paused(), torch.no_grad():
-                captured = Captured(
-                    played=played,
-                    model=self._model,
-                    state=self._tape.state,
-                    optimizers=tuple(self._watcher.optimizers),
-                    scaler=scaler,
-                    step=step,
-                    scale=scale,
-                    loss=self._tape.loss,
-                    why=_why(self._tape.loss) if is_bad else "end",
-                    half=_half_in(self._trace),
-                    record=self._watcher.record(),
-                    start=self._captures.start,
-                )
-                self._captures.add(captured)
-        except Exception as error:  # noqa: BLE001 - whatever it raises, the script goes on
-            self._captures.cannot(step, named_error(error))
+
+        def captured() -> Captured:
+            return Captured(
+                played=played,
+                model=self._model,
+                state=self._tape.state,
+                optimizers=tuple(self._watcher.optimizers),
+                scaler=scaler,
+                step=step,
+                scale=scale,
+                loss=self._tape.loss,
+                why=_why(self._tape.loss) if is_bad else "end",
+                half=_half_in(self._trace),
+                record=self._watcher.record(),
+                start=self._captures.start,
+            )
+
+        with self._watcher.paused(), torch.no_grad():
+            self._captures.add(step, captured)
 
     def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
         """What replays of the step show; None where it does not go wrong again."""
