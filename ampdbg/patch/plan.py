@@ -225,6 +225,7 @@ class Patch:
     units: tuple[PatchUnit, ...]
     without: Mapping[str, tuple[FileEdit, ...]]
     refused: tuple[Refused, ...] = ()
+    moves_constants: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ def constants_kept(constants: Sequence[Source], materials: Materials) -> Patch:
         refused += _in_file(file, edited.refused)
         edits.append(FileEdit(Path(file), before, edited.source))
     title = " and ".join(f"the constant on {lines_title(file, list(here))}" for file, here in lines.items())
-    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: ()}, tuple(refused))
+    return Patch(tuple(edits), (PatchUnit(title, ()),), {title: ()}, tuple(refused), moves_constants=True)
 
 
 def wider_than(narrower: Patch, why: str, patch: Patch) -> Patch:

@@ -171,15 +171,22 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         return Health(
             False, f"finite, but the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32", guilty or _far(made)
         )
-    if made.why == "end" and not agrees(low, fp32, floor):
-        why = f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
-        return Health(False, why, guilty or _far(made))
+    if made.why == "end" and (far := gradients_far(made)):
+        return Health(False, far, guilty or _far(made))
     lost = low.lost_energy or 0.0
     if lost > LOST_ENERGY:
         return Health(False, f"{lost:.0%} of the gradient's energy is flushed to zero", guilty)
     if is_silent and guilty:
         return Health(False, f"{named(guilty[0].producer)} still overflows and erases itself", guilty)
     return Health(True)
+
+
+def gradients_far(made: Investigation) -> str:
+    """How far the gradients of a replay that is healthy else are from FP32's; "" within the noise."""
+    low, fp32 = made.replays[:2]
+    if agrees(low, fp32, noise_floor(made)):
+        return ""
+    return f"finite, but the gradients are {low.gradient_distance or 0.0:.0%} away from FP32's"
 
 
 def _far(made: Investigation) -> tuple[Suspect, ...]:

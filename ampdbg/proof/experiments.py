@@ -23,7 +23,7 @@ from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
 from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import judged, on_further_batches
+from ampdbg.pinning.experiment import gradients_far, judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.proof.jobs import CapturedStep, Job, Seen, StepUse, Trained, Tried, overlaid, pinned_by, prepared_with
 from ampdbg.proof.processes import own_stdout
@@ -182,10 +182,12 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
     health, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
     low, fp32 = made.replays[:2]
+    # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
+    why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
     return Tried(
         step=replays.failing.snapshot.step,
-        healthy=health.healthy,
-        why=health.why,
+        healthy=not why,
+        why=why,
         loss=low.loss,
         scale=replays.scale,
         fp32_loss=fp32.loss,

@@ -42,12 +42,14 @@ class Patched:
     """A workload with its pins in force, in any form that a suggestion has; nothing of it for the workload as it is.
 
     ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
-    one among them whose ``pin_fp32`` is called with the model. ``pins`` are added to the config's.
+    one among them whose ``pin_fp32`` is called with the model. ``pins`` are added to the config's. ``moves_constants``
+    says that the files compute with other constants in half than in FP32.
     """
 
     files: Mapping[Path, bytes] = field(default_factory=dict)
     pins_file: Path | None = None
     pins: tuple[str, ...] = ()
+    moves_constants: bool = False
 
     @property
     def changes_nothing(self) -> bool:

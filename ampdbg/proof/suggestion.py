@@ -165,7 +165,8 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
         if prover is None:
             return _patched_by(patch, record, materials.config)
         try:
-            proof = prover(_patched(patch.edits), {title: _patched(edits) for title, edits in patch.without.items()})
+            patched = replace(_patched(patch.edits), moves_constants=patch.moves_constants)
+            proof = prover(patched, {title: _patched(edits) for title, edits in patch.without.items()})
         except KeyboardInterrupt:
             shown = _patched_by(patch, replace(record, interrupted=True), materials.config)
             return replace(shown, edits=())  # not proven, it is not to be written

@@ -51,3 +51,45 @@ def test_unproven_it_is_no_better_than_the_pins_that_the_search_has_tried(tmp_pa
     assert record.handover is not None
     assert record.handover.files
     assert not record.handover.pins_nothing
+
+
+SMALL = """
+import torch
+from torch import nn
+
+class Norm(nn.Module):
+    def forward(self, x):
+        return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 1e-8)
+
+class Net(nn.Module):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(16, 16), Norm(), nn.Linear(16, 4)
+        self.head.weight.data *= 0.01
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x) * SIZE))
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(8)]
+
+def loss(model, batch):
+    return (model(batch[0]).float() - batch[1]).pow(2).mean()
+"""
+
+
+def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path) -> None:
+    """FP32's own values are smaller there than any eps that FP16 holds: the loss hardly tells, the gradients do."""
+    (tmp_path / "w.py").write_text(SMALL.replace("SIZE", "1e-4"), encoding="utf-8")
+    settings = "model: {target: w.py:Net}\ndata: {target: w.py:data}\nstep: {target: w.py:loss}\ntrain: {steps: 3}\n"
+    (tmp_path / "c.yaml").write_text(settings, encoding="utf-8")
+    record = suggest(load_config(tmp_path / "c.yaml")).record
+
+    assert record.findings[0].code == "eps-underflow"
+    assert record.verification is not None
+    assert record.verification.passed, record.verification
+    patch = (content(record) or b"").decode()
+    assert "finfo" not in patch
+    assert "autocast" in patch
