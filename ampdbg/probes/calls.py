@@ -247,7 +247,7 @@ def _is_one(gradient: torch.Tensor | None) -> bool:
 
 def mark_scaled(outputs: Any, scaler: Any) -> None:
     """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
-    for leaf in _pytree.tree_leaves(outputs):
+    for leaf in (outputs,) if isinstance(outputs, torch.Tensor) else _pytree.tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             _metadata(leaf.grad_fn)[_SCALER] = scaler
 

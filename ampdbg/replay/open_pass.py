@@ -82,8 +82,10 @@ class OpenPass:
         self._number = 0
         self._prune_at = PRUNED_FROM
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._models: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         self._thread = threading.get_ident()
         self._is_inside = False
+        self._begun: int | None = None
         self._guard = Guard()
         self._leaving = ExitStack()
 
@@ -97,7 +99,7 @@ class OpenPass:
         self._leaving.close()
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, noted = torch.compiler.is_compiling, OpenPass._noted
+        is_compiling, guarded = torch.compiler.is_compiling, self._guard.hooked
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
@@ -105,7 +107,11 @@ class OpenPass:
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:
-                return self._guard.around(noted, self, original, module, *args, **kwargs)
+                guarded(self._begins, module, args, kwargs)
+                result = original(module, *args, **kwargs)
+                if self._begun is not None:
+                    guarded(self._returns, result)
+                return result
             finally:
                 self._is_inside = False
 
@@ -186,7 +192,8 @@ class OpenPass:
                 found.add(number)
                 yield number, call
 
-    def _noted(self, run: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._begun = None
         if self._passes != self._backward():
             self._passes = self._backward()
             self.forget()
@@ -194,15 +201,28 @@ class OpenPass:
         if is_again or len(self._calls) >= self._prune_at:
             self._prune()
         if len(self._calls) >= MOST_CALLS:
-            return run(module, *args, **kwargs)
+            return
         noted = self._taken(module, args, kwargs)
-        if not noted.reads and next(module.parameters(), None) is None:  # such as a transform of data
-            return run(module, *args, **kwargs)
+        if not noted.reads and not self._has_weights(module):  # such as a transform of data
+            return
         # A call that takes what another made follows it: seldom is a random number drawn in between.
         noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
-        number, self._number = self._number, self._number + 1
-        self._calls[number] = noted
-        result = run(module, *args, **kwargs)
+        self._begun, self._calls[self._number] = self._number, noted
+        self._number += 1
+
+    def _has_weights(self, module: torch.nn.Module) -> bool:
+        if self._models.get(id(module)) is module:  # by id: one of the user's own may have no hash
+            return True
+        has_weights = next(module.parameters(), None) is not None
+        if has_weights:
+            self._models[id(module)] = module
+        return has_weights
+
+    def _returns(self, result: Any) -> None:
+        number, self._begun = self._begun, None
+        if number not in self._calls:
+            return
+        noted = self._calls[number]
         noted.has_returned = True
         for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
             if tensor.requires_grad:
@@ -210,7 +230,6 @@ class OpenPass:
                 noted.gives.append(held)
                 noted.scalars += tensor.numel() == 1
                 self._made[id(tensor)] = held, Made(number, path)
-        return result
 
     def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Noted:
         lowers = {kind: torch.get_autocast_dtype(kind) for kind in DEVICES if torch.is_autocast_enabled(kind)}

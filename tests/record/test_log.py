@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 
 from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.steps import MOST_STEPS, MOST_TELLING, STEPS_AT_ENDS, StepLog
 from ampdbg.record.log import FIRST_KEPT, MOST_KEPT, RunLog, is_log, kept, read_log
 from ampdbg.record.run import Environment, Investigation, Misuse, Record, Replay, Step
+from tests.strategies import steps as any_steps
 
 ENVIRONMENT = Environment("0", "3", "2", "linux", "cpu", "", "cuda", emulated=True)
 GOING_ON = Record("run", "2026-01-02T03:04:05+00:00", ENVIRONMENT, {}, "inconclusive", interrupted=True)
@@ -51,6 +53,15 @@ def test_the_lines_make_the_record(tmp_path: Path) -> None:
     ended = replace(GOING_ON, steps=(*steps[:2], replace(steps[2], loss=9.0)), interrupted=False, elapsed=3.0)
     log.end(replace(ended, investigations=tuple(found)))
     assert repr(read_log(path)) == repr(replace(ended, investigations=tuple(found)))
+
+
+@given(made=any_steps)
+def test_a_step_is_read_back_as_it_was(made: Step, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "one.jsonl"
+    log = log_of(path)
+    log.step(made)
+    log.end(replace(GOING_ON, steps=(made,)))
+    assert repr(read_log(path).steps) == repr((made,))
 
 
 def test_the_record_is_written_again_when_something_is_new(tmp_path: Path) -> None:
