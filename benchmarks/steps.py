@@ -19,17 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampdbg.observer import UNOBSERVED
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.watch import Watch, watch
+from ampdbg.record.log import RunLog
 from ampdbg.script.capture import Start
 from ampdbg.script.captures import Captures
-from ampdbg.script.traced_steps import TracedSteps
+from ampdbg.script.session import Session
 
 
 class Block(nn.Module):
@@ -122,22 +123,30 @@ def small_parameters(tiny: bool) -> Task:
     return Task("small parameters", Scales(count, 64), torch.randn(32, 64), lambda output: output.pow(2).mean())
 
 
-Watching = Callable[[Task, torch.optim.Optimizer], Watch | None]
-"""Makes what watches the steps of an optimizer that trains the model of a task; None: nothing does."""
+Watching = Callable[[Task, torch.optim.Optimizer], tuple[AbstractContextManager[object], Watch | None]]
+"""What watches the steps of an optimizer that trains the model of a task while it is entered, and the watcher in it."""
 
 
-def by_name(task: Task, optimizer: torch.optim.Optimizer) -> Watch:
+def by_nobody(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractContextManager[object], None]:
+    """Nothing watches."""
+    return nullcontext(), None
+
+
+def by_name(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractContextManager[object], Watch]:
     """As ``ampdbg.watch``, which is given the model and the optimizer."""
-    return watch(task.model, optimizer)
+    watcher = watch(task.model, optimizer)
+    return watcher, watcher
 
 
-def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> Watch:
-    """As ``ampdbg run``, which finds them while they train, ready to trace and to capture; without its log."""
-    watcher = Watch(None, ())
-    traced = TracedSteps(watcher, Captures(Path(), Start("train.py"), most=0, largest=0), UNOBSERVED)
-    watcher.ended = traced.step_ended
-    watcher.optimizers.made(optimizer)  # a script makes it while it is watched
-    return watcher
+LOGS = TemporaryDirectory(prefix="ampdbg-benchmark-")
+
+
+def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractContextManager[object], Watch]:
+    """As ``ampdbg run``, which finds them while they train: all that it puts around a script, and its log."""
+    captures = Captures(Path(LOGS.name), Start("train.py"), most=0, largest=0)
+    session = Session(captures, RunLog(Path(LOGS.name, f"{task.name}.jsonl"), "run", print))
+    session.watcher.optimizers.made(optimizer)  # a script makes it while it is watched
+    return session, session.watcher
 
 
 WARM_UP = 20
@@ -152,17 +161,17 @@ class Trainer:
         task: Task,
         policy: Callable[[], AbstractContextManager[None]],
         half: bool,
-        watching: Watching = lambda task, optimizer: None,
+        watching: Watching = by_nobody,
     ) -> None:
         self.task, self.policy, self.half = task, policy, half
         self.optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=half)
-        self.watcher = watching(task, self.optimizer)
+        self.watching, self.watcher = watching(task, self.optimizer)
 
     def timed_step(self) -> float:
         # In a run the contexts are entered once, and the watcher starts once: neither is part of a step, nor are
         # the processor's caches as they leave them.
-        with self.policy(), self.watcher or nullcontext():
+        with self.policy(), self.watching:
             self.step()
             start = time.perf_counter()
             self.step()
@@ -179,7 +188,7 @@ class Trainer:
     def unwatched(self) -> Trainer:
         """The same trainer with nobody watching: the same weights and state at the same place in memory."""
         other = copy.copy(self)
-        other.watcher = None
+        other.watching, other.watcher = nullcontext(), None
         return other
 
     def check(self) -> None:

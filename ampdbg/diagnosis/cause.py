@@ -31,6 +31,10 @@ from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
 
+GREW = 30.0
+"""Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
+makes them a few times as large."""
+
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
 
@@ -39,6 +43,7 @@ TOO_LARGE = (
 )
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
 MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
+LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -122,12 +127,22 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     steps in a row, for all have the same weights.
     """
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
+    if made.weights_grew > GREW and CODES[found.code].verdict == "precision":
+        found = _grown(found, made)
     if record.script is None or found.phase == "data":  # a batch is that of its own step
         return found
     first = first_in_a_row(found.step, {step.step for step in record.steps if step.skipped})
     told = first == found.step or made.is_as_it_trained
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
+
+
+def _grown(found: Finding, made: Investigation) -> Finding:
+    """What is said of an op that overflows on weights that have left their size within the run."""
+    times = number(made.weights_grew)
+    why = f"the weights are {times} times as large as when the run began, which a learning rate that is too large makes"
+    doubted = replace(_doubted(found, why), remedy=LEARNING_RATE)
+    return replace(doubted, evidence={**found.evidence, "weights_grew": made.weights_grew})
 
 
 def first_in_a_row(last: int, numbers: Container[int]) -> int:

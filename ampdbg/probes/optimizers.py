@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from ampdbg.probes.gradients import NormOfEach, group_name, nonfinite_groups
 from ampdbg.probes.models import Models
+from ampdbg.probes.tensors import Scalar, float_values, scalar_of
 from ampdbg.record.run import GroupOverflow
 
 
@@ -32,6 +34,7 @@ class Optimizers:
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
         self._groups: tuple[str, ...] = ()
+        self._began: dict[int, Scalar] = {}
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(list(self._known.values()))
@@ -52,8 +55,25 @@ class Optimizers:
                 self._models.learn(optimizer)
                 self.device = self.device if self._known else parameters[0].device
                 self._known[id(optimizer)] = optimizer
+                self._began.pop(id(optimizer), None)  # of one that is gone
                 self._groups = self.groups
                 yield optimizer
+
+    def note_weights(self) -> None:
+        """Keeps how large the weights are; to be called before they are stepped on. Not synced."""
+        if len(self._began) < len(self._known):
+            self._began.update({id(one): _norm_of_weights([one]) for one in self if id(one) not in self._began})
+
+    @property
+    def weights_grew(self) -> float:
+        """How many times as large the weights are as they were at first, by their 2-norm; 1 where that is not known.
+
+        On a GPU this syncs.
+        """
+        noted = [one for one in self if id(one) in self._began]
+        began = math.hypot(*(float(self._began[id(one)]) for one in noted))
+        grew = float(_norm_of_weights(noted)) / began if began else math.nan
+        return grew if math.isfinite(grew) else 1.0
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -68,6 +88,21 @@ class Optimizers:
         others = takewhile(lambda other: other is not optimizer, self)
         names = {id(parameter): name for name, parameter in self._models.named_parameters()}
         return nonfinite_groups(optimizer, names, sum(len(other.param_groups) for other in others), before)
+
+
+def _norm_of_weights(optimizers: Iterable[Optimizer]) -> Scalar:
+    """The 2-norm of all that the optimizers train, not synced; of a DTensor the part of this rank counts."""
+    weights = (weight.detach() for one in optimizers for group in one.param_groups for weight in group["params"])
+    with torch.no_grad():
+        norms = [_norm_of(values) for values in map(float_values, weights) if values is not None]
+        if not norms:
+            return 0.0
+        return scalar_of(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
+
+
+def _norm_of(values: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
+    return norm.float()
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

@@ -132,6 +132,7 @@ class Watch:
         for optimizer in self.optimizers.learn():
             self.calls.add_optimizer(optimizer)
             self.log.look_at_model()
+        self.optimizers.note_weights()
 
     def _made(self, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)

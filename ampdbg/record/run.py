@@ -234,7 +234,8 @@ class Investigation:
     losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
     far from FP32's, where the step's is. ``is_of_others`` says that all that this process computed was finite, and
     what it got from another one was not; ``has_loss`` that its replays have the step's own loss, and no more than what
-    its modules gave where it is false. ``batch_largest`` is the largest finite magnitude in the batch's
+    its modules gave where it is false. ``weights_grew`` is how many times as large all weights together are in it as
+    when the run began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's
     numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
@@ -250,6 +251,7 @@ class Investigation:
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
     has_loss: bool = True
+    weights_grew: float = 1.0
 
     @property
     def is_as_it_trained(self) -> bool:

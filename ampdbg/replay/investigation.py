@@ -37,7 +37,14 @@ TRIES = 3
 
 
 def investigate(
-    run: Run, snapshot: Snapshot, why: Why, scale: float, *, before: Sequence[Step], observer: Observer
+    run: Run,
+    snapshot: Snapshot,
+    why: Why,
+    scale: float,
+    *,
+    before: Sequence[Step],
+    weights_grew: float,
+    observer: Observer,
 ) -> Investigation:
     """Replays a step until its cause can be told; the model, its optimizers and the random state stay as they are.
 
@@ -48,6 +55,7 @@ def investigate(
             not. ``end``: nothing is wrong so far; looks for what no loss and no gradient shows.
         scale: the loss scale of the step.
         before: the steps before it.
+        weights_grew: how many times as large the weights are in it as when the run began.
         observer: sees each replay before it runs.
     """
     replays = _Replays(run, snapshot, scale, observer)
@@ -55,6 +63,7 @@ def investigate(
     largest = dict(_largest_in(snapshot))
     return replace(
         made,
+        weights_grew=weights_grew,
         batch_largest={name: value for name, (value, _) in largest.items()},
         batch_index={name: index for name, (_, index) in largest.items()},
     )
@@ -246,7 +255,7 @@ class Investigator:
         steps = self._watcher.steps
         scale = steps[-1].scale if steps else self._run.scaler().get_scale()
         with self._watcher.paused():
-            made = investigate(self._run, self._latest, "loss", scale, before=steps, observer=self._observer)
+            made = self._replayed(self._latest, "loss", scale, steps)
             is_shown = is_blamed(made)
             if self._on_investigated is not None and (is_told or is_shown):
                 self._on_investigated(self._latest, scale, made)
@@ -283,12 +292,16 @@ class Investigator:
         state = snapshot.state.unpoisoned(self._first)
         unpoisoned = replace(snapshot, state=state)
         with self._watcher.paused():
-            made = investigate(self._run, unpoisoned, why, scale, before=steps, observer=self._observer)
+            made = self._replayed(unpoisoned, why, scale, steps)
             if made.reproduced == 0 and state is not snapshot.state and self.found:
                 return  # it went wrong by what the step that was found first has left behind
             if self._on_investigated is not None:
                 self._on_investigated(unpoisoned, scale, made)
         self.found.append(made)
+
+    def _replayed(self, snapshot: Snapshot, why: Why, scale: float, before: Sequence[Step]) -> Investigation:
+        grew = self._watcher.optimizers.weights_grew
+        return investigate(self._run, snapshot, why, scale, before=before, weights_grew=grew, observer=self._observer)
 
 
 def _root(made: Investigation) -> tuple[Any, ...] | None:

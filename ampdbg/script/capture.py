@@ -85,7 +85,7 @@ class Head:
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
-    that the script has ended in the step: only its forward pass is here.
+    that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation.
     """
 
     step: Count
@@ -106,6 +106,7 @@ class Head:
     record: Mapping[str, Any]
     created: str
     is_broken_off: bool = False
+    weights_grew: float = 1.0
     format: str = FORMAT
     version: int = VERSION
 

@@ -163,6 +163,7 @@ class Captured:
     start: Start
     is_broken_off: bool = False
     """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
+    weights_grew: float = 1.0
 
     @property
     def size(self) -> int:
@@ -223,6 +224,7 @@ class Captured:
             why=self.why,
             half=self.half,
             is_broken_off=self.is_broken_off,
+            weights_grew=self.weights_grew,
             device=str(next(self.model.parameters()).device),
             start=self.start,
             calls=calls,

@@ -26,7 +26,7 @@ from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.ranks import is_in_group
-from ampdbg.script.traced_steps import LONGEST_GAP, hushed
+from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps, hushed
 
 MOST_LOST = 2
 """So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
@@ -38,43 +38,32 @@ class LostSteps:
     Args:
         watcher: of the loop.
         captures: where the step goes in which the script ends.
+        traced: gets what is found; a step that it traces is run again by it.
         observer: told before a step is run again.
         investigates: they may be run again.
-        is_taped: whether the step under way is taped: then it is run again by that.
-        found: gets what is found.
     """
 
     def __init__(
-        self,
-        watcher: Watch,
-        captures: Captures,
-        observer: Observer,
-        *,
-        investigates: bool,
-        is_taped: Callable[[], bool],
-        found: list[Investigation],
+        self, watcher: Watch, captures: Captures, traced: TracedSteps, observer: Observer, *, investigates: bool
     ) -> None:
+        watcher.lost = self._lost
         self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes)
         """Notes the step, and is to be entered while the script runs."""
         self._watcher = watcher
         self._captures = captures
         self._observer = observer
         self._investigates = investigates
-        self._is_taped = is_taped
         self._owner = os.getpid()
-        self._found = found
+        self._traced = traced
         self._tries = 0
         self._latest = -LONGEST_GAP
         self._why = ""
 
-    def lost(self, *, is_spoilt: bool) -> None:
-        """To be called when the loss of a step is not finite, while its weights are still its own; the script waits.
-
-        ``is_spoilt`` says that they are about to become NaN, as nothing withholds the step.
-        """
+    def _lost(self, is_spoilt: bool) -> None:
+        """Called when the loss of a step is not finite, while its weights are still its own; the script waits."""
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
-        if not is_first or self._is_taped() or self._tries >= MOST_LOST or not self.open_pass.has_gone_backward:
+        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST or not self.open_pass.has_gone_backward:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception):
@@ -85,7 +74,7 @@ class LostSteps:
                 made, played, half = found
                 self._note_batch(model, made)
                 if not self._too(made, played, half):
-                    self._found.append(made)
+                    self._traced.found.append(made)
                     if is_spoilt:  # else the next one, which is taped, can be captured as well
                         self._capture(played, model, half, made)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
@@ -126,7 +115,7 @@ class LostSteps:
             return
         self._why = ""
         self._capture(played, model, half, made)
-        self._found += [made] * (not too)
+        self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
 
     def _note_batch(self, model: torch.nn.Module, made: Investigation) -> bool:
@@ -191,7 +180,10 @@ class LostSteps:
         before = steps if losses_of(played) == 1 else ()  # a sum of other numbers is not to be compared with losses
         with watcher.paused(), hushed(), torch.enable_grad():
             snapshot = Snapshot(watcher.log.closed(), played.given, RandomState.now(), ModelState.now(model))
-            made = investigate(run, snapshot, "loss", self._scale, before=before, observer=UNOBSERVED)
+            grew = watcher.optimizers.weights_grew
+            made = investigate(
+                run, snapshot, "loss", self._scale, before=before, weights_grew=grew, observer=UNOBSERVED
+            )
         return replace(made, has_loss=losses_of(played) == 1)
 
     @property
@@ -213,6 +205,7 @@ class LostSteps:
                 loss=made.replays[0].loss,
                 why="loss",
                 half=half,
+                weights_grew=made.weights_grew,
                 record=self._watcher.record(),
                 start=self._captures.start,
                 is_broken_off=True,

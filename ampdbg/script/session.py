@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from ampdbg.errors import named_error
 from ampdbg.observer import UNOBSERVED, Observer
@@ -19,6 +20,69 @@ from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
 from ampdbg.script.lost_steps import LostSteps, is_told
 from ampdbg.script.traced_steps import TracedSteps
+
+
+class Session:
+    """All that watches a script, while this is entered.
+
+    Args:
+        captures: where its failing steps go.
+        log: told of each step when it has ended.
+        observer: told of each step that is run again, before it is.
+        investigates: a step that goes wrong is run again at once.
+        trend: one step of so many is sampled; 0 for none.
+    """
+
+    def __init__(
+        self,
+        captures: Captures,
+        log: RunLog,
+        observer: Observer = UNOBSERVED,
+        *,
+        investigates: bool = True,
+        trend: int = 0,
+    ) -> None:
+        self.watcher = watcher = Watch(None, ())
+        self._captures = captures
+        self._log = log
+        self._traced = TracedSteps(watcher, captures, observer, investigates=investigates)
+        self._lost = LostSteps(watcher, captures, self._traced, observer, investigates=investigates)
+        self._samples = TrendSamples(watcher, trend)
+        self._looks = ExitStack()
+        self._entered = ExitStack()
+        watcher.log.journal = log
+        watcher.ended = self._step_ended
+        watcher.guard.failed = self._looks.close
+
+    def __enter__(self) -> Session:
+        """Watches from now on."""
+        self._entered.enter_context(self.watcher)
+        self._entered.enter_context(self._lost.open_pass)
+        self._entered.enter_context(self._looks)  # those that look closer than the watcher
+        self._looks.callback(self._samples.end)
+        self._looks.callback(self._traced.end)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leaves torch and the models as they were."""
+        self._entered.__exit__(*raised)
+
+    def script_ended(self, ending: ScriptEnd) -> None:
+        """To be called when the script has ended, while what it holds is still alive."""
+        self._looks.close()
+        self._lost.ended(ending)
+
+    def seen(self, ending: ScriptEnd | None) -> Record:
+        """The record of what was seen by now, not yet diagnosed; of a script that goes on, and may be killed, without
+        its end."""
+        return replace(self._lost.seen(_record(self.watcher, self._traced, ending)), trends=self._samples.seen())
+
+    def _step_ended(self, is_bad: bool) -> None:
+        self._samples.step_ended()
+        self._traced.step_ended(is_bad)
+        if self.watcher.log.is_read:
+            news = (_news(self.watcher, self._captures), self._samples.count // 8)
+            self._log.note(news, lambda: self.seen(None), self._traced.found)
 
 
 def watch_script(
@@ -35,12 +99,10 @@ def watch_script(
 
     Args:
         script: what to run.
-        captures: where its failing steps go; it says too whether a GPU is to be emulated where there is none.
-        log: told of each step when it has ended.
-        investigates: a step that goes wrong is run again at once.
+        captures: says too whether a GPU is to be emulated where there is none.
         ended: called with the record where SIGTERM or SIGHUP ends the script, a moment before the process does.
-        observer: told of each step that is run again, before it is.
-        trend: one step of so many is sampled; 0 for none.
+
+    The other arguments are those of :class:`Session`.
 
     Returns:
         What was seen, not yet diagnosed.
@@ -48,52 +110,25 @@ def watch_script(
     Raises:
         SystemExit: in a child that the script has forked, which is to end as it would, and to say nothing.
     """
-    owner, watcher = os.getpid(), Watch(None, ())
-    traced = TracedSteps(watcher, captures, observer, investigates=investigates)
-    lost = LostSteps(
-        watcher, captures, observer, investigates=investigates, is_taped=lambda: traced.is_tracing, found=traced.found
-    )
-    watcher.lost = lambda is_spoilt: lost.lost(is_spoilt=is_spoilt)
-    watcher.log.journal = log
-    samples = TrendSamples(watcher, trend)
+    owner = os.getpid()
+    session = Session(captures, log, observer, investigates=investigates, trend=trend)
 
-    def seen(ending: ScriptEnd | None) -> Record:
-        return replace(lost.seen(_record(watcher, traced, ending)), trends=samples.seen())
-
-    def step_ended(is_bad: bool) -> None:
-        samples.step_ended()
-        traced.step_ended(is_bad)
-        if watcher.log.is_read:
-            log.note((_news(watcher, captures), samples.count // 8), lambda: seen(None), traced.found)
-
-    watcher.ended = step_ended
-
-    def at_end(ending: ScriptEnd) -> None:
-        looks.close()
-        lost.ended(ending)
-
-    def tell(number: int) -> None:
-        record = seen(ScriptEnd(128 + number, signal=number))
+    def over(ending: ScriptEnd) -> Record:
+        record = session.seen(ending)
         log.end(record)
-        ended(record)
+        return record
 
-    looks = ExitStack()  # those that look closer than the watcher
-    looks.callback(samples.end)
-    looks.callback(traced.end)
-    watcher.guard.failed = looks.close
     with ExitStack() as stack:
         if captures.start.emulate:
             stack.enter_context(emulated_gpu())
-        stack.enter_context(told_before_a_signal(tell))
+        stack.enter_context(told_before_a_signal(lambda number: ended(over(ScriptEnd(128 + number, signal=number)))))
         stack.enter_context(asked_by_a_signal(captures.ask))
         stack.enter_context(asked_from_code(captures.ask))
-        with watcher, lost.open_pass, looks:
-            ending = run_script(script, at_end)
+        with session:
+            ending = run_script(script, session.script_ended)
         if os.getpid() != owner:
             raise SystemExit(ending.code)
-        record = seen(ending)
-        log.end(record)
-        return record
+        return over(ending)
 
 
 def _news(watcher: Watch, captures: Captures) -> object:

@@ -59,8 +59,15 @@ class TakenOver:
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
         head = self.capture.head
-        steps = self.record.steps
-        return investigate(self.run, self.snapshot, head.why, head.scale, before=steps, observer=observer)
+        return investigate(
+            self.run,
+            self.snapshot,
+            head.why,
+            head.scale,
+            before=self.record.steps,
+            weights_grew=head.weights_grew,
+            observer=observer,
+        )
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""

@@ -189,7 +189,8 @@ class TracedStep:
         """What was found in the step, which has ended and was not healthy."""
         if self._made is not None:
             return replace(self._made, step=step.step, loss=step.loss)
-        return replace(_as_it_trained(step, self._trace), is_of_others=is_in_group() and not self._is_bad_itself())
+        made = replace(_as_it_trained(step, self._trace), weights_grew=self._watcher.optimizers.weights_grew)
+        return replace(made, is_of_others=is_in_group() and not self._is_bad_itself())
 
     def _is_bad_itself(self) -> bool:
         """Whether what is not finite began in this process; without a trace of it, it may have."""
@@ -246,6 +247,7 @@ class TracedStep:
                 loss=self._tape.loss,
                 why=_why(self._tape.loss) if is_bad else "end",
                 half=_half_in(self._trace),
+                weights_grew=self._watcher.optimizers.weights_grew,
                 record=self._watcher.record(),
                 start=self._captures.start,
             )
@@ -261,7 +263,8 @@ class TracedStep:
         self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception), self._watcher.paused(), hushed(), torch.enable_grad():
-            made = investigate(run, snapshot, why, scale, before=self._watcher.steps, observer=UNOBSERVED)
+            grew, before = self._watcher.optimizers.weights_grew, self._watcher.steps
+            made = investigate(run, snapshot, why, scale, before=before, weights_grew=grew, observer=UNOBSERVED)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         is_told = made is not None and made.reproduced and not any(replay.error for replay in made.replays[:2])
         return made if is_told else None

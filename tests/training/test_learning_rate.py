@@ -1,0 +1,110 @@
+"""A learning rate that throws the weights away: what then overflows in half is not blamed on precision.
+
+Batch norms bring everything back into range, so that in FP32 no loss rises; only the weights tell.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes.watch import watch
+from ampdbg.record.run import Record
+from ampdbg.training.loop import train
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, gain):
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2),
+        )
+        self.gain, self.calls = gain, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        for module in self:
+            x = module(x)
+            if module is self[1] and self.calls > 3:
+                x = self[3](x * self.gain) / self.gain
+                return self[8](x.mean((2, 3)))
+        return x
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(6, 3, 10, 10, generator=generator) for _ in range(8)]
+    return [(x * 30, torch.randint(2, (6,), generator=generator)) for x in batches]
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+"""
+
+
+def scanned(folder: Path, rate: float, gain: float) -> Record:
+    (folder / "w.py").write_text(WORKLOAD, encoding="utf-8")
+    settings = {
+        "model": {"target": "w.py:Net", "args": {"gain": gain}},
+        "data": {"target": "w.py:data"},
+        "step": {"target": "w.py:loss"},
+        "optimizer": {"target": "torch.optim:RMSprop", "args": {"lr": rate}},
+        "train": {"steps": 6},
+        "precision": {"dtype": "float16"},
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return diagnose(train(load_config(folder / "c.yaml"), replays=2))
+
+
+def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blamed(tmp_path: Path) -> None:
+    record = scanned(tmp_path, rate=1e3, gain=1.0)
+    root = record.findings[0]
+
+    assert (root.code, root.op.rpartition(".")[0]) == ("unknown", "aten.convolution")
+    assert "times as large as when the run began" in root.message
+    assert "lower the learning rate" in root.remedy
+    assert record.investigations[0].weights_grew > 1000
+    assert root.evidence["weights_grew"] == record.investigations[0].weights_grew
+
+
+def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path: Path) -> None:
+    record = scanned(tmp_path, rate=1e-3, gain=1e5)
+
+    assert record.findings[0].code == "forward-overflow"
+    assert record.investigations[0].weights_grew == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype) -> None:
+    model = torch.nn.Linear(4, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, optimizer) as watched:
+        assert watched.optimizers.weights_grew == 1.0
+        for times in (50.0, 4.0):  # the first as where a checkpoint is loaded before the run begins
+            for parameter in model.parameters():
+                parameter.data *= times
+            model(torch.ones(1, 4, dtype=dtype)).sum().backward()
+            optimizer.step()
+
+        assert watched.optimizers.weights_grew == pytest.approx(4.0, rel=1e-2)
+
+
+def test_weights_that_began_as_zero_or_hold_nan_have_not_grown() -> None:
+    model = torch.nn.Linear(4, 2)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with watch(model, optimizer) as watched:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert watched.optimizers.weights_grew == 1.0
+
+        model.weight.data[0, 0] = float("nan")
+        assert watched.optimizers.weights_grew == 1.0
