@@ -125,6 +125,11 @@ def is_finite_scalar(norm: Scalar | None) -> bool:
     return norm is None or math.isfinite(norm)
 
 
+def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler has found a gradient of an optimizer that is not finite. On a GPU this syncs."""
+    return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
+
+
 class Loop(threading.local):
     """Where the loop of a thread is; other threads may train other models meanwhile."""
 

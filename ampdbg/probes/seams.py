@@ -112,6 +112,11 @@ def computes_no_numbers() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def are_meta(roots: Any) -> bool:
+    """Whether what goes backward has shapes and no numbers, as where a loop is tried out."""
+    return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
+
+
 def _cell(function: Any) -> Any:
     """The cell in which a clipping function of torch's keeps what it wraps; None for one that somebody has replaced."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())

@@ -133,11 +133,14 @@ class StepLog:
         if step.skipped or is_known or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 
-    def break_off(self, loss: float) -> None:
-        """Ends a step, of this loss, after which the loop did no more; its loss scale is that of the last one."""
+    def break_off(self, loss: float, *, is_skipped: bool = False) -> None:
+        """Ends a step of this loss from which nothing has gone backward; its loss scale is that of the last one.
+
+        ``is_skipped`` says that the loop goes on behind it.
+        """
         latest = self.steps[-1:]
         scale, scaler = (latest[0].scale, latest[0].scaler) if latest else (None, 0)
-        self.close(OpenStep(scaled=[loss], scale=scale, number=scaler))
+        self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, skipped=is_skipped))
 
     def finish(self) -> None:
         """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite."""

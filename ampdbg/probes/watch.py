@@ -30,10 +30,10 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
+from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
-from ampdbg.probes.seams import Seam, attach, computes_no_numbers, detach, weakly
+from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach, weakly
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
@@ -121,6 +121,11 @@ class Watch:
     def steps(self) -> tuple[Step, ...]:
         """One for each step that has ended so far; on a GPU this reads what is still unread (one sync)."""
         return self.log.steps
+
+    @property
+    def open_step(self) -> OpenStep:
+        """The step that the loop of this thread has under way."""
+        return self._loop.now
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -245,7 +250,7 @@ class Watch:
         with self._refusals("step", scaler, optimizer):
             result = original(scaler, optimizer, *args, **kwargs)
         step.stepped = True
-        withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and _found_inf(scaler, optimizer)))
+        withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             self._note_groups(optimizer)
             if step.skipped < withheld and not step.has_finite_loss():
@@ -287,7 +292,7 @@ class Watch:
     def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         inside_the_engine = torch._C._current_graph_task_id() != -1
-        if inside_the_engine or _are_meta(roots):
+        if inside_the_engine or are_meta(roots):
             return original(roots, *args, **kwargs)
         self.learn()
         self.backward_passes += 1
@@ -395,7 +400,9 @@ class Watch:
 
     def _finish(self) -> None:
         if not self.guard.failure:
-            if self._loop.now.bare and self._loop.now.stepped:
+            step = self._loop.now
+            step.skipped |= not step.stepped and not step.has_finite_loss()  # a loop that looks at its loss by itself
+            if step.skipped or (step.bare and step.stepped):
                 self._close()
             self.log.finish()
 
@@ -438,12 +445,3 @@ _AROUND: Mapping[Seam, Callable[..., Any]] = {
     "schedule": Watch._schedule,
     "optimizer": Watch._made,
 }
-
-
-def _are_meta(roots: Any) -> bool:
-    """Whether they have shapes and no numbers, as where a loop is tried out."""
-    return any(isinstance(root, torch.Tensor) and root.is_meta for root in roots)
-
-
-def _found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())

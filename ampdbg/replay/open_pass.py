@@ -8,9 +8,11 @@ cost next to nothing: what a call is given is noted by reference, and what it gi
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -72,11 +74,18 @@ class OpenPass:
     Args:
         is_paused: whether nothing is to be noted now.
         backward: how many passes have gone backward so far.
+        next_begins: called when another pass begins, while the last is still noted.
     """
 
-    def __init__(self, is_paused: Callable[[], bool], backward: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        is_paused: Callable[[], bool],
+        backward: Callable[[], int],
+        next_begins: Callable[[], None] = lambda: None,
+    ) -> None:
         self._is_paused = is_paused
         self._backward = backward
+        self._next_begins = next_begins
         self._passes = 0
         self._calls: dict[int, _Noted] = {}
         self._number = 0
@@ -85,7 +94,8 @@ class OpenPass:
         self._models: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
         self._thread = threading.get_ident()
         self._is_inside = False
-        self._begun: int | None = None
+        self._begun, self._trains = False, False
+        self._scalars: deque[weakref.ref[torch.Tensor]] = deque(maxlen=PRUNED_FROM)
         self._guard = Guard()
         self._leaving = ExitStack()
 
@@ -109,8 +119,7 @@ class OpenPass:
             try:
                 guarded(self._begins, module, args, kwargs)
                 result = original(module, *args, **kwargs)
-                if self._begun is not None:
-                    guarded(self._returns, result)
+                guarded(self._returns, result)
                 return result
             finally:
                 self._is_inside = False
@@ -133,6 +142,17 @@ class OpenPass:
         """Whether one backward pass has followed its calls, and no more."""
         return bool(self._calls) and self._passes + 1 == self._backward()
 
+    @property
+    def lost_loss(self) -> float:
+        """What was given for a loss since a module was called to train, where somebody holds it still and it is not
+        finite; else 0.
+
+        On a GPU nobody looks: that would sync.
+        """
+        held = (result() for result in self._scalars)
+        losses = (float(scalar.detach()) for scalar in held if scalar is not None and scalar.is_cpu)
+        return next((loss for loss in losses if not math.isfinite(loss)), 0.0)
+
     def batch(self, model: torch.nn.Module) -> Any:
         """What the calls that count are given by the script, and not by one another."""
         calls = dict(self._of_model({id(tensor) for tensor in tensors_in(model)})).values()
@@ -143,6 +163,7 @@ class OpenPass:
         """Lets go of what was noted."""
         self._calls.clear()
         self._made.clear()
+        self._scalars.clear()
         self._number = 0
 
     def lowers_to(self, device: str) -> torch.dtype | None:
@@ -193,21 +214,26 @@ class OpenPass:
                 yield number, call
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        self._begun = None
-        if self._passes != self._backward():
-            self._passes = self._backward()
-            self.forget()
+        self._begun = False
+        has_gone = self._passes != self._backward()
         is_again = len(self._calls) < PRUNED_FROM and any(call.module is module for call in self._calls.values())
+        if has_gone or is_again:
+            self._next_begins()
+        if has_gone:
+            self._passes, is_again = self._backward(), False
+            self.forget()
         if is_again or len(self._calls) >= self._prune_at:
             self._prune()
         if len(self._calls) >= MOST_CALLS:
             return
         noted = self._taken(module, args, kwargs)
-        if not noted.reads and not self._has_weights(module):  # such as a transform of data
+        has_weights = self._has_weights(module)
+        if not noted.reads and not has_weights:  # such as a transform of data
             return
+        self._trains = module.training if has_weights else self._trains
         # A call that takes what another made follows it: seldom is a random number drawn in between.
         noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
-        self._begun, self._calls[self._number] = self._number, noted
+        self._begun, self._calls[self._number] = True, noted
         self._number += 1
 
     def _has_weights(self, module: torch.nn.Module) -> bool:
@@ -219,16 +245,18 @@ class OpenPass:
         return has_weights
 
     def _returns(self, result: Any) -> None:
-        number, self._begun = self._begun, None
-        if number not in self._calls:
-            return
-        noted = self._calls[number]
-        noted.has_returned = True
+        noted, number = self._calls.get(self._number - 1) if self._begun else None, self._number - 1
+        if noted is not None:
+            noted.has_returned = True
         for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
-            if tensor.requires_grad:
-                held = weakref.ref(tensor)
+            if not tensor.requires_grad:
+                continue
+            held, is_scalar = weakref.ref(tensor), tensor.numel() == 1
+            if is_scalar and self._trains:  # also of a module without weights: a loss of what functions made of them
+                self._scalars.append(held)
+            if noted is not None:
                 noted.gives.append(held)
-                noted.scalars += tensor.numel() == 1
+                noted.scalars += is_scalar
                 self._made[id(tensor)] = held, Made(number, path)
 
     def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Noted:

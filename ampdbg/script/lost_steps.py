@@ -47,7 +47,7 @@ class LostSteps:
         self, watcher: Watch, captures: Captures, traced: TracedSteps, observer: Observer, *, investigates: bool
     ) -> None:
         watcher.lost = self._lost
-        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes)
+        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
         self._watcher = watcher
         self._captures = captures
@@ -59,11 +59,26 @@ class LostSteps:
         self._latest = -LONGEST_GAP
         self._why = ""
 
-    def _lost(self, is_spoilt: bool) -> None:
-        """Called when the loss of a step is not finite, while its weights are still its own; the script waits."""
+    def _next_begins(self) -> None:
+        """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
+        if self.open_pass.has_gone_backward:
+            step = self._watcher.open_step
+            if not step.is_known_finite():
+                self._lost(step.scaler is None)
+        elif loss := self.open_pass.lost_loss:
+            self._watcher.learn()
+            self._lost(is_last_chance=True)
+            self._watcher.log.break_off(loss, is_skipped=True)
+
+    def _lost(self, is_last_chance: bool) -> None:
+        """Called when the loss of a step is not finite, while its weights are still its own; the script waits.
+
+        ``is_last_chance`` says that no optimizer will show it, or that one is about to make NaN of the weights.
+        """
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
-        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST or not self.open_pass.has_gone_backward:
+        is_noted = self.open_pass.has_gone_backward or self.open_pass.is_under_way
+        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST or not is_noted:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception):
@@ -75,7 +90,7 @@ class LostSteps:
                 self._note_batch(model, made)
                 if not self._too(made, played, half):
                     self._traced.found.append(made)
-                    if is_spoilt:  # else the next one, which is taped, can be captured as well
+                    if is_last_chance:  # else the next one, which is taped, can be captured as well
                         self._capture(played, model, half, made)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
@@ -85,7 +100,10 @@ class LostSteps:
             self._watcher.calls.failed(ending.error)
         is_stopped = ending.code == 0 or isinstance(ending.error, KeyboardInterrupt)
         is_forked = os.getpid() != self._owner
-        if is_stopped or is_forked or self._watcher.failure or not self.open_pass.is_under_way:
+        if is_forked or self._watcher.failure or not self.open_pass.is_under_way:
+            return
+        if is_stopped:
+            self._next_begins()  # it may have given up its last pass, as others before
             return
         if is_told(self._watcher, ending.error):
             return
@@ -178,7 +196,8 @@ class LostSteps:
         run = run_of(played, model, tuple(watcher.optimizers), device, half)
         steps = watcher.steps
         before = steps if losses_of(played) == 1 else ()  # a sum of other numbers is not to be compared with losses
-        with watcher.paused(), hushed(), torch.enable_grad():
+        # Another pass may begin within a region of autocast's.
+        with watcher.paused(), hushed(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             snapshot = Snapshot(watcher.log.closed(), played.given, RandomState.now(), ModelState.now(model))
             grew = watcher.optimizers.weights_grew
             made = investigate(

@@ -167,14 +167,14 @@ GROUP = {"lr": 1.0, "momentum": 0.99, "dampening": 0, "weight_decay": 0, "nester
 
 
 def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> None:
-    # The momentum carries the weight from 1 to 90,000 within two steps: x * weight is beyond FP16.
-    state = {"state": {0: {"momentum_buffer": torch.full((4,), -45000.0)}}, "param_groups": [GROUP]}
+    # The momentum carries the weight from 1 to 3 within two steps: 30,000 times it is beyond FP16.
+    state = {"state": {0: {"momentum_buffer": torch.full((4,), -1.0)}}, "param_groups": [GROUP]}
     torch.save({"model": {"weight": torch.ones(4)}, "optimizer": state}, tmp_path / "run.pt")
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 1.0, "momentum": 0.99}}
     keys = {**LINE, "loss": {"target": "work.py:faint"}, "optimizer": sgd, "train": {"device": "cpu", "steps": 4}}
     keys["step"] = {"target": "half.py:step"}
     (tmp_path / "half.py").write_text(
-        "def step(model, batch):\n    return (batch[0].half() * model.weight.half()).float().mean() * 1e-3\n"
+        "def step(model, batch):\n    return (3e4 * batch[0].half() * model.weight.half()).float().mean() * 1e-8\n"
     )
     assert scanned(tmp_path, "checkpoint={model: run.pt}", **keys).verdict == "healthy"
     warm = scanned(tmp_path, "checkpoint=run.pt", **keys)

@@ -1,0 +1,123 @@
+"""Steps that a loop gives up by itself: it looks at its loss, or at its gradients, and goes on to the next batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.run import Record
+from tests.commands.program import start
+from tests.script.test_run import run
+
+GIVES_UP = """
+import sys, torch
+from torch import nn
+
+fault, how = sys.argv[1:3]
+torch.manual_seed(0)
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        similar = self.q(x) @ self.k(x).transpose(-1, -2)
+        return (similar - similar.mean(-1, keepdim=True)).softmax(-1) @ torch.tanh(x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = Attention(), nn.Linear(16, 4)
+
+    def forward(self, x, y=None):
+        out = self.head(self.attention(x))
+        return out if y is None else (out.float() - y).pow(2).mean()
+
+net, criterion = Net().cuda(), nn.MSELoss()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler, scale = torch.amp.GradScaler("cuda"), 2.0**10
+for step in range(10):
+    x, y = torch.randn(4, 6, 16).cuda(), torch.randn(4, 6, 4).cuda()
+    is_bad = fault == "always" or step in (5, 7)
+    x *= 600.0 if is_bad and fault != "data" and fault != "nothing" else 1.0
+    if is_bad and fault == "data":
+        x[1, 2, 3] = float("nan")
+    if how == "evaluates":
+        net.eval()
+        checked = [net(x * float("nan"), y) for _ in range(2)]
+        net.train()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(x, y) if how != "criterion" else criterion(net(x).float(), y)
+        if how == "twice":
+            loss = loss + (net(x) - net(x * 0.9)).float().pow(2).mean()
+    optimizer.zero_grad()
+    if how in ("loss", "criterion") and not torch.isfinite(loss):
+        continue
+    if how == "by hand":
+        (loss * scale).backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        if not all(torch.isfinite(gradient).all() for gradient in gradients):
+            scale /= 2
+            continue
+        for gradient in gradients:
+            gradient.div_(scale)
+        optimizer.step()
+        continue
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+torch.save(net.state_dict(), "net.pt")
+"""
+
+OVERFLOW = "similar = self.q(x) @ self.k(x).transpose(-1, -2)"
+
+
+def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
+    """The record of the script and its exit code."""
+    result, record = run(folder, GIVES_UP, fault, how)
+    return record, result.code
+
+
+@pytest.mark.parametrize("how", ["loss", "criterion", "by hand"])
+def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
+    record, code = given_up(tmp_path, "model", how)
+    found = record.findings[0]
+    assert (code, record.verdict, found.code, found.step) == (1, "precision", "forward-overflow", 5)
+    assert (found.module, found.source.text if found.source else "") == ("attention", OVERFLOW)
+    assert [made.step for made in record.investigations] == ([5, 7] if how != "by hand" else [5, 6])
+    assert record.script is not None
+    assert "step-5" in record.script.captures[0]
+    patched = start(tmp_path, "suggest-fp32", record.script.captures[0])
+    assert patched.code == 0, patched.stderr
+    assert "the patch for it is proven on the failing step" in " ".join(patched.stderr.split())
+
+
+@pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("criterion", 10), ("by hand", 1)])
+def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
+    record, code = given_up(tmp_path, "always", how)
+    assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")
+    assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
+
+
+@pytest.mark.parametrize("how", ["loss", "by hand"])
+def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Path, how: str) -> None:
+    record, code = given_up(tmp_path, "data", how)
+    assert (code, record.verdict) == (1, "other")
+    assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
+
+
+@pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "twice", "evaluates"])
+def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_path: Path, how: str) -> None:
+    record, code = given_up(tmp_path, "nothing", how)
+    assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
+
+
+@pytest.mark.parametrize(("fault", "how"), [("model", "loss"), ("model", "by hand"), ("data", "criterion")])
+def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, fault: str, how: str) -> None:
+    given_up(tmp_path, fault, how)
+    watched = (tmp_path / "net.pt").read_bytes()
+    (tmp_path / "net.pt").unlink()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", fault, how)
+    assert (tmp_path / "net.pt").read_bytes() == watched
