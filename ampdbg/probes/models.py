@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -37,6 +37,12 @@ class Models:
         if not trained <= known:
             own = {id(root) for root in self._alive()}
             self._held += [weakref.ref(root) for root in outermost_owners(trained) if id(root) not in own]
+
+    def adopt(self, called: Iterable[nn.Module]) -> None:
+        """Takes the modules that a loop calls for its models, where its optimizers train none of their parameters: as
+        where a loop with half weights keeps copies of them in FP32."""
+        if not self._alive():
+            self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of all models, by qualified name."""

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
+from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import module_calls_replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
@@ -113,7 +115,7 @@ class OpenPass:
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
-            if is_compiling() or self._is_inside or not self._notes_this_one():
+            if is_compiling() or self._is_inside or not self._notes_this_one() or _hands_on(module):
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:
@@ -141,6 +143,12 @@ class OpenPass:
     def has_gone_backward(self) -> bool:
         """Whether one backward pass has followed its calls, and no more."""
         return bool(self._calls) and self._passes + 1 == self._backward()
+
+    @property
+    def trained(self) -> tuple[torch.nn.Module, ...]:
+        """The modules with weights of their own that were called to train, in order."""
+        called = (call.module for call in self._calls.values() if call.module.training)
+        return tuple(module for module in called if self._has_weights(module))
 
     @property
     def lost_loss(self) -> float:
@@ -291,6 +299,13 @@ class OpenPass:
         self._calls = {number: call for number, call in self._calls.items() if number in needed}
         self._made = {key: known for key, known in self._made.items() if known[1].call in needed}
         self._prune_at = max(PRUNED_FROM, 2 * len(self._calls))
+
+
+def _hands_on(module: torch.nn.Module) -> bool:
+    """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
+    for a backward pass, and where none follows the next call raises."""
+    inner = (module._modules.get(name) for name in WRAPPERS)
+    return isinstance(module, DistributedDataParallel) or any(isinstance(one, DistributedDataParallel) for one in inner)
 
 
 @dataclass(frozen=True)

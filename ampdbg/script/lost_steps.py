@@ -25,7 +25,7 @@ from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.played_run import Half, run_of
-from ampdbg.script.ranks import is_in_group
+from ampdbg.script.ranks import hooks_half_weights, is_in_group
 from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps, hushed
 
 MOST_LOST = 2
@@ -61,6 +61,7 @@ class LostSteps:
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
+        self._watcher.models.adopt(self.open_pass.trained)
         if self.open_pass.has_gone_backward:
             step = self._watcher.open_step
             if not step.is_known_finite():
@@ -87,11 +88,12 @@ class LostSteps:
             found = self._run_again(model, lambda: self._observer.replay(step, "FP16, FP32 and more"), is_lost=True)
             if found is not None:
                 made, played, half = found
-                self._note_batch(model, made)
-                if not self._too(made, played, half):
-                    self._traced.found.append(made)
-                    if is_last_chance:  # else the next one, which is taped, can be captured as well
-                        self._capture(played, model, half, made)
+                is_telling = made is None or not self._too(made, played, half)
+                if made is not None:
+                    self._note_batch(model, made)
+                    self._traced.found += [made] * is_telling
+                if is_telling and is_last_chance:  # else the next one, which is taped, can be captured as well
+                    self._capture(played, model, half, made)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
     def ended(self, ending: ScriptEnd) -> None:
@@ -127,6 +129,8 @@ class LostSteps:
         if found is None:
             return
         made, played, half = found
+        if made is None:
+            return
         too, has_bad_batch = self._too(made, played, half), self._note_batch(model, made)
         if too and not has_bad_batch:
             self._why += f". Run again, {too}"
@@ -146,10 +150,11 @@ class LostSteps:
 
     def _run_again(
         self, model: torch.nn.Module, tell: Callable[[], None], *, is_lost: bool = False
-    ) -> tuple[Investigation, PlayedStep, Half | None] | None:
+    ) -> tuple[Investigation | None, PlayedStep, Half | None] | None:
         """What replays of the pass show, where it can be run again; ``tell`` is called before.
 
-        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause.
+        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Weights that cannot be
+        run in FP32 while the script goes on are left to ``ampdbg replay``.
         """
         device = next((parameter.device for parameter in model.parameters()), None)
         half = None if device is None else self._half(model, device)
@@ -164,6 +169,8 @@ class LostSteps:
         if played is None:
             self._why += "; its calls cannot be made again" * bool(self._why)
             return None
+        if hooks_half_weights(model):
+            return None, played, half
         tell()  # here, for behind this nothing is shown
         return self._investigated(played, model, device, half), played, half
 
@@ -209,8 +216,11 @@ class LostSteps:
     def _scale(self) -> float:
         return self._watcher.steps[-1].scale if self._watcher.steps else 1.0
 
-    def _capture(self, played: PlayedStep, model: torch.nn.Module, half: Half | None, made: Investigation) -> None:
+    def _capture(
+        self, played: PlayedStep, model: torch.nn.Module, half: Half | None, made: Investigation | None
+    ) -> None:
         step = self._watcher.log.closed()
+        loss = math.nan if made is None else made.replays[0].loss
 
         def captured() -> Captured:
             return Captured(
@@ -221,10 +231,10 @@ class LostSteps:
                 scaler=None,
                 step=step,
                 scale=self._scale,
-                loss=made.replays[0].loss,
+                loss=loss,
                 why="loss",
                 half=half,
-                weights_grew=made.weights_grew,
+                weights_grew=self._watcher.optimizers.weights_grew,
                 record=self._watcher.record(),
                 start=self._captures.start,
                 is_broken_off=True,

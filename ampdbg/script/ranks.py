@@ -38,6 +38,13 @@ def is_in_group() -> bool:
     return is_used and distributed.get_world_size() > 1
 
 
+def hooks_half_weights(model: torch.nn.Module) -> bool:
+    """Whether half weights may have hooks of DistributedDataParallel's: to run them in FP32 would take those away, as
+    torch makes anew what adds up the gradients of a weight whose dtype has changed."""
+    is_used = distributed.is_available() and distributed.is_initialized()
+    return is_used and any(weight.dtype.itemsize < 4 for weight in model.parameters())
+
+
 def in_its_group(start: Start) -> Start:
     """How the script was started, with its rank where it has got one by now, by whatever launcher."""
     if start.processes > 1 or not is_in_group():

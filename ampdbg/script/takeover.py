@@ -147,7 +147,7 @@ class _Taking:
         self._last = "the first one shows what it trains: it has to make two"
         self._entered = ExitStack()
         watcher = self.watcher
-        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes)
+        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes, self._next_begins)
 
     @property
     def why_not(self) -> str:
@@ -174,8 +174,10 @@ class _Taking:
         self._steps += 1
         if self.is_used or self._steps > MOST_STEPS:
             return
+        self.watcher.models.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
-        tape = Tape(model, next(model.parameters()).device.type)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        tape = Tape(model, device)
         self._entered.enter_context(run_eagerly())
         self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
 
@@ -195,6 +197,13 @@ class _Taking:
         if not self.is_used and self._capture.head.is_broken_off and self.open_pass.is_under_way:
             self.watcher.learn()
             self._steps += 1
+            self._take_forward_pass()
+
+    def _next_begins(self) -> None:
+        """Called when another pass begins: a loop may step only on what is finite, and so never."""
+        self.watcher.models.adopt(self.open_pass.trained)
+        if not self.is_used and self._capture.head.is_broken_off and not self._steps:
+            self.watcher.learn()
             self._take_forward_pass()
 
     def _take_forward_pass(self) -> None:

@@ -30,7 +30,7 @@ from ampdbg.replay.snapshot import Snapshot
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
-from ampdbg.script.ranks import in_its_group, is_in_group
+from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
 
 MOST_TRACED = 6
 """So many steps are traced at most, each of which takes several times as long as it would."""
@@ -212,7 +212,8 @@ class TracedStep:
         is_alone = not is_in_group()
         may_be = is_bad and not is_spoilt
         is_captured = self._is_wanted or (may_be and not self._captures.is_full and (is_alone or self._is_bad_itself()))
-        is_run = may_be and is_alone and self._may_wait and _half_in(self._trace) is not None
+        is_free = is_alone and not hooks_half_weights(self._model)
+        is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
             self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
         self._tape.stepped_on()
