@@ -35,6 +35,9 @@ GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
 makes them a few times as large."""
 
+WEIGHTS_GREW = "weights_grew"
+"""Evidence of a finding that they may be the cause of."""
+
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
 
@@ -142,7 +145,7 @@ def _grown(found: Finding, made: Investigation) -> Finding:
     times = number(made.weights_grew)
     why = f"the weights are {times} times as large as when the run began, which a learning rate that is too large makes"
     doubted = replace(_doubted(found, why), remedy=LEARNING_RATE)
-    return replace(doubted, evidence={**found.evidence, "weights_grew": made.weights_grew})
+    return replace(doubted, evidence={**found.evidence, WEIGHTS_GREW: made.weights_grew})
 
 
 def first_in_a_row(last: int, numbers: Container[int]) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config.schema import Config
+from ampdbg.diagnosis.cause import WEIGHTS_GREW
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import survivor
 from ampdbg.errors import UserCodeError
@@ -137,7 +138,7 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
     if CODES[root.code].fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
-    if not CODES[root.code].pin_helps:
+    if not CODES[root.code].pin_helps or WEIGHTS_GREW in root.evidence:
         return _because_of(strategy, "no-pin-helps", root)
     return None if failing else _because_of(strategy, "not-reproduced", root)
 

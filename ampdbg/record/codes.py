@@ -244,6 +244,7 @@ _ALL = (
         "compare with a run in FP32: --set precision.level=O0",
         "The {phase} pass of step {step} is not finite, and the cause is unknown: {skips}{falling}{losses}.",
         pin_helps=True,
+        why_no_pin="No pin is suggested: what fails at {step} may have another cause than precision.",
         keeps_scale=True,
     ),
     *MISUSES,

@@ -404,6 +404,9 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
         is_of_capture = record.command == "replay" and "--script" in typed.config
         taken = typed.config if is_of_capture else _to_type(captures[0], typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
+    if captures and record.command == "run" and not record.investigations:
+        what = "the step that was captured, run again in FP32 too"
+        return view.NextCommand(what, f"ampdbg replay {_to_type(captures[0], typed.folder)}")
     if record.findings and record.verdict != "healthy":
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return None

@@ -104,9 +104,10 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
 
 
 def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
-    record, code = given_up(tmp_path, "always", "wrapped")
-    assert (code, record.investigations, record.steps_skipped) == (1, (), 1)
+    result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
+    assert (result.code, record.investigations, record.steps_skipped) == (1, (), 1)
     assert record.script is not None
+    assert "run again in FP32 too ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
     replayed = start(tmp_path, "replay", record.script.captures[0])
     assert "step 0 fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())

@@ -12,7 +12,9 @@ import torch
 import yaml
 
 from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.pinning.bisection import bisect_run
 from ampdbg.probes.watch import watch
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
@@ -49,7 +51,7 @@ def loss(model, batch):
 """
 
 
-def scanned(folder: Path, rate: float, gain: float) -> Record:
+def written(folder: Path, rate: float, gain: float) -> Config:
     (folder / "w.py").write_text(WORKLOAD, encoding="utf-8")
     settings = {
         "model": {"target": "w.py:Net", "args": {"gain": gain}},
@@ -60,7 +62,11 @@ def scanned(folder: Path, rate: float, gain: float) -> Record:
         "precision": {"dtype": "float16"},
     }
     (folder / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return diagnose(train(load_config(folder / "c.yaml"), replays=2))
+    return load_config(folder / "c.yaml")
+
+
+def scanned(folder: Path, rate: float, gain: float) -> Record:
+    return diagnose(train(written(folder, rate, gain), replays=2))
 
 
 def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blamed(tmp_path: Path) -> None:
@@ -72,6 +78,15 @@ def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blam
     assert "lower the learning rate" in root.remedy
     assert record.investigations[0].weights_grew > 1000
     assert root.evidence["weights_grew"] == record.investigations[0].weights_grew
+
+
+def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
+    record = bisect_run(written(tmp_path, rate=1e3, gain=1.0))
+
+    assert (record.pins, record.trials) == ((), ())
+    assert record.search is not None
+    assert record.search.outcome == "no-pin-helps"
+    assert "lower the learning rate" in record.search.message
 
 
 def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path: Path) -> None:
