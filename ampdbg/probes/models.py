@@ -39,8 +39,7 @@ class Models:
             self._held += [weakref.ref(root) for root in outermost_owners(trained) if id(root) not in own]
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
-        """Takes the modules that a loop calls for its models, where its optimizers train none of their parameters: as
-        where a loop with half weights keeps copies of them in FP32."""
+        """Takes these for its models, where none is known."""
         if not self._alive():
             self._held += [weakref.ref(root) for root in dict.fromkeys(called)]
 

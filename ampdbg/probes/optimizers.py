@@ -59,6 +59,12 @@ class Optimizers:
                 self._groups = self.groups
                 yield optimizer
 
+    def adopt(self, called: Sequence[torch.nn.Module]) -> None:
+        """Takes the modules that the loop calls for its models, where the optimizers train none of their parameters:
+        as where a loop with half weights keeps copies of them in FP32."""
+        if self._known:
+            self._models.adopt(called)
+
     def note_weights(self) -> None:
         """Keeps how large the weights are; to be called before they are stepped on. Not synced."""
         if len(self._began) < len(self._known):

@@ -61,14 +61,14 @@ class LostSteps:
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
-        self._watcher.models.adopt(self.open_pass.trained)
-        if self.open_pass.has_gone_backward:
-            step = self._watcher.open_step
-            if not step.is_known_finite():
-                self._lost(step.scaler is None)
-        elif loss := self.open_pass.lost_loss:
-            self._watcher.learn()
-            self._lost(is_last_chance=True)
+        step, has_gone = self._watcher.open_step, self.open_pass.has_gone_backward
+        loss = 0.0 if has_gone else self.open_pass.lost_loss
+        if not loss and not (has_gone and not step.is_known_finite()):
+            return
+        self._watcher.learn()
+        self._watcher.optimizers.adopt(self.open_pass.trained)
+        self._lost(is_last_chance=not has_gone or step.scaler is None)
+        if loss:
             self._watcher.log.break_off(loss, is_skipped=True)
 
     def _lost(self, is_last_chance: bool) -> None:

@@ -174,7 +174,7 @@ class _Taking:
         self._steps += 1
         if self.is_used or self._steps > MOST_STEPS:
             return
-        self.watcher.models.adopt(self.open_pass.trained)
+        self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         tape = Tape(model, device)
@@ -201,9 +201,9 @@ class _Taking:
 
     def _next_begins(self) -> None:
         """Called when another pass begins: a loop may step only on what is finite, and so never."""
-        self.watcher.models.adopt(self.open_pass.trained)
         if not self.is_used and self._capture.head.is_broken_off and not self._steps:
             self.watcher.learn()
+            self.watcher.optimizers.adopt(self.open_pass.trained)
             self._take_forward_pass()
 
     def _take_forward_pass(self) -> None:

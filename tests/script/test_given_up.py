@@ -145,3 +145,29 @@ def test_the_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path, faul
     (tmp_path / "net.pt").unlink()
     start(tmp_path, "run", "--emulate", "--no-watch", "train.py", fault, how)
     assert (tmp_path / "net.pt").read_bytes() == watched
+
+
+BESIDE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+judge, net = nn.Linear(4, 1).cuda(), nn.Linear(4, 1).cuda()
+checked = judge(torch.full((1, 4), float("nan")).cuda())  # a pass of another that nothing follows
+again = judge(torch.ones(1, 4).cuda())
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda")
+for _ in range(4):
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = judge(net(torch.ones(2, 4).cuda()).expand(-1, 4)) - judge(torch.ones(2, 4).cuda())
+        loss = out.float().pow(2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss * float("inf")).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_module_that_is_not_trained_does_not_become_a_model(tmp_path: Path) -> None:
+    _, record = run(tmp_path, BESIDE)
+    names = {one.name for step in record.steps for group in step.groups for one in group.parameters}
+    assert names == {"weight", "bias"}
