@@ -100,14 +100,11 @@ class LostSteps:
         """To be called when the script has ended, while what it holds is still alive."""
         if ending.error is not None:
             self._watcher.calls.failed(ending.error)
-        is_stopped = ending.code == 0 or isinstance(ending.error, KeyboardInterrupt)
-        is_forked = os.getpid() != self._owner
-        if is_forked or self._watcher.failure or not self.open_pass.is_under_way:
+        is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
+        if is_left or self._watcher.failure or not self.open_pass.is_under_way or is_told(self._watcher, ending.error):
             return
-        if is_stopped:
+        if ending.code == 0:
             self._next_begins()  # it may have given up its last pass, as others before
-            return
-        if is_told(self._watcher, ending.error):
             return
         # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
         with contextlib.suppress(Exception, KeyboardInterrupt):
