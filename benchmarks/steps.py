@@ -139,6 +139,7 @@ def by_name(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractConte
 
 
 LOGS = TemporaryDirectory(prefix="ampdbg-benchmark-")
+"""Goes with the process."""
 
 
 def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractContextManager[object], Watch]:

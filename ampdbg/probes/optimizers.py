@@ -54,8 +54,8 @@ class Optimizers:
             if parameters and optimizer not in self and not parameters[0].is_meta:
                 self._models.learn(optimizer)
                 self.device = self.device if self._known else parameters[0].device
+                self._began = {key: norm for key, norm in self._began.items() if key in self._known}
                 self._known[id(optimizer)] = optimizer
-                self._began.pop(id(optimizer), None)  # of one that is gone
                 self._groups = self.groups
                 yield optimizer
 

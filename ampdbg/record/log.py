@@ -178,10 +178,7 @@ def _head() -> bytes:
 
 def _line(kind: str, value: Step | Investigation | Record) -> bytes:
     data = _adapters()[kind].dump_python(value, warnings=False, exclude_defaults=True)
-    try:  # nearly every step holds finite numbers alone, and is written while a loop waits
-        return _compact({kind: data}).encode() + b"\n"
-    except ValueError:
-        return _compact({kind: strict(data)}).encode() + b"\n"
+    return _compact({kind: strict(data)}).encode() + b"\n"
 
 
 def _step_line(step: Step) -> bytes:

@@ -67,18 +67,19 @@ class LostSteps:
             return
         self._watcher.learn()
         self._watcher.optimizers.adopt(self.open_pass.trained)
-        self._lost(is_last_chance=not has_gone or step.scaler is None)
+        self._lost(is_last_chance=not has_gone or step.scaler is None, is_given_up=not has_gone)
         if loss:
             self._watcher.log.break_off(loss, is_skipped=True)
 
-    def _lost(self, is_last_chance: bool) -> None:
+    def _lost(self, is_last_chance: bool, *, is_given_up: bool = False) -> None:
         """Called when the loss of a step is not finite, while its weights are still its own; the script waits.
 
-        ``is_last_chance`` says that no optimizer will show it, or that one is about to make NaN of the weights.
+        ``is_last_chance`` says that no optimizer will show it, or that one is about to make NaN of the weights, and
+        ``is_given_up`` that its pass is the one under way: else that has gone backward, or is not the step's.
         """
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
-        is_noted = self.open_pass.has_gone_backward or self.open_pass.is_under_way
+        is_noted = is_given_up or self.open_pass.has_gone_backward
         if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST or not is_noted:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
@@ -103,11 +104,11 @@ class LostSteps:
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
         if is_left or self._watcher.failure or not self.open_pass.is_under_way or is_told(self._watcher, ending.error):
             return
-        if ending.code == 0:
-            self._next_begins()  # it may have given up its last pass, as others before
-            return
         # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
         with contextlib.suppress(Exception, KeyboardInterrupt):
+            if ending.code == 0:
+                self._next_begins()  # it may have given up its last pass, as others before
+                return
             self._watcher.learn()
             how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
             step = self._watcher.log.closed()
@@ -127,6 +128,7 @@ class LostSteps:
             return
         made, played, half = found
         if made is None:
+            self._capture(played, model, half, made)
             return
         too, has_bad_batch = self._too(made, played, half), self._note_batch(model, made)
         if too and not has_bad_batch:

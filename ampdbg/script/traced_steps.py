@@ -204,9 +204,8 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
-        is_spoilt = is_bad and any(
-            nonfinite(self._model.named_parameters())
-        )  # an earlier step did it: this tells nothing
+        # Where an earlier step has spoilt the weights, this one tells nothing.
+        is_spoilt = is_bad and any(nonfinite(self._model.named_parameters()))
         # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
         # again may be to wait for the others.
         is_alone = not is_in_group()

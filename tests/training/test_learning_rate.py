@@ -5,6 +5,7 @@ Batch norms bring everything back into range, so that in FP32 no loss rises; onl
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
-from ampdbg.probes.watch import watch
+from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 
@@ -109,6 +110,20 @@ def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype
             optimizer.step()
 
         assert watched.optimizers.weights_grew == pytest.approx(4.0, rel=1e-2)
+
+
+def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> None:
+    watched = Watch(None, ())
+    with watched:
+        for times in (1.0, 3.0):
+            model = torch.nn.Linear(4, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            model(torch.ones(1, 4)).sum().backward()
+            for parameter in model.parameters():
+                parameter.data *= times
+            assert watched.optimizers.weights_grew == pytest.approx(times)
+            del model, optimizer, parameter
+            gc.collect()
 
 
 def test_weights_that_began_as_zero_or_hold_nan_have_not_grown() -> None:
