@@ -128,12 +128,17 @@ class Calls:
         """Whether ``unscale_`` was called for this optimizer, and no step since."""
         return self._order.gradients[self._places[id(optimizer)]].unscaled is not None
 
-    def backward(self, run: Callable[[], Any], roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> Any:
-        """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these."""
-        scaler, halves = self._scaler_of(roots), self._halves(roots)
+    def backward(
+        self, run: Callable[[], Any], roots: Sequence[Any], starts: Sequence[torch.Tensor | None], scaled_by: Any
+    ) -> Any:
+        """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these.
+
+        ``scaled_by`` is the scaler of what goes backward, or None.
+        """
+        scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
         if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
             halves = ()
-        before = self._marks_now()
+        in_autocast, before = _in_autocast(roots), self._marks_now()
         rewritten = self._rewritten(before)
         try:
             result = run()
@@ -147,7 +152,7 @@ class Calls:
             written,
             actor=scaler,
             rewritten=rewritten,
-            in_autocast=_in_autocast(roots),
+            in_autocast=in_autocast,
             lowered_to=halves,
         )
         for marks, now in zip(self._marks, after, strict=False):
@@ -156,9 +161,9 @@ class Calls:
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
         """``torch.autograd.grad`` is about to run."""
-        scaler = self._scaler_of(roots)
-        if scaler:
-            self._note("grad", actor=scaler, creates_graph=creates_graph)
+        scaler = scaler_of(roots)
+        if scaler is not None:
+            self._note("grad", actor=self.number_of(scaler), creates_graph=creates_graph)
 
     def clipped(self, run: Callable[[], Any], parameters: Sequence[torch.Tensor], limit: Any) -> Any:
         """Clips gradients and notes whose; a limit beyond the loss scale itself is meant for scaled ones."""
@@ -217,10 +222,6 @@ class Calls:
         self.graphs, self.lowered = self.graphs + 1, self.lowered | set(found)
         return found
 
-    def _scaler_of(self, roots: Sequence[Any]) -> int:
-        scaler = scaler_of(roots)
-        return 0 if scaler is None else self.number_of(scaler)
-
     def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
         number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
@@ -254,8 +255,11 @@ def mark_scaled(outputs: Any, scaler: Any) -> None:
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
-    marks = (_metadata(node).get(_SCALER) for node in islice(_nodes(roots), NEAR))
-    return next((mark for mark in marks if mark is not None), None)
+    for node in islice(_nodes(roots), NEAR):
+        scaler = _metadata(node).get(_SCALER)
+        if scaler is not None:
+            return scaler
+    return None
 
 
 def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:

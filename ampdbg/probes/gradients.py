@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.nn.utils import get_total_norm
 
 from ampdbg.probes.tensors import Scalar, float_values, magnitude_of
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
-SMALL = 4096
+SMALL = 32_768
 """On a CPU gradients up to this many elements are gathered into one buffer for the norm: one kernel for all of them
 costs less than one each. Larger ones are read where they are, which costs less than copying them."""
+
+_DOT, _CPU = torch.ops.aten.dot.default, DispatchKeySet(DispatchKey.CPU)
+"""The CPU's own kernel at once: neither autograd nor the emulation of half products has to do with this."""
 
 NormOfEach = tuple[tuple[tuple[int, int], ...], torch.Tensor]
 """The parameters by ``id`` with the version of each gradient, and their largest magnitudes: a vector on the device."""
@@ -28,11 +32,11 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     """
     held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     gradients = [gradient for gradient in held if gradient is not None]
-    with torch.no_grad():  # a decorator would make a new one, and enter that, at every call
-        plain = _norm_of_plain(gradients)
-        return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
+    plain = _norm_of_plain(gradients)
+    return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 
 
+@torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
     values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
     if not values:
@@ -74,19 +78,20 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
         return None
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
+    squares = 0.0
     try:
         for gradient in gradients:
-            flat = gradient if gradient.ndim == 1 else gradient.reshape(-1)
-            (small if flat.numel() <= SMALL else large).append(flat)
-        parts = [torch.cat(small), *large] if small else large
+            (small if gradient.numel() <= SMALL else large).append(gradient)
+        parts = [torch._C._nn.flatten_dense_tensors(small), *large] if small else large
+        for part in parts:
+            is_plain = type(part) is torch.Tensor and part.layout is torch.strided and part.is_cpu
+            if not is_plain or part.dtype is not torch.float32:
+                return None
+            flat = part.detach().reshape(-1)
+            # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
+            squares += _DOT.redispatch(_CPU, flat, flat).item()
     except (RuntimeError, TypeError):  # sparse ones, or several devices
         return None
-    squares = 0.0
-    for part in parts:
-        if part.dtype is not torch.float32 or part.layout is not torch.strided or not part.is_cpu:
-            return None
-        # On a CPU a dot product takes half the time of a norm, and Python adds a few numbers sooner than torch.
-        squares += torch.dot(part, part).item()
     return None if math.isinf(squares) else math.sqrt(squares)
 
 

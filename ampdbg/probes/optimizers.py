@@ -30,32 +30,44 @@ class Optimizers:
         self._models = models
         self._given = tuple(given)
         # By id: one of the user's own may have no hash.
-        self._made: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        self._made: dict[int, weakref.ref[Optimizer]] = {}
         self._known: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._known.update((id(optimizer), optimizer) for optimizer in given)
         self._groups: tuple[str, ...] = ()
         self._began: dict[int, Scalar] = {}
+        self._are_noted = False
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(list(self._known.values()))
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return id(optimizer) in self._known
 
     def made(self, optimizer: Optimizer) -> None:
         """The loop makes this one; its parameters may still be added."""
-        self._made[id(optimizer)] = optimizer
+        self._made[id(optimizer)] = weakref.ref(optimizer)
+
+    @property
+    def are_learnt(self) -> bool:
+        """Whether none was made since, and the weights of all have been noted."""
+        return not self._made and self._are_noted
 
     def learn(self) -> Iterator[Optimizer]:
         """Adds those that were made since, with the models that they train; yields each."""
         while self._made:
-            _, optimizer = self._made.popitem()
+            optimizer = self._made.popitem()[1]()
+            if optimizer is None:
+                continue
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if parameters and optimizer not in self and not parameters[0].is_meta:
                 self._models.learn(optimizer)
                 self.device = self.device if self._known else parameters[0].device
                 self._began = {key: norm for key, norm in self._began.items() if key in self._known}
                 self._known[id(optimizer)] = optimizer
+                self._are_noted = False
                 self._groups = self.groups
                 yield optimizer
 
@@ -67,8 +79,8 @@ class Optimizers:
 
     def note_weights(self) -> None:
         """Keeps how large the weights are; to be called before they are stepped on. Not synced."""
-        if len(self._began) < len(self._known):
-            self._began.update({id(one): _norm_of_weights([one]) for one in self if id(one) not in self._began})
+        self._began.update({id(one): _norm_of_weights([one]) for one in self if id(one) not in self._began})
+        self._are_noted = True
 
     @property
     def weights_grew(self) -> float:

@@ -101,7 +101,7 @@ class StepLog:
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
-        return self._ended() + len(self._unread)
+        return (self._steps[-1].step + 1 if self._steps else 0) + len(self._unread)
 
     def latest(self) -> Step:
         """The last step that has ended; on a GPU this reads what is still unread (one sync)."""
@@ -111,9 +111,6 @@ class StepLog:
     def loss_read(self) -> float:
         """The loss of the last step that was read; on a GPU an earlier one than the last that has ended."""
         return self._steps[-1].loss if self._steps else 0.0
-
-    def _ended(self) -> int:
-        return self._steps[-1].step + 1 if self._steps else 0
 
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
         """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""
@@ -153,7 +150,7 @@ class StepLog:
         unread, self._unread = self._unread, []
         values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
         for step in unread:
-            made = step.to_step(self._ended(), values)
+            made = step.to_step(self.closed(), values)
             if made.skipped or not math.isfinite(made.loss):
                 made = self._with_bad_tensors(made)
             made = self._with_few_groups(made)
@@ -199,13 +196,14 @@ class StepLog:
 
     def _with_few_groups(self, step: Step) -> Step:
         """The step with its groups; only with their count once the record lists enough."""
+        if not step.groups:
+            return step
         size = self._listed_parameters + sum(len(group.parameters) for group in step.groups)
         is_full = self._listed_steps >= LISTED_STEPS or size > LISTED_PARAMETERS
         if self._listed_steps and is_full:
-            self._unlisted_steps += bool(step.groups)
+            self._unlisted_steps += 1
             return replace(step, groups=(), groups_hit=len(step.groups))
-        if step.groups:
-            self._listed_steps, self._listed_parameters = self._listed_steps + 1, size
+        self._listed_steps, self._listed_parameters = self._listed_steps + 1, size
         return step
 
     def _with_bad_tensors(self, step: Step) -> Step:

@@ -8,12 +8,11 @@ without a scaler never withholds a step: there one number a step, the gradient n
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime, timezone
 from types import TracebackType
@@ -109,7 +108,7 @@ class Watch:
         self._threads.add(threading.get_ident())
         call, inside = (seam, id(args[0]) if args else 0), self._loop.inside
         # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-        if self.is_paused or call in inside:
+        if self._pause.is_now or self.guard.failure or call in inside:
             return original(*args, **kwargs)
         inside.append(call)
         try:
@@ -134,6 +133,8 @@ class Watch:
 
     def learn(self) -> None:
         """Watches the optimizers that were made since, with the models that they train."""
+        if self.optimizers.are_learnt:
+            return
         for optimizer in self.optimizers.learn():
             self.calls.add_optimizer(optimizer)
             self.log.look_at_model()
@@ -223,8 +224,7 @@ class Watch:
         return result
 
     def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
-        with self._refusals("unscale", scaler, optimizer):
-            result = original(scaler, optimizer)
+        result = self._calling("unscale", scaler, optimizer, lambda: original(scaler, optimizer))
         self._measure(optimizer, 1.0)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
@@ -239,16 +239,14 @@ class Watch:
         **kwargs: Any,
     ) -> Any:
         if optimizer not in self.optimizers:
-            with self._refusals("step", scaler, optimizer):
-                return original(scaler, optimizer, *args, **kwargs)
+            return self._calling("step", scaler, optimizer, lambda: original(scaler, optimizer, *args, **kwargs))
         step, enabled = self._loop.now, scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
             self._measure(optimizer, step.loss_scale() if in_kernel else 1.0)
         self._loop.fired.discard(id(optimizer))
-        with self._refusals("step", scaler, optimizer):
-            result = original(scaler, optimizer, *args, **kwargs)
+        result = self._calling("step", scaler, optimizer, lambda: original(scaler, optimizer, *args, **kwargs))
         step.stepped = True
         withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
@@ -265,8 +263,7 @@ class Watch:
         self._loop.now.scaler = scaler if enabled else None
         self._loop.now.number = self.calls.number_of(scaler) if enabled else 0
         self._loop.now.note_scale()
-        with self._refusals("update", scaler):
-            result = original(scaler, *args, **kwargs)
+        result = self._calling("update", scaler, None, lambda: original(scaler, *args, **kwargs))
         if enabled:
             self.calls.by_scaler("update", scaler)
         step, self._loop.now = self._loop.now, OpenStep()
@@ -279,11 +276,10 @@ class Watch:
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
-    @contextlib.contextmanager
-    def _refusals(self, kind: CallKind, scaler: GradScaler, optimizer: Any = None) -> Iterator[None]:
+    def _calling(self, kind: CallKind, scaler: GradScaler, optimizer: Any, run: Callable[[], Any]) -> Any:
         """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
         try:
-            yield
+            return run()
         except Exception as error:
             if kind == "step" or not self._loop.is_inside("step"):
                 self.calls.refused(kind, optimizer, scaler, error)
@@ -299,11 +295,12 @@ class Watch:
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
-        if scaler_of(roots) is None:
+        scaler = scaler_of(roots)
+        if scaler is None:
             self._before_unscaled_backward(roots)
         if len(self._threads) > 1:  # others may write the gradients that would be compared
             return original(roots, *args, **kwargs)
-        return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0])
+        return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0], scaler)
 
     def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""

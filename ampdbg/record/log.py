@@ -13,8 +13,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,9 +78,11 @@ class RunLog:
         if self._is_written and self._path is not None and self._path.is_file():
             lines = [_head(), self._record, *(_line("investigation", one) for one in self._seen)]
             lines += [_line("step", one) for one in steps]
-            with self._warned():
+            try:
                 replace_file(self._path, b"".join(lines))
                 self._reopen()
+            except (OSError, RecordError) as error:
+                self._goes_no_further(error)
 
     def note(self, news: object, record: Callable[[], Record], investigations: Sequence[Investigation]) -> None:
         """To be called when a step has ended: what else has been seen by now.
@@ -131,12 +132,14 @@ class RunLog:
         """One write for each line: what is killed in between has written it, or has not."""
         if self._is_over or not self._is_own:
             return
-        with self._warned():
+        try:
             if self._file is None:
                 self._open()
             left = line
             while left and self._file is not None:
                 left = left[os.write(self._file, left) :]
+        except (OSError, RecordError) as error:
+            self._goes_no_further(error)
 
     def _open(self) -> None:
         path = self._given
@@ -157,19 +160,15 @@ class RunLog:
         if self._path is not None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
 
-    @contextlib.contextmanager
-    def _warned(self) -> Iterator[None]:
+    def _goes_no_further(self, error: OSError | RecordError) -> None:
         """What cannot be written ends the log, and not the run."""
-        try:
-            yield
-        except (OSError, RecordError) as error:
-            self._is_over = True
-            if self._file is not None:
-                with contextlib.suppress(OSError):
-                    os.close(self._file)
-                self._file = None
-            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
+        self._is_over = True
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        self._warn(f"the log goes no further: {self._path or self._given or self._folder}: {reason}; the run does")
 
 
 def _head() -> bytes:
@@ -182,14 +181,11 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 
 def _step_line(step: Step) -> bytes:
-    """As :func:`_line`. Nearly every step is healthy and has numbers alone: a loop waits for what pydantic takes."""
+    """As :func:`_line`, in a tenth of the time where all numbers are finite, as of nearly every step: a loop waits."""
     if step.groups or step.nonfinite or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
-    told = {name: value for name, value in vars(step).items() if value != _DEFAULTS.get(name)}
-    return _compact({"step": told}).encode() + b"\n"
+    return b'{"step":' + _adapters()["step"].serializer.to_json(step, exclude_defaults=True) + b"}\n"
 
-
-_DEFAULTS = {one.name: one.default for one in fields(Step)} | {"losses": {}}
 
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 

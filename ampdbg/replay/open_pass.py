@@ -40,6 +40,10 @@ PRUNED_FROM = 16
 """So many calls are kept before those are looked for whose results nobody has any more; fewer, where a module is called
 again, as in an evaluation: the batches of many steps are not to be held."""
 
+LOOKED_AT = 16
+"""In so many passes Python's random state is read before and after each call. Where no call has drawn from it, it is
+read no more: few models do, and reading takes as long as all else that is noted of a call."""
+
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
 
@@ -97,6 +101,7 @@ class OpenPass:
         self._thread = threading.get_ident()
         self._is_inside = False
         self._begun, self._trains = False, False
+        self._python, self._draws = random.getstate(), False
         self._scalars: deque[weakref.ref[torch.Tensor]] = deque(maxlen=PRUNED_FROM)
         self._guard = Guard()
         self._leaving = ExitStack()
@@ -223,12 +228,13 @@ class OpenPass:
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._begun = False
-        has_gone = self._passes != self._backward()
+        backward = self._backward()
+        has_gone = self._passes != backward
         is_again = len(self._calls) < PRUNED_FROM and any(call.module is module for call in self._calls.values())
         if has_gone or is_again:
             self._next_begins()
         if has_gone:
-            self._passes, is_again = self._backward(), False
+            self._passes, is_again = backward, False
             self.forget()
         if is_again or len(self._calls) >= self._prune_at:
             self._prune()
@@ -240,9 +246,16 @@ class OpenPass:
             return
         self._trains = module.training if has_weights else self._trains
         # A call that takes what another made follows it: seldom is a random number drawn in between.
-        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else _random_state()
+        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else self._random_state()
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
+
+    def _random_state(self) -> RandomState:
+        """That of now; without NumPy's, which takes longest to be read, and which few models draw from."""
+        devices: Sequence[torch.Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        if self._draws or self._backward() < LOOKED_AT:
+            self._python = random.getstate()
+        return RandomState(self._python, None, torch.get_rng_state(), tuple(devices))
 
     def _has_weights(self, module: torch.nn.Module) -> bool:
         if self._models.get(id(module)) is module:  # by id: one of the user's own may have no hash
@@ -256,6 +269,8 @@ class OpenPass:
         noted, number = self._calls.get(self._number - 1) if self._begun else None, self._number - 1
         if noted is not None:
             noted.has_returned = True
+            if self._backward() < LOOKED_AT and not self._draws:
+                self._draws = random.getstate() != noted.random_state.python
         for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
             if not tensor.requires_grad:
                 continue
@@ -304,8 +319,12 @@ class OpenPass:
 def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     for a backward pass, and where none follows the next call raises."""
-    inner = (module._modules.get(name) for name in WRAPPERS)
-    return isinstance(module, DistributedDataParallel) or any(isinstance(one, DistributedDataParallel) for one in inner)
+    held = module._modules
+    return _is_of_ddp(module) or any(name in held and _is_of_ddp(held[name]) for name in WRAPPERS)
+
+
+def _is_of_ddp(module: torch.nn.Module | None) -> bool:
+    return DistributedDataParallel in type(module).__mro__  # of an abstract class `isinstance` takes ten times as long
 
 
 @dataclass(frozen=True)
@@ -356,12 +375,6 @@ def _mapped(each: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return each(value) if is_plain else _pytree.tree_map(each, value)
 
     return of
-
-
-def _random_state() -> RandomState:
-    """That of now without NumPy's, which takes longer to be read than all others, and which few models draw from."""
-    devices: Sequence[torch.Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-    return RandomState(random.getstate(), None, torch.get_rng_state(), tuple(devices))
 
 
 _NO_STATE = RandomState(None, None, torch.empty(0), ())

@@ -133,10 +133,10 @@ def watch_script(
 
 def _news(watcher: Watch, captures: Captures) -> object:
     """What changes with the record of a run, but for its steps; asked after each of them."""
-    misuses = tuple((misuse.code, misuse.source) for misuse in watcher.misuses)
     is_lowered = watcher.calls.graphs > 0, bool(watcher.calls.lowered)
     left_out = watcher.log.left_out
-    return misuses, len(list(watcher.optimizers)), is_lowered, len(captures.written), captures.why_not, left_out
+    counts = len(watcher.misuses), len(watcher.optimizers), len(captures.written)
+    return counts, is_lowered, captures.why_not, left_out
 
 
 def run_unwatched(script: Script, *, emulate: bool) -> int:

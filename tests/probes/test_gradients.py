@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,6 +33,31 @@ def test_the_norm_is_that_of_all_gradients_together(sizes: list[int], seed: int,
     norm = gradient_norm(optimizer_with(*gradients), divisor=2.0)
     assert norm is not None
     assert float(norm) == pytest.approx(expected.item() / 2, rel=1e-5)
+
+
+class Tagged(torch.Tensor):
+    """As a library's own kind of tensor."""
+
+
+@pytest.mark.parametrize("side", [3, 300])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda plain: plain.t(),
+        lambda plain: torch.complex(plain, plain).conj().imag,
+        lambda plain: plain.as_subclass(Tagged),
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.double,
+    ],
+)
+def test_the_norm_is_right_for_every_kind_of_gradient(kind: Callable[[torch.Tensor], torch.Tensor], side: int) -> None:
+    plain = torch.randn(side, side, generator=torch.Generator().manual_seed(side))
+    parameters = [torch.nn.Parameter(kind(torch.zeros(side, side))), torch.nn.Parameter(torch.zeros(3))]
+    parameters[0].grad, parameters[1].grad = kind(plain), torch.full((3,), 2.0)
+    norm = gradient_norm(torch.optim.SGD(parameters, lr=0.1))
+    assert norm is not None
+    assert float(norm) == pytest.approx(math.hypot(plain.norm().item(), 12.0**0.5), rel=1e-5)
 
 
 def test_a_norm_whose_squares_overflow_float32_is_finite() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.open_pass import LOOKED_AT, OpenPass, losses_of
 
 
 @dataclass
@@ -212,3 +213,24 @@ def test_torch_compile_sees_none_of_it(noting: Noting) -> None:
     assert torch.equal(compiled(X)["logits"], net(X)["logits"])
     played = noting.found.played(net, "cpu")
     assert played is not None
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_pythons_random_state_is_noted_anew_where_a_call_draws_from_it(noting: Noting, draws: bool) -> None:
+    class Flips(Net):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return super().forward(x * (1.0 + (random.random() if draws else 0.0)))
+
+    net = Flips()
+    for _ in range(2 * LOOKED_AT):
+        random.random()  # the loop's own
+        before = random.getstate()
+        logits = net(X)["logits"]
+        logits.sum().backward()
+        noting.backward += 1
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert (played.calls[0].random_state.python == before) is draws
+    again = random.getstate()
+    assert torch.equal(played.loss(played.given[0]), logits.detach().sum())
+    random.setstate(again)
