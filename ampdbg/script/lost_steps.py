@@ -12,21 +12,20 @@ from typing import get_args
 import torch
 
 from ampdbg.formats import FORMATS
-from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.observer import Observer
 from ampdbg.probes.tensors import nonfinite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
-from ampdbg.replay.investigation import investigate, is_blamed
+from ampdbg.replay.investigation import is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
-from ampdbg.replay.played_step import PlayedStep
-from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.script.captures import Captured, Captures
+from ampdbg.replay.snapshot import ModelState
+from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
-from ampdbg.script.played_run import Half, run_of
+from ampdbg.script.loop_step import LoopStep
+from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, is_in_group
-from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps, hushed
+from ampdbg.script.traced_steps import LONGEST_GAP, RUN_AGAIN, TracedSteps
 
 MOST_LOST = 2
 """So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
@@ -85,16 +84,14 @@ class LostSteps:
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception):
             self._tries += 1
-            model = self._watcher.models.together()
-            found = self._run_again(model, lambda: self._observer.replay(step, "FP16, FP32 and more"), is_lost=True)
-            if found is not None:
-                made, played, half = found
-                is_telling = made is None or not self._too(made, played, half)
+            again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True)
+            if again is not None:
+                is_telling = made is None or not _too(again, made)
                 if made is not None:
-                    self._note_batch(model, made)
+                    self._note_batch(again, made)
                     self._traced.found += [made] * is_telling
                 if is_telling and is_last_chance:  # else the next one, which is taped, can be captured as well
-                    self._capture(played, model, half, made)
+                    self._capture(again, made)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
     def ended(self, ending: ScriptEnd) -> None:
@@ -122,71 +119,61 @@ class LostSteps:
 
     def _look(self, step: int) -> None:
         """Runs the step again in which the script has ended, and captures it."""
-        model = self._watcher.models.together()
-        found = self._run_again(model, lambda: self._observer.ended_in(step))
-        if found is None:
+        again, made = self._run_again(lambda: self._observer.ended_in(step))
+        if again is None or made is None:
+            if again is not None:
+                self._capture(again, made)
             return
-        made, played, half = found
-        if made is None:
-            self._capture(played, model, half, made)
-            return
-        too, has_bad_batch = self._too(made, played, half), self._note_batch(model, made)
+        too, has_bad_batch = _too(again, made), self._note_batch(again, made)
         if too and not has_bad_batch:
             self._why += f". Run again, {too}"
             return
         self._why = ""
-        self._capture(played, model, half, made)
+        self._capture(again, made)
         self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
 
-    def _note_batch(self, model: torch.nn.Module, made: Investigation) -> bool:
+    def _note_batch(self, again: LoopStep, made: Investigation) -> bool:
         """Notes the inputs of a step that hold NaN, where FP32 comes to nothing either; those of inf may be masks."""
         if not made.reproduced or math.isfinite(made.replays[1].loss):
             return False
-        bad = [counts for counts in nonfinite_in_batch(self.open_pass.batch(model)) if counts.nan]
+        bad = [counts for counts in nonfinite_in_batch(self.open_pass.batch(again.model)) if counts.nan]
         self._watcher.log.batch += bad
         return bool(bad)
 
+    def _capture(self, again: LoopStep, made: Investigation | None) -> None:
+        again.capture(self._captures, math.nan if made is None else made.replays[0].loss, is_broken_off=True)
+
     def _run_again(
-        self, model: torch.nn.Module, tell: Callable[[], None], *, is_lost: bool = False
-    ) -> tuple[Investigation | None, PlayedStep, Half | None] | None:
-        """What replays of the pass show, where it can be run again; ``tell`` is called before.
+        self, tell: Callable[[], None], *, is_lost: bool = False
+    ) -> tuple[LoopStep | None, Investigation | None]:
+        """The pass as it can be run again, and what replays of it show; ``tell`` is called before.
 
         Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Weights that cannot be
         run in FP32 while the script goes on are left to ``ampdbg replay``.
         """
+        watcher = self._watcher
+        model = watcher.models.together()
         device = next((parameter.device for parameter in model.parameters()), None)
         half = None if device is None else self._half(model, device)
-        is_known = half is not None or (is_lost and self._watcher.is_in_fp32)
+        is_known = half is not None or (is_lost and watcher.is_in_fp32)
         may_be = self._investigates and is_known
         if device is None or not may_be or nonfinite(model.named_parameters()):
-            return None
+            return None, None
         if is_in_group():
             self._why += "; a step of a group is not run again" * bool(self._why)
-            return None
+            return None, None
         played = self.open_pass.played(model, device.type)
         if played is None:
             self._why += "; its calls cannot be made again" * bool(self._why)
-            return None
+            return None, None
+        scale = watcher.steps[-1].scale if watcher.steps else 1.0
+        again = LoopStep(watcher, played, model, device, ModelState.now(model), half, scale, "loss")
         if hooks_half_weights(model):
-            return None, played, half
+            return again, None
         tell()  # here, for behind this nothing is shown
-        return self._investigated(played, model, device, half), played, half
-
-    def _too(self, made: Investigation, played: PlayedStep, half: Half | None) -> str:
-        """What replays show of it where they do not show that precision is the cause, nor that it is not."""
-        low, *others = made.replays
-        short = FORMATS[half or "float32"].short
-        if not made.reproduced:
-            return f"what its modules give is finite in {short}: look at what the script makes of that"
-        if low.error and others[0].error:
-            return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
-        if low.error and not is_blamed(made):
-            return f"it raises that in {short} and not in FP32, and no op was found that goes wrong"
-        makes_nan = math.isnan(others[0].loss) and any(made.phase == "forward" for made in others[0].producers)
-        if not losses_of(played) and not math.isfinite(others[0].loss) and not makes_nan:
-            return "what its modules give is not finite, and in FP32 neither"  # as where they mask what they give
-        return ""
+        has_loss = losses_of(played) == 1  # a sum of other numbers is not to be compared with losses
+        return again, replace(again.investigated(watcher.steps if has_loss else ()), has_loss=has_loss)
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
         """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""
@@ -195,52 +182,21 @@ class LostSteps:
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
-    def _investigated(
-        self, played: PlayedStep, model: torch.nn.Module, device: torch.device, half: Half | None
-    ) -> Investigation:
-        watcher = self._watcher
-        run = run_of(played, model, tuple(watcher.optimizers), device, half)
-        steps = watcher.steps
-        before = steps if losses_of(played) == 1 else ()  # a sum of other numbers is not to be compared with losses
-        # Another pass may begin within a region of autocast's.
-        with watcher.paused(), hushed(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            snapshot = Snapshot(watcher.log.closed(), played.given, RandomState.now(), ModelState.now(model))
-            grew = watcher.optimizers.weights_grew
-            made = investigate(
-                run, snapshot, "loss", self._scale, before=before, weights_grew=grew, observer=UNOBSERVED
-            )
-        return replace(made, has_loss=losses_of(played) == 1)
 
-    @property
-    def _scale(self) -> float:
-        return self._watcher.steps[-1].scale if self._watcher.steps else 1.0
-
-    def _capture(
-        self, played: PlayedStep, model: torch.nn.Module, half: Half | None, made: Investigation | None
-    ) -> None:
-        step = self._watcher.log.closed()
-        loss = math.nan if made is None else made.replays[0].loss
-
-        def captured() -> Captured:
-            return Captured(
-                played=played,
-                model=model,
-                state=ModelState.now(model),
-                optimizers=tuple(self._watcher.optimizers),
-                scaler=None,
-                step=step,
-                scale=self._scale,
-                loss=loss,
-                why="loss",
-                half=half,
-                weights_grew=self._watcher.optimizers.weights_grew,
-                record=self._watcher.record(),
-                start=self._captures.start,
-                is_broken_off=True,
-            )
-
-        with self._watcher.paused(), torch.no_grad():
-            self._captures.add(step, captured)
+def _too(again: LoopStep, made: Investigation) -> str:
+    """What replays show of it where they do not show that precision is the cause, nor that it is not."""
+    low, *others = made.replays
+    short = FORMATS[again.half or "float32"].short
+    if not made.reproduced:
+        return f"what its modules give is finite in {short}: look at what the script makes of that"
+    if low.error and others[0].error:
+        return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
+    if low.error and not is_blamed(made):
+        return f"it raises that in {short} and not in FP32, and no op was found that goes wrong"
+    makes_nan = math.isnan(others[0].loss) and any(made.phase == "forward" for made in others[0].producers)
+    if not losses_of(again.played) and not math.isfinite(others[0].loss) and not makes_nan:
+        return "what its modules give is not finite, and in FP32 neither"  # as where they mask what they give
+    return ""
 
 
 def is_told(watcher: Watch, error: BaseException | None) -> bool:

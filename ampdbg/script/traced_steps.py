@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-import sys
-import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TextIO, get_args
+from typing import get_args
 
 import torch
 
-from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
@@ -23,13 +19,11 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
-from ampdbg.replay.investigation import Why, investigate
-from ampdbg.replay.played_step import PlayedStep
-from ampdbg.replay.random_state import RandomState
-from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.investigation import Why
 from ampdbg.replay.tape import Tape, taping
-from ampdbg.script.captures import Captured, Captures
-from ampdbg.script.played_run import Half, run_of
+from ampdbg.script.captures import Captures
+from ampdbg.script.loop_step import LoopStep
+from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
 
 MOST_TRACED = 6
@@ -47,6 +41,9 @@ LONGEST_GAP = 32
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
 
+
+RUN_AGAIN = "FP16, FP32 and more"
+"""What is told of a step before it is run again."""
 
 NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
@@ -219,55 +216,33 @@ class TracedStep:
 
     def _taken(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> None:
         """Captures the step, and runs it again; the script waits meanwhile."""
-        played = self._tape.played()
+        played, loss = self._tape.played(), self._tape.loss
         if played is None:
             self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
             return
         self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
-        loss_scale = 1.0 if scale is None else float(scale)
+        step = LoopStep(
+            self._watcher,
+            played,
+            self._model,
+            self._device,
+            self._tape.state,
+            _half_in(self._trace),
+            1.0 if scale is None else float(scale),
+            _why(loss) if is_bad else "end",
+        )
         if is_captured:
-            self._capture(played, scaler, loss_scale, is_bad=is_bad)
+            step.capture(self._captures, loss, scaler)
         if is_run:
-            self._made = self._investigated(played, loss_scale)
+            self._observer.replay(self._watcher.log.closed(), RUN_AGAIN)  # here, for behind this nothing is shown
+            # Whatever it raises, such as that there is no memory for it, the script goes on.
+            with contextlib.suppress(Exception):
+                made = step.investigated(self._watcher.steps)
+                is_told = made.reproduced and not any(replay.error for replay in made.replays[:2])
+                self._made = made if is_told else None
+            torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
-
-    def _capture(self, played: PlayedStep, scaler: torch.amp.GradScaler | None, scale: float, *, is_bad: bool) -> None:
-        step = self._watcher.log.closed()
-
-        def captured() -> Captured:
-            return Captured(
-                played=played,
-                model=self._model,
-                state=self._tape.state,
-                optimizers=tuple(self._watcher.optimizers),
-                scaler=scaler,
-                step=step,
-                scale=scale,
-                loss=self._tape.loss,
-                why=_why(self._tape.loss) if is_bad else "end",
-                half=_half_in(self._trace),
-                weights_grew=self._watcher.optimizers.weights_grew,
-                record=self._watcher.record(),
-                start=self._captures.start,
-            )
-
-        with self._watcher.paused(), torch.no_grad():
-            self._captures.add(step, captured)
-
-    def _investigated(self, played: PlayedStep, scale: float) -> Investigation | None:
-        """What replays of the step show; None where it does not go wrong again."""
-        run = run_of(played, self._model, tuple(self._watcher.optimizers), self._device, _half_in(self._trace))
-        snapshot = Snapshot(self._watcher.log.closed(), played.given, RandomState.now(), self._tape.state)
-        why, made = _why(self._tape.loss), None
-        self._observer.replay(snapshot.step, "FP16, FP32 and more")  # here, for behind this nothing is shown
-        # Whatever it raises, such as that there is no memory for it, the script goes on.
-        with contextlib.suppress(Exception), self._watcher.paused(), hushed(), torch.enable_grad():
-            grew, before = self._watcher.optimizers.weights_grew, self._watcher.steps
-            made = investigate(run, snapshot, why, scale, before=before, weights_grew=grew, observer=UNOBSERVED)
-        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
-        is_told = made is not None and made.reproduced and not any(replay.error for replay in made.replays[:2])
-        return made if is_told else None
 
 
 def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:
@@ -290,29 +265,3 @@ def _half_in(trace: StepTrace) -> Half | None:
     """The half dtype that the ops of a step make; None where they make none."""
     dtypes = {seen.output.dtype for seen in trace.ops}
     return next((half for half in get_args(Half) if half in dtypes), None)
-
-
-@contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
-    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
-        yield
-
-
-class _Hushed(io.TextIOBase):
-    """A stream that writes what other threads write."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._thread = threading.get_ident()
-
-    def write(self, text: str) -> int:
-        """Writes it, unless it is this thread's."""
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
-
-    def flush(self) -> None:
-        """As the stream's own."""
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -1,0 +1,123 @@
+"""One step of a loop that is not ours, while its weights are those that it had: run again, and captured."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from ampdbg.observer import UNOBSERVED
+from ampdbg.probes.watch import Watch
+from ampdbg.record.run import Investigation, Step
+from ampdbg.replay.investigation import Why, investigate
+from ampdbg.replay.played_step import PlayedStep
+from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.script.captures import Captured, Captures
+from ampdbg.script.played_run import Half, run_of
+
+
+@dataclass(frozen=True)
+class LoopStep:
+    """The step that a watched loop has under way, as it can be run again.
+
+    Args:
+        watcher: of the loop; it is paused meanwhile.
+        played: what the step has called.
+        model: whose weights count.
+        device: where its weights are.
+        state: that of the model when the step began.
+        half: what the step lowers to; None where it lowers to nothing.
+        scale: its loss scale.
+        why: what calls for a closer look.
+    """
+
+    watcher: Watch
+    played: PlayedStep
+    model: torch.nn.Module
+    device: torch.device
+    state: ModelState
+    half: Half | None
+    scale: float
+    why: Why
+
+    def investigated(self, before: Sequence[Step]) -> Investigation:
+        """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+
+        Raises:
+            Exception: whatever the script's own code raises, or that there is no memory for it.
+        """
+        watcher = self.watcher
+        run = run_of(self.played, self.model, tuple(watcher.optimizers), self.device, self.half)
+        snapshot = Snapshot(watcher.log.closed(), self.played.given, RandomState.now(), self.state)
+        grew = watcher.optimizers.weights_grew
+        # The script may be within a region of autocast's.
+        outside = torch.autocast(self.device.type, enabled=False)
+        with watcher.paused(), _hushed(), torch.enable_grad(), outside:
+            return investigate(
+                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=UNOBSERVED
+            )
+
+    def capture(
+        self,
+        captures: Captures,
+        loss: float,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        is_broken_off: bool = False,
+    ) -> None:
+        """Writes it; ``is_broken_off`` says that nothing has gone backward from its loss."""
+        watcher, step = self.watcher, self.watcher.log.closed()
+
+        def captured() -> Captured:
+            return Captured(
+                played=self.played,
+                model=self.model,
+                state=self.state,
+                optimizers=tuple(watcher.optimizers),
+                scaler=scaler,
+                step=step,
+                scale=self.scale,
+                loss=loss,
+                why=self.why,
+                half=self.half,
+                weights_grew=watcher.optimizers.weights_grew,
+                record=watcher.record(),
+                start=captures.start,
+                is_broken_off=is_broken_off,
+            )
+
+        with watcher.paused(), torch.no_grad():
+            captures.add(step, captured)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """While this is entered what this thread prints is not shown: it has been, when the step ran first."""
+    with contextlib.redirect_stdout(_Hushed(sys.stdout)), contextlib.redirect_stderr(_Hushed(sys.stderr)):
+        yield
+
+
+class _Hushed(io.TextIOBase):
+    """A stream that writes what other threads write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        """Writes it, unless it is this thread's."""
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+    def flush(self) -> None:
+        """As the stream's own."""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
