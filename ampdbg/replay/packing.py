@@ -202,7 +202,8 @@ class Unpacking:
             values = self._tensors[name]
             values = torch.view_as_complex(values) if packed.get("complex") else values
             values = values if packed.get("device") == "cpu" else values.to(self._device)
-            self._met[name] = values.requires_grad_(bool(packed.get("grad")))
+            # No view, as safetensors gives them: what a step writes into one cannot be undone.
+            self._met[name] = values.detach().requires_grad_(bool(packed.get("grad")))
         return self._met[name]
 
     def _like(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:

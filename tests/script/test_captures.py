@@ -187,6 +187,49 @@ for _ in range(2):
     assert result.stdout.rstrip().endswith("--script few.py")  # what to type next starts the same
 
 
+MOVES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Moves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.force, self.gain = nn.Linear(3, 3), 1e3
+
+    def forward(self, place):
+        place += self.force(place - place.mean(0)).float()
+        far = (place * self.gain) @ (place * self.gain).T
+        return far.mean(-1) / self.gain**2
+
+net = Moves().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(4):
+    place = torch.randn(6, 3, device="cuda").detach()
+    with torch.autocast("cuda"):
+        loss = net(place).pow(2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its model writes into what it is given, as those of molecules and bodies do that move."""
+
+
+def test_what_a_step_writes_into_its_arguments_is_undone_before_each_replay(tmp_path: Path) -> None:
+    _, record = run(tmp_path, MOVES)
+    result, again = on(tmp_path, "replay", capture_of(tmp_path))
+    here = again.investigations[0]
+    there = next(made for made in record.investigations if made.step == here.step)
+    assert (result.code, again.findings[0].code) == (1, "forward-overflow")
+    assert here.reproduced == 5
+    assert [str(one.loss) for one in here.replays] == [str(one.loss) for one in there.replays]
+    _, searched = on(tmp_path, "bisect", capture_of(tmp_path))
+    assert ([pin.module for pin in searched.pins], searched.search and searched.search.minimal) == ([""], True)
+
+
 def test_a_replay_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.LOOPS["accumulation and clipping"].replace("GAIN", "1e3"))
     _, again = on(tmp_path, "replay", capture_of(tmp_path))
