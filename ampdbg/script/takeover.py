@@ -25,7 +25,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
-from ampdbg.replay.open_pass import OpenPass
+from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -128,6 +128,12 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     if not taking.is_used:
         raise CaptureError(f"{capture.path}: {taking.why_not}")
 
+
+WITHOUT_ITS_LOSS = (
+    "step {} ended before its loss: its modules alone were run again",
+    "a loss told of here is the sum of all that they give",
+)
+"""So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
 
 NO_STEP = (
     "ended without a step; where it goes on from a file that it has written since, move that away, "
@@ -242,6 +248,9 @@ class _Taking:
         run = run_of(captured, model, optimizers, device, capture.head.half)
         snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
         before = _of_capture(capture)
+        has_loss = not capture.head.is_broken_off or losses_of(captured) == 1
+        if not has_loss:
+            notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))
         record = replace(
             before,
             environment=environment_of(device, run.config.precision.policy, emulated=is_emulating()),

@@ -219,6 +219,8 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert replayed.code == 1, replayed.stderr
     assert f"step {record.steps[-1].step} fails in 5 of 5 replays" in replayed.stdout
     assert OVERFLOW in " ".join(replayed.stdout.split())
+    has_loss = how != "inner"  # there an assertion of the module comes before it
+    assert ("ended before its loss: its modules alone were run again" in replayed.stdout) is not has_loss
     bisected = start(tmp_path, "bisect", capture)
     assert bisected.code == 1, bisected.stderr
     assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
