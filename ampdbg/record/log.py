@@ -181,7 +181,7 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 
 def _step_line(step: Step) -> bytes:
-    """As :func:`_line`, in a tenth of the time where all numbers are finite, as of nearly every step: a loop waits."""
+    """As :func:`_line`; where all numbers are finite, as of nearly every step, by pydantic alone: a loop waits."""
     if step.groups or step.nonfinite or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
     return b'{"step":' + _adapters()["step"].serializer.to_json(step, exclude_defaults=True) + b"}\n"

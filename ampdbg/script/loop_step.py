@@ -22,6 +22,9 @@ from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 
+RUN_AGAIN = "FP16, FP32 and more"
+"""What is told of a step before it is run again."""
+
 
 @dataclass(frozen=True)
 class LoopStep:

@@ -22,10 +22,10 @@ from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
-from ampdbg.script.loop_step import LoopStep
+from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, is_in_group
-from ampdbg.script.traced_steps import LONGEST_GAP, RUN_AGAIN, TracedSteps
+from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps
 
 MOST_LOST = 2
 """So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
@@ -120,9 +120,10 @@ class LostSteps:
     def _look(self, step: int) -> None:
         """Runs the step again in which the script has ended, and captures it."""
         again, made = self._run_again(lambda: self._observer.ended_in(step))
-        if again is None or made is None:
-            if again is not None:
-                self._capture(again, made)
+        if again is None:
+            return
+        if made is None:
+            self._capture(again, made)
             return
         too, has_bad_batch = _too(again, made), self._note_batch(again, made)
         if too and not has_bad_batch:

@@ -248,8 +248,7 @@ class _Taking:
         run = run_of(captured, model, optimizers, device, capture.head.half)
         snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
         before = _of_capture(capture)
-        has_loss = not capture.head.is_broken_off or losses_of(captured) == 1
-        if not has_loss:
+        if capture.head.is_broken_off and not losses_of(captured):
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))
         record = replace(
             before,

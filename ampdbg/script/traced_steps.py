@@ -22,7 +22,7 @@ from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.captures import Captures
-from ampdbg.script.loop_step import LoopStep
+from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
 
@@ -40,10 +40,6 @@ LONGEST_GAP = 32
 
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
-
-
-RUN_AGAIN = "FP16, FP32 and more"
-"""What is told of a step before it is run again."""
 
 NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
