@@ -13,6 +13,7 @@ from itertools import count, islice
 from typing import Any
 
 import torch
+from torch._C import is_autocast_enabled  # as it is, where an emulated GPU has other names
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -58,7 +59,7 @@ class Calls:
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
-        self._actors: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._actors: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int] = {}
         self._count = count(1)
         self._times: dict[CallKind, int] = {}
@@ -129,11 +130,17 @@ class Calls:
         return self._order.gradients[self._places[id(optimizer)]].unscaled is not None
 
     def backward(
-        self, run: Callable[[], Any], roots: Sequence[Any], starts: Sequence[torch.Tensor | None], scaled_by: Any
+        self,
+        scaled_by: Any,
+        engine: Callable[..., Any],
+        roots: Sequence[Any],
+        starts: Sequence[torch.Tensor | None],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Runs a backward pass from ``roots`` and notes whose gradients it has written; it ``starts`` with these.
 
-        ``scaled_by`` is the scaler of what goes backward, or None.
+        ``scaled_by`` is the scaler of what goes backward, or None; the other arguments are the engine's own.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
         if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
@@ -141,22 +148,23 @@ class Calls:
         in_autocast, before = _in_autocast(roots), self._marks_now()
         rewritten = self._rewritten(before)
         try:
-            result = run()
+            result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
             self.failed(error)
             raise
-        after = self._marks_now()
-        written = tuple(place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
+        written = []
+        for place, (marks, state) in enumerate(zip(self._marks, before, strict=False)):
+            marks.note(marks.now())
+            if marks.noted != state:
+                written.append(place)
         self._note(
             "backward",
-            written,
+            tuple(written),
             actor=scaler,
             rewritten=rewritten,
             in_autocast=in_autocast,
             lowered_to=halves,
         )
-        for marks, now in zip(self._marks, after, strict=False):
-            marks.note(now)
         return result
 
     def grad(self, roots: Sequence[Any], creates_graph: bool) -> None:
@@ -224,20 +232,24 @@ class Calls:
 
     def number_of(self, actor: Any) -> int:
         """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
-        number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
-        if self._actors.get(number) is not actor:
-            self._actors[number] = actor
+        number = self._numbers.get(id(actor), 0)
+        if not number:
+            number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
+        alive = self._actors.get(number)
+        if alive is None or alive() is not actor:
+            self._actors[number] = weakref.ref(actor)
         return number
 
     def _actor(self, number: int) -> Any:
         """Whose number that is; None of 0, and of one that has gone."""
-        return self._actors.get(number)
+        alive = self._actors.get(number)
+        return None if alive is None else alive()
 
 
 def _in_autocast(roots: Sequence[Any]) -> bool:
     for root in roots:
         if isinstance(root, torch.Tensor):
-            return bool(torch.is_autocast_enabled(root.device.type))
+            return is_autocast_enabled(root.device.type)
     return False
 
 
@@ -327,7 +339,8 @@ class GradientMarks:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
-        self._noted = self.now()
+        self.noted = self.now()
+        """The state that was last noted."""
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
@@ -339,11 +352,11 @@ class GradientMarks:
 
     def note(self, now: Marks) -> None:
         """From here on the gradients are those of ``now``."""
-        self._noted = now
+        self.noted = now
 
     def are_rewritten(self, now: Marks) -> bool:
         """Whether the gradients of ``now`` were cleared, or written by someone, since they were noted."""
-        return now != self._noted or not any(now)
+        return now != self.noted or not any(now)
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

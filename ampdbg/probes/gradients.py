@@ -30,8 +30,12 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
     None when no parameter has a gradient. Inf or NaN when a gradient is not finite, and on a GPU also
     when the squares overflow float32; on a CPU that is told apart by a second look in float64.
     """
-    held = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    gradients = [gradient for gradient in held if gradient is not None]
+    gradients = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:  # thousands are not rare: a loop costs least
+            gradient = parameter.grad
+            if gradient is not None:
+                gradients.append(gradient)
     plain = _norm_of_plain(gradients)
     return _norm_of_any(gradients, divisor) if plain is None else plain / float(divisor)
 

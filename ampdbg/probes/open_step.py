@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -130,6 +131,9 @@ def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
 
 
+_SEAM = itemgetter(0)
+
+
 class Loop(threading.local):
     """Where the loop of a thread is; other threads may train other models meanwhile."""
 
@@ -140,4 +144,4 @@ class Loop(threading.local):
 
     def is_inside(self, name: str) -> bool:
         """Whether a call of this seam's is under way."""
-        return name in [entered for entered, _ in self.inside]
+        return name in map(_SEAM, self.inside)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -46,17 +45,6 @@ def detach(watcher: Watcher) -> None:
         if not _watchers:
             _replaced.clear()
             _restoring.close()
-
-
-def weakly(method: Callable[..., Any], otherwise: Callable[..., Any] = lambda *args: None) -> Callable[..., Any]:
-    """What calls a method of an object that it does not keep alive, and ``otherwise`` once that has gone."""
-    function, alive = method.__func__, weakref.ref(method.__self__)  # type: ignore[attr-defined]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        owner = alive()
-        return otherwise(*args, **kwargs) if owner is None else function(owner, *args, **kwargs)
-
-    return call
 
 
 @contextlib.contextmanager
@@ -98,7 +86,7 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
-        for watcher in () if computes_no_numbers() else _watchers:
+        for watcher in _watchers if _dispatch_mode(_FAKE) is None else ():
             if outermost is not None:  # nearly always there is one watcher, and nothing is to be made
                 run = functools.partial(outermost, seam, run)
             outermost = watcher
@@ -107,9 +95,12 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     return call
 
 
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+
+
 def computes_no_numbers() -> bool:
     """Whether tensors have shapes and no values: torch.compile traces a backward pass like this."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return _dispatch_mode(_FAKE) is not None
 
 
 def are_meta(roots: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.tensors import HoldsTensors, Scalar, is_on_device, nonfinite_in_model, to_host
+from ampdbg.probes.tensors import HoldsTensors, Scalar, are_on_host, nonfinite_in_model, to_host
 from ampdbg.record.run import LeftOut, Step, TensorCounts
 
 UNREAD_STEPS = 64
@@ -126,7 +126,7 @@ class StepLog:
         step.nonfinite, self.batch = self.batch, []
         step.each.clear()
         self._unread.append(step)
-        is_known = not any(map(is_on_device, step.scalars()))
+        is_known = are_on_host(step.scalars())
         if step.skipped or is_known or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 

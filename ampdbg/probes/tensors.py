@@ -70,11 +70,16 @@ def is_on_device(scalar: Scalar) -> TypeGuard[torch.Tensor]:
     return isinstance(scalar, torch.Tensor) and scalar.device.type != "cpu"
 
 
+def are_on_host(scalars: Sequence[Scalar]) -> bool:
+    """Whether all can be read without a wait; nearly always they are plain numbers, or on a GPU."""
+    return set(map(type, scalars)) <= {float} or not any(map(is_on_device, scalars))
+
+
 def to_host(scalars: Sequence[Scalar]) -> list[float]:
     """The values of scalars, with one transfer for all that are still on a device."""
+    if are_on_host(scalars):
+        return list(map(float, scalars))
     waiting = [scalar for scalar in scalars if is_on_device(scalar)]
-    if not waiting:
-        return [float(scalar) for scalar in scalars]
     device = waiting[0].device
     read = iter(torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in waiting]).tolist())
     return [float(next(read) if is_on_device(scalar) else scalar) for scalar in scalars]

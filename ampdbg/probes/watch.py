@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import datetime, timezone
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdbg.call_order import CallKind
@@ -32,10 +34,12 @@ from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
-from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach, weakly
+from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
+
+Function = Callable[..., Any]
 
 UNWATCHED = "from step {} on nothing was noted, as ampdbg itself failed: {}; please report it"
 
@@ -46,7 +50,7 @@ class Watch:
     def __init__(
         self,
         model: torch.nn.Module | None,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Optimizer],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.guard = Guard()
@@ -76,12 +80,14 @@ class Watch:
         """Watches from now on, until it is stopped or nobody holds it any more; nothing where it does so already."""
         if self._restoring is None:
             self._restoring = ExitStack()
+            # What torch holds does not keep the watch alive.
+            alive = weakref.ref(self)
             for handle in (
-                register_optimizer_step_pre_hook(weakly(self._before_step)),
-                register_optimizer_step_post_hook(weakly(self._after_step)),
+                register_optimizer_step_pre_hook(partial(_hooked, alive, Watch._before_bare_step)),
+                register_optimizer_step_post_hook(partial(_hooked, alive, Watch._after_bare_step)),
             ):
                 self._restoring.callback(handle.remove)
-            around = weakly(self.around, lambda seam, original, *args, **kwargs: original(*args, **kwargs))
+            around = partial(_around, alive)
             attach(around)
             self._restoring.callback(detach, around)
             weakref.finalize(self, self._restoring.close).atexit = False
@@ -102,19 +108,6 @@ class Watch:
             self._interrupted = isinstance(error, KeyboardInterrupt)
             self.calls.failed(error)
         self.stop()
-
-    def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a function of torch's that the loop has called, and notes the call."""
-        self._threads.add(threading.get_ident())
-        call, inside = (seam, id(args[0]) if args else 0), self._loop.inside
-        # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
-        if self._pause.is_now or self.guard.failure or call in inside:
-            return original(*args, **kwargs)
-        inside.append(call)
-        try:
-            return self.guard.around(_AROUND[seam], self, original, *args, **kwargs)
-        finally:
-            inside.pop()
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -140,7 +133,7 @@ class Watch:
             self.log.look_at_model()
         self.optimizers.note_weights()
 
-    def _made(self, original: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _made(self, original: Function, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)
         if self._learns:
             self.optimizers.made(optimizer)
@@ -208,11 +201,11 @@ class Watch:
         """While this is entered nothing is noted: for what is no part of the loop, such as a replay of a step."""
         return self._pause.made()
 
-    def _scale(self, original: Callable[..., Any], scaler: GradScaler, outputs: Any) -> Any:
+    def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
-        self._scalers[id(scaler)] = scaler.is_enabled()
+        self._scalers[id(scaler)] = enabled = scaler.is_enabled()
         result = original(scaler, outputs)
-        if scaler.is_enabled():  # else it hands on what goes backward as it is
+        if enabled:  # else it hands on what goes backward as it is
             if self._loop.now.bare and self._loop.now.stepped:
                 self._close()
             elif self._loop.now.scaler is None:
@@ -223,30 +216,23 @@ class Watch:
             self.calls.scaled(scaler, result)
         return result
 
-    def _unscale(self, original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
-        result = self._calling("unscale", scaler, optimizer, lambda: original(scaler, optimizer))
+    def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
+        result = self._calling("unscale", original, scaler, optimizer)
         self._measure(optimizer, 1.0)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
         return result
 
-    def _step(
-        self,
-        original: Callable[..., Any],
-        scaler: GradScaler,
-        optimizer: torch.optim.Optimizer,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _step(self, original: Function, scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if optimizer not in self.optimizers:
-            return self._calling("step", scaler, optimizer, lambda: original(scaler, optimizer, *args, **kwargs))
+            return self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step, enabled = self._loop.now, scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         if in_kernel or not enabled:
             self._measure(optimizer, step.loss_scale() if in_kernel else 1.0)
         self._loop.fired.discard(id(optimizer))
-        result = self._calling("step", scaler, optimizer, lambda: original(scaler, optimizer, *args, **kwargs))
+        result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step.stepped = True
         withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
@@ -258,12 +244,12 @@ class Watch:
             self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 
-    def _update(self, original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+    def _update(self, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         enabled = scaler.is_enabled()
         self._loop.now.scaler = scaler if enabled else None
         self._loop.now.number = self.calls.number_of(scaler) if enabled else 0
         self._loop.now.note_scale()
-        result = self._calling("update", scaler, None, lambda: original(scaler, *args, **kwargs))
+        result = self._calling("update", original, scaler, *args, **kwargs)
         if enabled:
             self.calls.by_scaler("update", scaler)
         step, self._loop.now = self._loop.now, OpenStep()
@@ -271,21 +257,21 @@ class Watch:
             self._log(step)
         return result
 
-    def _get_scale(self, original: Callable[..., Any], scaler: GradScaler) -> Any:
+    def _get_scale(self, original: Function, scaler: GradScaler) -> Any:
         if not self._loop.is_inside("step"):
             self.calls.by_scaler("get_scale", scaler)
         return original(scaler)
 
-    def _calling(self, kind: CallKind, scaler: GradScaler, optimizer: Any, run: Callable[[], Any]) -> Any:
+    def _calling(self, kind: CallKind, original: Function, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         """Notes what the scaler refuses; what it says inside ``step`` is noted once."""
         try:
-            return run()
+            return original(scaler, *args, **kwargs)
         except Exception as error:
             if kind == "step" or not self._loop.is_inside("step"):
-                self.calls.refused(kind, optimizer, scaler, error)
+                self.calls.refused(kind, None if kind == "update" else args[0], scaler, error)
             raise
 
-    def _backward(self, original: Callable[..., Any], roots: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, original: Function, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
         inside_the_engine = torch._C._current_graph_task_id() != -1
         if inside_the_engine or are_meta(roots):
@@ -300,9 +286,9 @@ class Watch:
             self._before_unscaled_backward(roots)
         if len(self._threads) > 1:  # others may write the gradients that would be compared
             return original(roots, *args, **kwargs)
-        return self.calls.backward(lambda: original(roots, *args, **kwargs), roots, args[0], scaler)
+        return self.calls.backward(scaler, original, roots, *args, **kwargs)
 
-    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _clip(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """``clip_grad_norm_(parameters, max_norm, ...)`` or ``clip_grad_value_(parameters, clip_value, ...)``."""
         names = ("parameters", "clip_value" if "clip_value" in kwargs else "max_norm")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -313,17 +299,11 @@ class Watch:
         self._before_clipping(listed)
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
-    def _schedule(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _schedule(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls.scheduled(scheduler)
         return original(scheduler, *args, **kwargs)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.guard.hooked(self._before_bare_step, optimizer)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.guard.hooked(self._after_bare_step, optimizer)
-
-    def _before_bare_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_bare_step(self, optimizer: Optimizer) -> None:
         self._loop.fired.add(id(optimizer))
         if self._is_ignored(optimizer):
             return
@@ -339,7 +319,7 @@ class Watch:
         step.bare.add(id(optimizer))
         step.before_closure = len(step.scaled)
 
-    def _after_bare_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_bare_step(self, optimizer: Optimizer) -> None:
         if self._is_ignored(optimizer):
             return
         step = self._loop.now
@@ -351,7 +331,7 @@ class Watch:
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
 
-    def _is_ignored(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_ignored(self, optimizer: Optimizer) -> bool:
         if self.is_paused or self._loop.is_inside("step"):
             return True
         return optimizer not in self.optimizers or computes_no_numbers()
@@ -378,12 +358,12 @@ class Watch:
             del self._loop.now.scaled[self._loop.now.before_closure :]
         self._loop.now.add_losses(roots)
 
-    def _measure(self, optimizer: torch.optim.Optimizer, divisor: Scalar) -> None:
+    def _measure(self, optimizer: Optimizer, divisor: Scalar) -> None:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
         if optimizer in self.optimizers:
             self._loop.now.measure(optimizer, divisor, self.optimizers.nonfinite_groups)
 
-    def _note_groups(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_groups(self, optimizer: Optimizer) -> None:
         self._loop.now.note_groups(optimizer, self.optimizers.nonfinite_groups)
 
     def _close(self) -> None:
@@ -406,7 +386,7 @@ class Watch:
 
 def watch(
     model: torch.nn.Module,
-    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer],
     on_step: Callable[[Step], None] | None = None,
 ) -> Watch:
     """Watches any training loop over these optimizers: its steps, and the order of its calls.
@@ -424,14 +404,38 @@ def watch(
         TypeError: these are no model and no optimizers.
     """
     several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
-    for given, kind in [(model, torch.nn.Module), *((optimizer, torch.optim.Optimizer) for optimizer in several)]:
+    for given, kind in [(model, torch.nn.Module), *((optimizer, Optimizer) for optimizer in several)]:
         if not isinstance(given, kind):
             allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
             raise TypeError(f"got a {type(given).__name__} in the place of a {kind.__name__}; allowed: {allowed}")
     return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 
-_AROUND: Mapping[Seam, Callable[..., Any]] = {
+def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
+    """Runs a function of torch's that the loop has called; a watch that is still alive notes the call."""
+    watch = alive()
+    if watch is None:
+        return original(*args, **kwargs)
+    watch._threads.add(threading.get_ident())
+    call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside
+    # A subclass of a scaler or scheduler may call the method that it overrides: only the outer call counts.
+    if watch._pause.is_now or watch.guard.failure or call in inside:
+        return original(*args, **kwargs)
+    inside.append(call)
+    try:
+        return watch.guard.around(_AROUND[seam], watch, original, *args, **kwargs)
+    finally:
+        inside.pop()
+
+
+def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Stands before or behind every step of an optimizer."""
+    watch = alive()
+    if watch is not None:
+        watch.guard.hooked(note, watch, optimizer)
+
+
+_AROUND: Mapping[Seam, Function] = {
     "scale": Watch._scale,
     "unscale_": Watch._unscale,
     "step": Watch._step,

@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch._C import get_autocast_dtype, is_autocast_enabled  # as they are, where an emulated GPU has other names
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -74,23 +75,27 @@ class _Noted:
         return any(result() is not None for result in self.gives)
 
 
+class WatchedLoop(Protocol):
+    """What tells of the loop whose passes are noted."""
+
+    backward_passes: int
+    """How many have gone backward so far."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is to be noted now."""
+
+
 class OpenPass:
     """Notes the outermost calls of modules of one thread while it is entered.
 
     Args:
-        is_paused: whether nothing is to be noted now.
-        backward: how many passes have gone backward so far.
+        watched: the loop.
         next_begins: called when another pass begins, while the last is still noted.
     """
 
-    def __init__(
-        self,
-        is_paused: Callable[[], bool],
-        backward: Callable[[], int],
-        next_begins: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._is_paused = is_paused
-        self._backward = backward
+    def __init__(self, watched: WatchedLoop, next_begins: Callable[[], None] = lambda: None) -> None:
+        self._watched = watched
         self._next_begins = next_begins
         self._passes = 0
         self._calls: dict[int, _Noted] = {}
@@ -116,11 +121,12 @@ class OpenPass:
         self._leaving.close()
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_compiling, guarded = torch.compiler.is_compiling, self._guard.hooked
+        is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
+        guarded = self._guard.hooked
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
-            if is_compiling() or self._is_inside or not self._notes_this_one() or _hands_on(module):
+            if is_traced() or self._is_inside or is_compiling() or not self._notes_this_one() or _hands_on(module):
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:
@@ -137,17 +143,17 @@ class OpenPass:
         is_of_pass = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if not is_of_pass or threading.get_ident() != self._thread:
             return False
-        return not self._guard.failure and not self._is_paused()
+        return not self._guard.failure and not self._watched.is_paused
 
     @property
     def is_under_way(self) -> bool:
         """Whether calls were made that no backward pass has followed."""
-        return bool(self._calls) and self._passes == self._backward()
+        return bool(self._calls) and self._passes == self._watched.backward_passes
 
     @property
     def has_gone_backward(self) -> bool:
         """Whether one backward pass has followed its calls, and no more."""
-        return bool(self._calls) and self._passes + 1 == self._backward()
+        return bool(self._calls) and self._passes + 1 == self._watched.backward_passes
 
     @property
     def trained(self) -> tuple[torch.nn.Module, ...]:
@@ -228,7 +234,7 @@ class OpenPass:
 
     def _begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._begun = False
-        backward = self._backward()
+        backward = self._watched.backward_passes
         has_gone = self._passes != backward
         is_again = len(self._calls) < PRUNED_FROM and any(call.module is module for call in self._calls.values())
         if has_gone or is_again:
@@ -253,7 +259,7 @@ class OpenPass:
     def _random_state(self) -> RandomState:
         """That of now; without NumPy's, which takes longest to be read, and which few models draw from."""
         devices: Sequence[torch.Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-        if self._draws or self._backward() < LOOKED_AT:
+        if self._draws or self._watched.backward_passes < LOOKED_AT:
             self._python = random.getstate()
         return RandomState(self._python, None, torch.get_rng_state(), tuple(devices))
 
@@ -269,7 +275,7 @@ class OpenPass:
         noted, number = self._calls.get(self._number - 1) if self._begun else None, self._number - 1
         if noted is not None:
             noted.has_returned = True
-            if self._backward() < LOOKED_AT and not self._draws:
+            if self._watched.backward_passes < LOOKED_AT and not self._draws:
                 self._draws = random.getstate() != noted.random_state.python
         for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
             if not tensor.requires_grad:
@@ -283,7 +289,7 @@ class OpenPass:
                 self._made[id(tensor)] = held, Made(number, path)
 
     def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Noted:
-        lowers = {kind: torch.get_autocast_dtype(kind) for kind in DEVICES if torch.is_autocast_enabled(kind)}
+        lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
         noted = _Noted(module, innermost_line(), lowers, _NO_STATE)
 
         def each(value: Any) -> Any:
@@ -320,7 +326,7 @@ def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     for a backward pass, and where none follows the next call raises."""
     held = module._modules
-    return _is_of_ddp(module) or any(name in held and _is_of_ddp(held[name]) for name in WRAPPERS)
+    return _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in held.keys() & WRAPPERS)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:

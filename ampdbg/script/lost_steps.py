@@ -46,7 +46,7 @@ class LostSteps:
         self, watcher: Watch, captures: Captures, traced: TracedSteps, observer: Observer, *, investigates: bool
     ) -> None:
         watcher.lost = self._lost
-        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes, self._next_begins)
+        self.open_pass = OpenPass(watcher, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
         self._watcher = watcher
         self._captures = captures

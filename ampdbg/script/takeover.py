@@ -152,8 +152,7 @@ class _Taking:
         self._steps = 0
         self._last = "the first one shows what it trains: it has to make two"
         self._entered = ExitStack()
-        watcher = self.watcher
-        self.open_pass = OpenPass(lambda: watcher.is_paused, lambda: watcher.backward_passes, self._next_begins)
+        self.open_pass = OpenPass(self.watcher, self._next_begins)
 
     @property
     def why_not(self) -> str:

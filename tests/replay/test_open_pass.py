@@ -21,12 +21,12 @@ from ampdbg.replay.open_pass import LOOKED_AT, OpenPass, losses_of
 class Noting:
     """A pass that is noted, and what it asks for."""
 
-    backward: int = 0
+    backward_passes: int = 0
     is_paused: bool = False
     found: OpenPass = field(init=False)
 
     def __post_init__(self) -> None:
-        self.found = OpenPass(lambda: self.is_paused, lambda: self.backward)
+        self.found = OpenPass(self)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_a_pass_ends_with_the_first_call_after_it_went_backward(noting: Noting) 
     net = Net()
     net(X)
     under_way = [noting.found.is_under_way]
-    noting.backward += 1
+    noting.backward_passes += 1
     under_way.append(noting.found.is_under_way)
     assert under_way == [True, False]
     assert noting.found.played(net, "cpu") is not None
@@ -190,7 +190,7 @@ def test_tensors_of_inference_mode_and_complex_ones_are_no_hindrance(noting: Not
     model = Waves()
     model(x.clone())
     for given in (X, x.clone()):
-        noting.backward += 1
+        noting.backward_passes += 1
         model(given)
         played = noting.found.played(model, "cpu")
         assert played is not None
@@ -201,7 +201,7 @@ def test_numbers_of_calls_begin_anew_with_each_pass(noting: Noting) -> None:
     net = Net()
     for _ in range(100):
         net(X)
-        noting.backward += 1
+        noting.backward_passes += 1
     played = noting.found.played(net, "cpu")
     assert played is not None
     assert len(played.calls) == 1
@@ -227,7 +227,7 @@ def test_pythons_random_state_is_noted_anew_where_a_call_draws_from_it(noting: N
         before = random.getstate()
         logits = net(X)["logits"]
         logits.sum().backward()
-        noting.backward += 1
+        noting.backward_passes += 1
     played = noting.found.played(net, "cpu")
     assert played is not None
     assert (played.calls[0].random_state.python == before) is draws
