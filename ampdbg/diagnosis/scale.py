@@ -333,12 +333,19 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
     is_saving = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
     where = "settles: it has not settled yet, and a longer run will show where it does"
     saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_saving else ""
+    replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
+    alone = [str(step.step) for step in new_lows(record.steps, record.steps_run) if step.step not in replayed]
+    named = ("steps " if alone[1:] else "step ") + " and ".join(alone)
+    unknown = (
+        f"; neither the start nor a scale just grown explains {named}, and no replay has told whether FP32 fails too"
+    )
     return finding_of(
         CALIBRATION,
         skipped[0].step,
         "backward",
         f"the scaler skipped {count} while the loss scale "
-        + (where if settled is None else f"settled at {number(settled)}: this is normal"),
+        + (where if settled is None else f"settled at {number(settled)}: this is normal")
+        + unknown * bool(alone),
         severity="info",
         remedy="" if settled is None else f"none is needed{saving}",
         evidence={"skipped": len(skipped)} | ({} if settled is None else {"scale": settled}),

@@ -72,6 +72,8 @@ class Watch:
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
         self.lost: Callable[[bool], None] = lambda is_spoilt: None
         """Called when a loss is known not to be finite, with whether the weights are about to be spoilt by it."""
+        self.withheld: Callable[[], None] = lambda: None
+        """Called when a scaler has withheld a step whose loss is finite."""
         self._restoring: ExitStack | None = None
         self._created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._started = time.monotonic()
@@ -237,8 +239,8 @@ class Watch:
         withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             self._note_groups(optimizer)
-            if step.skipped < withheld and not step.has_finite_loss():
-                self.lost(False)
+            if step.skipped < withheld:
+                self.withheld() if step.has_finite_loss() else self.lost(False)
         step.skipped |= withheld
         if enabled:
             self.calls.by_optimizer("step", optimizer, skipped=withheld)

@@ -1,4 +1,5 @@
-"""Steps whose loss is lost: the first of a row, and that in which a script exits or raises what FP32 would not."""
+"""Steps that no tape has: the first of a row whose loss is lost, one that the scaler withholds while its neighbours are
+sound, and that in which a script exits or raises what FP32 would not."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from typing import get_args
 
 import torch
 
+from ampdbg.diagnosis.scale import new_lows
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.tensors import nonfinite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
-from ampdbg.replay.investigation import is_blamed
+from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.script.captures import Captures
@@ -46,6 +48,7 @@ class LostSteps:
         self, watcher: Watch, captures: Captures, traced: TracedSteps, observer: Observer, *, investigates: bool
     ) -> None:
         watcher.lost = self._lost
+        watcher.withheld = self._withheld
         self.open_pass = OpenPass(watcher, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
         self._watcher = watcher
@@ -70,11 +73,25 @@ class LostSteps:
         if loss:
             self._watcher.log.break_off(loss, is_skipped=True)
 
-    def _lost(self, is_last_chance: bool, *, is_given_up: bool = False) -> None:
+    def _withheld(self) -> None:
+        """Called when the gradients of a step are not finite, though its loss is.
+
+        One such step may be chance. Another that neither a start nor a scale just grown explains, behind a sound one,
+        may be a fault of its batch, which no tape of the next step would show.
+        """
+        open_step, steps = self._watcher.open_step, self._watcher.steps
+        stands_alone = bool(steps) and not steps[-1].skipped and open_step.loss_scale() <= steps[-1].scale
+        if stands_alone and new_lows(steps, self._watcher.log.closed()):
+            self._lost(is_last_chance=True, scaler=open_step.scaler)
+
+    def _lost(
+        self, is_last_chance: bool, *, is_given_up: bool = False, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         """Called when the loss of a step is not finite, while its weights are still its own; the script waits.
 
         ``is_last_chance`` says that no optimizer will show it, or that one is about to make NaN of the weights, and
-        ``is_given_up`` that its pass is the one under way: else that has gone backward, or is not the step's.
+        ``is_given_up`` that its pass is the one under way: else that has gone backward, or is not the step's. Where
+        the loss is finite, and only its gradients are not, ``scaler`` is the one that has found it.
         """
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
@@ -84,14 +101,15 @@ class LostSteps:
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception):
             self._tries += 1
-            again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True)
+            why: Why = "loss" if scaler is None else "gradients"
+            again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
                 is_telling = made is None or not _too(again, made)
                 if made is not None:
                     self._note_batch(again, made)
                     self._traced.found += [made] * is_telling
                 if is_telling and is_last_chance:  # else the next one, which is taped, can be captured as well
-                    self._capture(again, made)
+                    self._capture(again, made, scaler)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
     def ended(self, ending: ScriptEnd) -> None:
@@ -142,16 +160,18 @@ class LostSteps:
         self._watcher.log.batch += bad
         return bool(bad)
 
-    def _capture(self, again: LoopStep, made: Investigation | None) -> None:
-        again.capture(self._captures, math.nan if made is None else made.replays[0].loss, is_broken_off=True)
+    def _capture(self, again: LoopStep, made: Investigation | None, scaler: torch.amp.GradScaler | None = None) -> None:
+        loss = math.nan if made is None else made.replays[0].loss
+        again.capture(self._captures, loss, scaler, is_broken_off=scaler is None)
 
     def _run_again(
-        self, tell: Callable[[], None], *, is_lost: bool = False
+        self, tell: Callable[[], None], *, is_lost: bool = False, why: Why = "loss"
     ) -> tuple[LoopStep | None, Investigation | None]:
         """The pass as it can be run again, and what replays of it show; ``tell`` is called before.
 
-        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Weights that cannot be
-        run in FP32 while the script goes on are left to ``ampdbg replay``.
+        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Where its gradients are
+        ``why``, a pass whose modules do not make the loss says nothing of them. Weights that cannot be run in FP32
+        while the script goes on are left to ``ampdbg replay``.
         """
         watcher = self._watcher
         model = watcher.models.together()
@@ -165,11 +185,11 @@ class LostSteps:
             self._why += "; a step of a group is not run again" * bool(self._why)
             return None, None
         played = self.open_pass.played(model, device.type)
-        if played is None:
+        if played is None or (why == "gradients" and losses_of(played) != 1):
             self._why += "; its calls cannot be made again" * bool(self._why)
             return None, None
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
-        again = LoopStep(watcher, played, model, device, ModelState.now(model), half, scale, "loss")
+        again = LoopStep(watcher, played, model, device, ModelState.now(model), half, scale, why)
         if hooks_half_weights(model):
             return again, None
         tell()  # here, for behind this nothing is shown

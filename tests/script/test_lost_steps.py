@@ -354,3 +354,81 @@ def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> 
     _, record = run(tmp_path, ACCELERATED)
     assert where(record) == ("forward-overflow", 5, "", "similar = h @ h.transpose(-1, -2)")
     assert record.investigations[0].replays[0].dtype == "float16"
+
+
+WITHHELD = """
+import sys, torch
+from torch import nn
+
+fault = sys.argv[1]
+torch.manual_seed(0)
+
+class Lengths(nn.Module):
+    def forward(self, x):
+        return x.float().pow(2).sum(-1, keepdim=True).sqrt()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.lengths, self.head = nn.Embedding(9, 16), Lengths(), nn.Linear(16, 4)
+        self.words.weight.data[0] = 0.0
+
+    def forward(self, ids):
+        x = self.words(ids)
+        return self.head(x / (1.0 + self.lengths(x)))
+
+def main():
+    net, criterion = Net().cuda(), nn.MSELoss()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(48):
+        ids, y = torch.randint(1, 9, (4, 6)).cuda(), torch.randn(4, 6, 4).cuda()
+        if step in (26, 40) and fault == "root":
+            ids[2, 3] = 0
+        if step in (26, 40) and fault == "steep":
+            y[...] = 60.0 if step == 26 else 120.0
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = criterion(net(ids), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save(net.state_dict(), "net.pt")
+
+main()
+"""
+"""The loss is finite in every step; the gradients of two steps are not: of a root of zero, or in FP16 alone."""
+
+
+def withheld(folder: Path, fault: str) -> tuple[Record, str, int]:
+    """The record of the script, what stands on its page, and its exit code."""
+    result, record = run(folder, WITHHELD, fault)
+    return record, " ".join(result.stderr.split()), result.code
+
+
+def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibration(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "root")
+    assert [step.step for step in record.steps if step.skipped] == [26, 40]
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 40)
+    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
+    (capture,) = record.script.captures if record.script else ()
+    replayed = start(tmp_path, "replay", capture)
+    assert (replayed.code, "true-nan" in replayed.stdout) == (1, True)
+
+
+def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "steep")
+    assert [step.step for step in record.steps if step.skipped] == [26, 40]
+    assert (code, record.verdict, [found.code for found in record.findings]) == (0, "healthy", ["scale-calibration"])
+    assert [made.step for made in record.investigations] == [40]
+    assert (
+        "neither the start nor a scale just grown explains step 26, and no replay has told whether FP32 fails there too"
+        in page
+    )
+
+
+def test_a_step_that_was_withheld_and_run_again_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
+    withheld(tmp_path, "root")
+    watched = (tmp_path / "net.pt").read_bytes()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "root")
+    assert (tmp_path / "net.pt").read_bytes() == watched
