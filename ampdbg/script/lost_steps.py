@@ -15,7 +15,7 @@ import torch
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
-from ampdbg.probes.tensors import nonfinite, nonfinite_in_batch
+from ampdbg.probes.tensors import float_values, leaves_of, nonfinite, nonfinite_in_batch
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
@@ -31,6 +31,9 @@ from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps
 
 MOST_LOST = 2
 """So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
+
+MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
+"""Where the script makes the loss of what they give by itself, or comes to none."""
 
 
 class LostSteps:
@@ -132,8 +135,12 @@ class LostSteps:
         self.open_pass.forget()
 
     def seen(self, record: Record) -> Record:
-        """A record of the loop with why nothing was found in the step in which the script ended."""
-        return replace(record, error="\n".join(filter(None, (record.error, self._why))))
+        """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
+        of others."""
+        parts = [made.step for made in record.investigations if not made.has_loss]
+        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts))
+        error = "\n".join(filter(None, (record.error, self._why)))
+        return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
 
     def _look(self, step: int) -> None:
         """Runs the step again in which the script has ended, and captures it."""
@@ -153,10 +160,13 @@ class LostSteps:
         self._watcher.log.break_off(made.replays[0].loss)
 
     def _note_batch(self, again: LoopStep, made: Investigation) -> bool:
-        """Notes the inputs of a step that hold NaN, where FP32 comes to nothing either; those of inf may be masks."""
+        """Notes the inputs of a step that hold NaN or inf, where FP32 comes to nothing either; -inf may be a mask."""
         if not made.reproduced or math.isfinite(made.replays[1].loss):
             return False
-        bad = [counts for counts in nonfinite_in_batch(self.open_pass.batch(again.model)) if counts.nan]
+        batch = self.open_pass.batch(again.model)
+        values = {path: float_values(leaf) for path, leaf in leaves_of(batch)}
+        infinite = {path for path, held in values.items() if held is not None and bool((held == math.inf).any())}
+        bad = [counts for counts in nonfinite_in_batch(batch) if counts.nan or counts.name in infinite]
         self._watcher.log.batch += bad
         return bool(bad)
 
