@@ -127,14 +127,16 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite.
 
     In a script a step is investigated once another has gone wrong: what is found counts from the first of the withheld
-    steps in a row, for all have the same weights.
+    steps in a row, for all have the same weights. Where the loss is at fault, one with a finite loss is none of them.
     """
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
     if made.weights_grew > GREW and CODES[found.code].verdict == "precision":
         found = _grown(found, made)
     if record.script is None or found.phase == "data":  # a batch is that of its own step
         return found
-    first = first_in_a_row(found.step, {step.step for step in record.steps if step.skipped})
+    is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
+    alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
+    first = first_in_a_row(found.step, alike)
     told = first == found.step or made.is_as_it_trained
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -57,6 +57,10 @@ class StepLog:
     def __init__(self, model: HoldsTensors, on_step: Callable[[Step], None] | None) -> None:
         self.batch: list[TensorCounts] = []
         self._model = model
+        self.poisoned: Callable[[], Set[str]] = frozenset
+        """The buffers that the forward pass under way has made inf or NaN, by name."""
+        self.lost_buffers: set[str] = set()
+        """Those that are not finite since a step whose loss was not."""
         self._known_bad: set[str] = set()
         self._listed_steps = self._unlisted_steps = 0
         self._listed_parameters = 0
@@ -76,7 +80,7 @@ class StepLog:
 
     def look_at_model(self) -> None:
         """Notes what of the model is not finite before the step under way, where that was not known."""
-        found = nonfinite_in_model(self._model, but=self._known_bad)
+        found = nonfinite_in_model(self._model, but=self._known_bad | self.poisoned())
         self.batch += found
         self._known_bad |= {counts.name for counts in found}
 
@@ -210,6 +214,8 @@ class StepLog:
         """Adds the parameters and buffers that are not finite: each once, at the first step that shows it."""
         found = nonfinite_in_model(self._model, "after", but=self._known_bad)
         self._known_bad |= {counts.name for counts in found}
+        if not math.isfinite(step.loss):
+            self.lost_buffers |= {counts.name for counts in found if counts.kind == "buffer"}
         return replace(step, nonfinite=(*step.nonfinite, *found))
 
 

@@ -29,6 +29,7 @@ from ampdbg.probes.seams import module_calls_replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.pass_buffers import PassBuffers
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.state import tensors_in
@@ -107,6 +108,8 @@ class OpenPass:
         self._is_inside = False
         self._begun, self._trains = False, False
         self._python, self._draws = random.getstate(), False
+        self.buffers = PassBuffers()
+        """Those of the modules that it calls, as they were before."""
         self._scalars: deque[weakref.ref[torch.Tensor]] = deque(maxlen=PRUNED_FROM)
         self._guard = Guard()
         self._leaving = ExitStack()
@@ -183,6 +186,7 @@ class OpenPass:
         self._calls.clear()
         self._made.clear()
         self._scalars.clear()
+        self.buffers.forget()
         self._number = 0
 
     def lowers_to(self, device: str) -> torch.dtype | None:
@@ -253,6 +257,7 @@ class OpenPass:
         self._trains = module.training if has_weights else self._trains
         # A call that takes what another made follows it: seldom is a random number drawn in between.
         noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else self._random_state()
+        self.buffers.note(module)
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
 

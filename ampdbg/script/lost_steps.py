@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import torch
@@ -21,7 +22,6 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
-from ampdbg.replay.snapshot import ModelState
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -54,6 +54,7 @@ class LostSteps:
         watcher.withheld = self._withheld
         self.open_pass = OpenPass(watcher, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
+        watcher.log.poisoned = partial(self._poisoned, statistics=True)
         self._watcher = watcher
         self._captures = captures
         self._observer = observer
@@ -111,9 +112,13 @@ class LostSteps:
                 if made is not None:
                     self._note_batch(again, made)
                     self._traced.found += [made] * is_telling
-                if is_telling and is_last_chance:  # else the next one, which is taped, can be captured as well
+                # Else the next one, which is taped, can be captured as well.
+                if is_telling and (is_last_chance or self._poisoned(statistics=False)):
                     self._capture(again, made, scaler)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+    def _poisoned(self, *, statistics: bool) -> set[str]:
+        return self.open_pass.buffers.poisoned(self._watcher.models.named_modules(), statistics=statistics)
 
     def ended(self, ending: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive."""
@@ -194,12 +199,12 @@ class LostSteps:
         if is_in_group():
             self._why += "; a step of a group is not run again" * bool(self._why)
             return None, None
-        played = self.open_pass.played(model, device.type)
-        if played is None or (why == "gradients" and losses_of(played) != 1):
+        played, state = self.open_pass.played(model, device.type), self.open_pass.buffers.state(model)
+        if played is None or state is None or (why == "gradients" and losses_of(played) != 1):
             self._why += "; its calls cannot be made again" * bool(self._why)
             return None, None
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
-        again = LoopStep(watcher, played, model, device, ModelState.now(model), half, scale, why)
+        again = LoopStep(watcher, played, model, device, state, half, scale, why)
         if hooks_half_weights(model):
             return again, None
         tell()  # here, for behind this nothing is shown

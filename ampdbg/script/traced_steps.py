@@ -20,6 +20,7 @@ from ampdbg.record.log import kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why
+from ampdbg.replay.pass_buffers import is_computed_with
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.captures import Captures
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -190,6 +191,13 @@ class TracedStep:
         is_of_loss = not math.isfinite(self._tape.loss) and self._trace.is_bad_itself("forward")
         return is_of_loss or self._trace.is_bad_itself("backward")
 
+    def _has_lost_buffers(self) -> bool:
+        """Whether the step began with buffers that an earlier one, whose loss was lost, has made inf or NaN."""
+        lost = self._watcher.log.lost_buffers
+        computed_with = {name for name, module in self._model.named_modules() if is_computed_with(module)}
+        held = ((name, held) for name, held in self._tape.state.buffers.items() if name in lost)
+        return any(name.rpartition(".")[0] in computed_with for name, _ in nonfinite(held))
+
     def _about_to_step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """The last moment with the weights of the step."""
         if self._watcher.is_paused or self._made is not None or not self._tape.is_of_this_thread:
@@ -197,8 +205,8 @@ class TracedStep:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
-        # Where an earlier step has spoilt the weights, this one tells nothing.
-        is_spoilt = is_bad and any(nonfinite(self._model.named_parameters()))
+        # Where an earlier step has spoilt the weights, or what the model computes with, this one tells nothing.
+        is_spoilt = is_bad and (any(nonfinite(self._model.named_parameters())) or self._has_lost_buffers())
         # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
         # again may be to wait for the others.
         is_alone = not is_in_group()

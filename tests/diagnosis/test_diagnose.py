@@ -339,6 +339,9 @@ def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None
     record = record_of(steps_of("..xN."), investigations=(made,), script=ScriptRun("train.py"))
     assert [(one.code, one.step) for one in diagnose(record).findings[:1]] == [("data-range", 3)]
     other = replace(record, investigations=(overflowing(3),))
+    # A step with a finite loss before it failed in another way: only a loss that is not finite is one of a row of them.
+    assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 3)]
+    other = replace(other, steps=steps_of("..NN."))
     assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 2)]
 
 
