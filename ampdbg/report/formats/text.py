@@ -53,6 +53,9 @@ CODE_SPAN = r"`[^`]+`"
 MOST_IN_BRIEF = 3
 """So many findings but the first have a line in a story."""
 
+MOST_NOTES_IN_FULL = 2
+"""Of more notes a story has the beginning of each: it is to fit a screen."""
+
 
 def write(record: Record, typed: view.Typed, look: view.Look) -> str:
     """The record's page: its story, or where that was asked for all of it."""
@@ -114,9 +117,14 @@ def _headline(headline: view.Headline) -> Text:
     return Text(f"{SIGNS[headline.tone]} {headline.sentence}", style=f"bold {STYLES[headline.tone]}")
 
 
+def _is_note(fact: str) -> bool:
+    return fact.startswith("Note: ")
+
+
 def _end(page: view.Page, *, is_brief: bool) -> Iterator[RenderableType]:
+    is_crowded = is_brief and sum(map(_is_note, page.footer)) > MOST_NOTES_IN_FULL
     for fact in page.footer:
-        is_cut = is_brief and fact.startswith("Note: ")
+        is_cut = is_crowded and _is_note(fact)
         yield Text(fact, style="dim", no_wrap=is_cut, overflow="ellipsis" if is_cut else "fold")
     if page.record_path:
         yield _verbatim(f"Record: {page.record_path}", "dim")
