@@ -33,16 +33,20 @@ class _Buffer:
     times: int
     copy: torch.Tensor | None
 
-    @property
-    def is_written(self) -> bool:
+    def is_written(self, *, looks: bool) -> bool:
+        """Whether the pass has written it. torch does not count what writes into its ``.data``: ``looks`` compares."""
         owner = self.owner()
         is_same = owner is not None and owner._buffers.get(self.key) is self.tensor
-        return not is_same or times_written(self.tensor) != self.times
+        if not is_same or times_written(self.tensor) != self.times:
+            return True
+        return looks and self.copy is not None and not torch.equal(self.copy, self.tensor)
 
     @property
     def contents(self) -> torch.Tensor | None:
         """What it held; None where that is gone."""
-        return self.tensor if times_written(self.tensor) == self.times else self.copy
+        if self.copy is not None:
+            return self.copy
+        return self.tensor if times_written(self.tensor) == self.times else None
 
     @property
     def was_finite(self) -> bool:
@@ -65,7 +69,12 @@ class PassBuffers:
     def forget(self) -> None:
         """Lets go of those of the last pass; another one begins."""
         if self._before:
-            self._written |= {slot for slot, before in self._before.items() if before.is_written}
+            # Elsewhere than on a CPU to look is to sync: that is done once.
+            is_last = self._passes == COPIED_AT_FIRST - 1
+            for slot, before in self._before.items():
+                looks = self._passes < COPIED_AT_FIRST and (before.tensor.is_cpu or is_last)
+                with contextlib.suppress(Exception):  # a class of the user's own may raise anything
+                    self._written |= {slot} if before.is_written(looks=looks) else set()
             self._before = {}
         self._passes += 1
 
@@ -90,7 +99,7 @@ class PassBuffers:
         for name, module in model.named_modules():
             for key in module._buffers:
                 before = self._before.get((id(module), key))
-                if before is None or not before.is_written:
+                if before is None or (before.copy is None and not before.is_written(looks=False)):
                     continue
                 if before.contents is None:
                     return None
@@ -106,7 +115,7 @@ class PassBuffers:
         for name, module in modules:
             for key, _ in nonfinite(module.named_buffers(recurse=False)):
                 before = self._before.get((id(module), key))
-                is_made = before is not None and before.is_written and before.was_finite
+                is_made = before is not None and before.was_finite
                 if is_made or (statistics and module.training and not is_computed_with(module)):
                     found.add(f"{name}.{key}".lstrip("."))
         return found

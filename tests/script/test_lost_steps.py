@@ -460,6 +460,8 @@ class Quantizer(nn.Module):
         with torch.no_grad():
             if fault == "codes":
                 self.codes.mul_(0.9).add_(distances.float().mean(0), alpha=0.1)
+            elif fault == "data":
+                self.codes.data.mul_(0.9).add_(distances.float().mean(0), alpha=0.1)
             elif fault == "gain":
                 self.gain = self.gain * 4.0
         return nn.functional.layer_norm(distances, (5,))
@@ -470,7 +472,7 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
     for step in range(24):
-        if step == {"codes": 20, "statistics": 0}.get(fault):
+        if step == {"codes": 20, "data": 20, "statistics": 0}.get(fault):
             net[1].gains = 1e5
         x, y = torch.randn(16, 8).cuda(), torch.randint(3, (16,)).cuda()
         with torch.autocast("cuda", dtype=torch.float16):
@@ -492,10 +494,11 @@ def buffered(folder: Path, fault: str) -> tuple[Record, list[tuple[str, int, str
     return record, [(one.code, one.step, one.module, one.source.text if one.source else "") for one in record.findings]
 
 
+@pytest.mark.parametrize("fault", ["codes", "data"])
 def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_buffer_as_it_was(
-    tmp_path: Path,
+    tmp_path: Path, fault: str
 ) -> None:
-    record, found = buffered(tmp_path, "codes")
+    record, found = buffered(tmp_path, fault)
     line = "x = self.body(x) * self.gains"
     assert found[0] == ("forward-overflow", 20, "1", line)
     assert found[1][:2] == ("buffer-poisoned", 20)
