@@ -361,22 +361,44 @@ def asked_by_a_signal(ask: Callable[[], None]) -> Iterator[None]:
 def _in_place_of_default(handler: Callable[[int, FrameType | None], None], numbers: list[int]) -> Iterator[None]:
     """While this is entered SIG_DFL means ``handler`` for signals of these numbers, and Python says SIG_DFL of it.
 
-    A script that calls the handler that was there before its own, or restores it, does then what it always does.
+    A script that calls the handler that was there before its own, or restores it, does then what it always does. In a
+    forked child SIG_DFL is itself at once: a worker of a pool that is ended while it begins to wait for a lock would
+    never come to run a handler in Python.
     """
-    install, ask = signal.signal, signal.getsignal
+    owner, install, ask = os.getpid(), signal.signal, signal.getsignal
+
+    def leave() -> None:
+        for number in numbers:
+            if ask(number) is handler:
+                install(number, signal.SIG_DFL)
 
     def told(current: Any) -> Any:
         return signal.SIG_DFL if current is handler else current
 
     def replaced(number: int, new: Any) -> Any:
-        return told(install(number, handler if number in numbers and new == signal.SIG_DFL else new))
+        is_ours = number in numbers and new == signal.SIG_DFL and os.getpid() == owner
+        return told(install(number, handler if is_ours else new))
 
     with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
         for number in numbers:
             install(number, handler)
+        _left_in_children.append(leave)
         try:
             yield
         finally:
-            for number in numbers:
-                if ask(number) is handler:
-                    install(number, signal.SIG_DFL)
+            _left_in_children.remove(leave)
+            leave()
+
+
+_left_in_children: list[Callable[[], None]] = []
+"""What a child that is forked now is to do first."""
+
+
+def _leave_in_child() -> None:
+    for leave in _left_in_children:
+        with contextlib.suppress(Exception):
+            leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,31 @@ def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count
 def test_helpers_of_a_script_are_no_matter(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, SCRIPT, how)
     assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr
+
+
+SIGNALS = """
+import _signal, os, signal, sys
+
+numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+def are_default():
+    return [_signal.getsignal(number) == _signal.SIG_DFL for number in numbers]
+
+if os.fork() == 0:
+    at_once = are_default()
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+    print("child", at_once, are_default(), flush=True)
+    os._exit(0)
+os.wait()
+print("parent", are_default(), [signal.getsignal(number) is signal.SIG_DFL for number in numbers])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no such processes")
+def test_a_signal_ends_a_forked_child_without_python_having_to_run(tmp_path: Path) -> None:
+    # A pool ends its workers by SIGTERM: a handler in Python came too late for one about to wait for a lock, for ever.
+    result, _ = run(tmp_path, SIGNALS)
+    child, parent = result.stdout.splitlines()
+    assert child == "child [True, True, True] [True, True, True]"
+    assert parent == "parent [False, False, False] [True, True, True]"
