@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
@@ -67,23 +67,14 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield torch.optim.Optimizer, "__init__", "optimizer"
 
 
-@contextlib.contextmanager
-def _seam_replaced(owner: Any, name: str, seam: Seam) -> Iterator[None]:
+def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
     cell = _cell(vars(owner)[name]) if seam == "clip" else None
     if cell is not None:  # where a function is kept in one, `from torch.nn.utils import clip_grad_norm_` is seen too
         owner, name = cell, "cell_contents"
-    original = getattr(owner, name)
-    ours = _through(original, seam)
-    setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
-            setattr(owner, name, original)
+    return replaced(owner, name, lambda original: _through(original, seam))
 
 
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
         for watcher in _watchers if _dispatch_mode(_FAKE) is None else ():
@@ -124,16 +115,16 @@ def classes_with_own(owner: type, name: str) -> tuple[type, ...]:
 
 
 @contextlib.contextmanager
-def module_calls_replaced(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While this is entered, what is made of ``torch.nn.Module.__call__`` stands in its place.
+def replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While this is entered, what is made of a function of the owner's stands in its place.
 
     Who enters this while another has is to leave it first.
     """
-    original = torch.nn.Module.__call__
+    original = getattr(owner, name)
     ours = functools.wraps(original)(replacement(original))
-    torch.nn.Module.__call__ = ours  # type: ignore[method-assign]
+    setattr(owner, name, ours)
     try:
         yield
     finally:
-        if torch.nn.Module.__call__ is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
-            torch.nn.Module.__call__ = original  # type: ignore[method-assign]
+        if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
+            setattr(owner, name, original)

@@ -80,7 +80,9 @@ class StepLog:
 
     def look_at_model(self) -> None:
         """Notes what of the model is not finite before the step under way, where that was not known."""
-        found = nonfinite_in_model(self._model, but=self._known_bad | self.poisoned())
+        found = nonfinite_in_model(self._model, but=self._known_bad)
+        made_so = self.poisoned() if found else ()
+        found = tuple(counts for counts in found if counts.name not in made_so)
         self.batch += found
         self._known_bad |= {counts.name for counts in found}
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
-from ampdbg.probes.seams import module_calls_replaced
+from ampdbg.probes.seams import replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
@@ -116,7 +116,7 @@ class OpenPass:
 
     def __enter__(self) -> OpenPass:
         """Begins to note."""
-        self._leaving.enter_context(module_calls_replaced(self._noting_calls))
+        self._leaving.enter_context(replaced(torch.nn.Module, "__call__", self._noting_calls))
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -257,7 +257,7 @@ class OpenPass:
         self._trains = module.training if has_weights else self._trains
         # A call that takes what another made follows it: seldom is a random number drawn in between.
         noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else self._random_state()
-        self.buffers.note(module)
+        self.buffers.note(self._number, module)
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
 
@@ -324,6 +324,7 @@ class OpenPass:
                 waiting += self._calls[number].reads
         self._calls = {number: call for number, call in self._calls.items() if number in needed}
         self._made = {key: known for key, known in self._made.items() if known[1].call in needed}
+        self.buffers.keep(needed)
         self._prune_at = max(PRUNED_FROM, 2 * len(self._calls))
 
 

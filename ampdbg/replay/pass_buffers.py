@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ampdbg.probes.tensors import nonfinite, times_written
+from ampdbg.probes.tensors import Scalar, nonfinite, times_written, to_host
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import duplicated
 
@@ -25,21 +26,31 @@ def is_computed_with(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer as it was: ``times`` that it had been written, and its ``copy``, where there is one."""
+    """A buffer as a ``call`` found it: the ``times`` that it had been written, and its ``copy``, where there is one."""
 
+    call: int
     owner: weakref.ref[torch.nn.Module]
     key: str
     tensor: torch.Tensor
     times: int
     copy: torch.Tensor | None
 
-    def is_written(self, *, looks: bool) -> bool:
-        """Whether the pass has written it. torch does not count what writes into its ``.data``: ``looks`` compares."""
+    @property
+    def is_written(self) -> bool:
+        """Whether it has been written since, but for what torch does not count."""
         owner = self.owner()
         is_same = owner is not None and owner._buffers.get(self.key) is self.tensor
-        if not is_same or times_written(self.tensor) != self.times:
-            return True
-        return looks and self.copy is not None and not torch.equal(self.copy, self.tensor)
+        return not is_same or times_written(self.tensor) != self.times
+
+    def differs(self) -> Scalar:
+        """1 where it holds other values than its copy, or where none compares them; else 0. Not synced.
+
+        torch does not count what writes into the ``.data`` of a tensor.
+        """
+        try:
+            return 0.0 if self.copy is None else (self.copy != self.tensor).any()
+        except Exception:  # noqa: BLE001 - sparse, nested, or a class of the user's own, which may raise anything
+            return 1.0
 
     @property
     def contents(self) -> torch.Tensor | None:
@@ -50,6 +61,7 @@ class _Buffer:
 
     @property
     def was_finite(self) -> bool:
+        """Whether it is known to have been."""
         return self.contents is not None and not any(nonfinite([(self.key, self.contents)]))
 
 
@@ -68,18 +80,23 @@ class PassBuffers:
 
     def forget(self) -> None:
         """Lets go of those of the last pass; another one begins."""
-        if self._before:
-            # Elsewhere than on a CPU to look is to sync: that is done once.
-            is_last = self._passes == COPIED_AT_FIRST - 1
-            for slot, before in self._before.items():
-                looks = self._passes < COPIED_AT_FIRST and (before.tensor.is_cpu or is_last)
-                with contextlib.suppress(Exception):  # a class of the user's own may raise anything
-                    self._written |= {slot} if before.is_written(looks=looks) else set()
-            self._before = {}
+        self.keep(())
         self._passes += 1
 
-    def note(self, module: torch.nn.Module) -> None:
-        """Notes those of a module that is about to be called, unless that was called in the same pass before."""
+    def keep(self, calls: Container[int]) -> None:
+        """Lets go of what was noted for other calls than these. On a GPU this syncs, in the first passes alone."""
+        gone = {slot: before for slot, before in self._before.items() if before.call not in calls}
+        if not gone:
+            return
+        self._before = {slot: before for slot, before in self._before.items() if slot not in gone}
+        self._written |= {slot for slot, before in gone.items() if before.is_written}
+        if self._passes < COPIED_AT_FIRST:
+            with _disable_current_modes():
+                differ = to_host([before.differs() for before in gone.values()])
+            self._written |= {slot for slot, is_other in zip(gone, differ, strict=True) if is_other}
+
+    def note(self, call: int, module: torch.nn.Module) -> None:
+        """Notes those of a module that is about to be called, unless they are noted for an earlier call."""
         for alive, key in self._of(module):
             owner = alive()
             buffer = None if owner is None else owner._buffers.get(key)
@@ -88,9 +105,10 @@ class PassBuffers:
                 continue
             copied = None
             if self._passes < COPIED_AT_FIRST or slot in self._written:
-                with contextlib.suppress(Exception), torch.no_grad():  # a class of the user's own may raise anything
+                # A class of the user's own may raise anything.
+                with contextlib.suppress(Exception), torch.no_grad(), _disable_current_modes():
                     copied = duplicated(buffer)
-            self._before[slot] = _Buffer(alive, key, buffer, times_written(buffer), copied)
+            self._before[slot] = _Buffer(call, alive, key, buffer, times_written(buffer), copied)
 
     def state(self, model: torch.nn.Module) -> ModelState | None:
         """The model's state of now, with the buffers from before the pass; None where one of them is not known."""
@@ -99,26 +117,24 @@ class PassBuffers:
         for name, module in model.named_modules():
             for key in module._buffers:
                 before = self._before.get((id(module), key))
-                if before is None or (before.copy is None and not before.is_written(looks=False)):
+                if before is None or (before.copy is None and not before.is_written):
                     continue
                 if before.contents is None:
                     return None
                 buffers[f"{name}.{key}".lstrip(".")] = before.contents
         return replace(state, buffers=buffers)
 
-    def poisoned(self, modules: Iterable[tuple[str, torch.nn.Module]], *, statistics: bool) -> set[str]:
-        """The buffers, by name, that the pass has made inf or NaN; with the ``statistics`` of batch norms, or without.
+    def poisoned(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The buffers that the pass has made inf or NaN: by name, with the modules that own them.
 
-        What batch norms that train held before is not known: such statistics count as made so.
+        What batch norms that train held before is not known: their statistics count as made so.
         """
-        found = set()
         for name, module in modules:
             for key, _ in nonfinite(module.named_buffers(recurse=False)):
                 before = self._before.get((id(module), key))
-                is_made = before is not None and before.was_finite
-                if is_made or (statistics and module.training and not is_computed_with(module)):
-                    found.add(f"{name}.{key}".lstrip("."))
-        return found
+                is_statistic = module.training and not is_computed_with(module)
+                if is_statistic or (before is not None and before.was_finite):
+                    yield f"{name}.{key}".lstrip("."), module
 
     def _of(self, module: torch.nn.Module) -> list[tuple[weakref.ref[torch.nn.Module], str]]:
         known, slots = self._slots.get(id(module), (None, []))

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.seams import Seam, attached, module_calls_replaced
+from ampdbg.probes.seams import Seam, attached, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
@@ -75,7 +75,7 @@ class Tape(TorchFunctionMode):
         """Begins to note."""
         _push_mode(self)
         self._leaving.callback(_taken_out, self)
-        self._leaving.enter_context(module_calls_replaced(self._noting_calls))
+        self._leaving.enter_context(replaced(torch.nn.Module, "__call__", self._noting_calls))
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -1,14 +1,16 @@
-"""The processes that a script starts anew, which know nothing of ampdbg: they train as without it."""
+"""The processes that a script starts: new ones know nothing of ampdbg, and forked ones go on as the script itself."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ampdbg.probes.seams import replaced
 from ampdbg.quantities import counted
 
 HELPERS = ("multiprocessing.", "concurrent.", "torch.utils.data.")
@@ -20,29 +22,15 @@ UNSEEN = (
 )
 
 
-class Children:
-    """Counts the processes that the script starts while ``counted_in`` is entered, but for those that train nothing."""
+class NewProcesses:
+    """Counts the processes that the script starts anew, but for those that train nothing."""
 
     def __init__(self) -> None:
         self._count = 0
 
-    @contextlib.contextmanager
-    def counted_in(self) -> Iterator[None]:
-        """While this is entered, they are counted. A forked process goes on as this one and is none of them."""
-        original = BaseProcess.start
-
-        @functools.wraps(original)
-        def start(process: BaseProcess) -> None:
-            is_helper = _is_helper(process)  # it forgets its function once it has started
-            original(process)
-            self._count += _is_new(process) and not is_helper
-
-        BaseProcess.start = start  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            if BaseProcess.start is start:  # else somebody has wrapped it since, and ours only counts
-                BaseProcess.start = original  # type: ignore[method-assign]
+    def counted_in(self) -> AbstractContextManager[None]:
+        """While this is entered, they are counted."""
+        return replaced(BaseProcess, "start", self._counting)
 
     def note(self, *, emulates: bool) -> str:
         """What was not seen, in a sentence; "" where there was none."""
@@ -50,6 +38,14 @@ class Children:
             return ""
         verb = "was" if self._count == 1 else "were"
         return UNSEEN.format(counted(self._count, "process"), verb, " and had no emulated GPU" * emulates)
+
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def start(process: Any) -> None:
+            is_helper = _is_helper(process)  # it forgets its function once it has started
+            original(process)
+            self._count += _is_new(process) and not is_helper
+
+        return start
 
 
 def _is_new(process: Any) -> bool:
@@ -59,3 +55,26 @@ def _is_new(process: Any) -> bool:
 
 def _is_helper(process: Any) -> bool:
     return f"{getattr(getattr(process, '_target', None), '__module__', '')}.".startswith(HELPERS)
+
+
+@contextlib.contextmanager
+def first_in_forked(do: Callable[[], None]) -> Iterator[None]:
+    """While this is entered, ``do`` is what a child does first when it has been forked."""
+    _first.append(do)
+    try:
+        yield
+    finally:
+        _first.remove(do)
+
+
+_first: list[Callable[[], None]] = []
+
+
+def _begin_forked() -> None:
+    for do in _first:
+        with contextlib.suppress(Exception):
+            do()
+
+
+if hasattr(os, "register_at_fork"):  # once for the process: Python takes none back
+    os.register_at_fork(after_in_child=_begin_forked)

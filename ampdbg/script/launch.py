@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
+from ampdbg.script.children import first_in_forked
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
 LAUNCHERS = {
@@ -382,23 +383,8 @@ def _in_place_of_default(handler: Callable[[int, FrameType | None], None], numbe
     with patch.object(signal, "signal", replaced), patch.object(signal, "getsignal", lambda number: told(ask(number))):
         for number in numbers:
             install(number, handler)
-        _left_in_children.append(leave)
         try:
-            yield
+            with first_in_forked(leave):
+                yield
         finally:
-            _left_in_children.remove(leave)
             leave()
-
-
-_left_in_children: list[Callable[[], None]] = []
-"""What a child that is forked now is to do first."""
-
-
-def _leave_in_child() -> None:
-    for leave in _left_in_children:
-        with contextlib.suppress(Exception):
-            leave()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_in_child)

@@ -6,9 +6,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import torch
@@ -22,6 +21,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.pass_buffers import is_computed_with
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -54,7 +54,7 @@ class LostSteps:
         watcher.withheld = self._withheld
         self.open_pass = OpenPass(watcher, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
-        watcher.log.poisoned = partial(self._poisoned, statistics=True)
+        watcher.log.poisoned = lambda: {name for name, _ in self._poisoned()}
         self._watcher = watcher
         self._captures = captures
         self._observer = observer
@@ -113,12 +113,12 @@ class LostSteps:
                     self._note_batch(again, made)
                     self._traced.found += [made] * is_telling
                 # Else the next one, which is taped, can be captured as well.
-                if is_telling and (is_last_chance or self._poisoned(statistics=False)):
+                if is_telling and (is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned())):
                     self._capture(again, made, scaler)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
-    def _poisoned(self, *, statistics: bool) -> set[str]:
-        return self.open_pass.buffers.poisoned(self._watcher.models.named_modules(), statistics=statistics)
+    def _poisoned(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return self.open_pass.buffers.poisoned(self._watcher.models.named_modules())
 
     def ended(self, ending: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive."""

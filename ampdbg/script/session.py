@@ -16,7 +16,7 @@ from ampdbg.probes.watch import Watch
 from ampdbg.record.log import RunLog
 from ampdbg.record.run import Record
 from ampdbg.script.captures import Captures, asked_from_code
-from ampdbg.script.children import Children
+from ampdbg.script.children import NewProcesses
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
 from ampdbg.script.lost_steps import LostSteps, is_told
@@ -51,14 +51,14 @@ class Session:
         self._samples = TrendSamples(watcher, trend)
         self._looks = ExitStack()
         self._entered = ExitStack()
-        self._children = Children()
+        self._processes = NewProcesses()
         watcher.log.journal = log
         watcher.ended = self._step_ended
         watcher.guard.failed = self._looks.close
 
     def __enter__(self) -> Session:
         """Watches from now on."""
-        self._entered.enter_context(self._children.counted_in())
+        self._entered.enter_context(self._processes.counted_in())
         self._entered.enter_context(self.watcher)
         self._entered.enter_context(self._lost.open_pass)
         self._entered.enter_context(self._looks)  # those that look closer than the watcher
@@ -79,7 +79,7 @@ class Session:
         """The record of what was seen by now, not yet diagnosed; of a script that goes on, and may be killed, without
         its end."""
         record = self._lost.seen(_record(self.watcher, self._traced, ending))
-        note = self._children.note(emulates=self._captures.start.emulate)
+        note = self._processes.note(emulates=self._captures.start.emulate)
         unseen = replace(record.unseen, notes=(*record.unseen.notes, *[note] * bool(note)))
         return replace(record, unseen=unseen, trends=self._samples.seen())
 

@@ -9,12 +9,15 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.replay.open_pass import LOOKED_AT, OpenPass, losses_of
+from ampdbg.replay.pass_buffers import COPIED_AT_FIRST
 
 
 @dataclass
@@ -234,3 +237,72 @@ def test_pythons_random_state_is_noted_anew_where_a_call_draws_from_it(noting: N
     again = random.getstate()
     assert torch.equal(played.loss(played.given[0]), logits.detach().sum())
     random.setstate(again)
+
+
+class Counting(nn.Module):
+    """Computes with a buffer that each of its passes writes, ``how``."""
+
+    passes: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(6, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passes = self.passes
+        if self.how == "data":
+            passes.data.add_(1)
+        elif self.how == "new":
+            self.passes = passes + 1
+        else:
+            passes.add_(1)
+        return (self.inner(x) * self.passes).sum()
+
+
+def passes_before(noting: Noting, model: nn.Module) -> float:
+    """What the model's buffer held before the pass under way, as a replay would begin with it."""
+    state = noting.found.buffers.state(model)
+    assert state is not None
+    return float(state.buffers["passes"])
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "new"])
+def test_buffers_are_those_from_before_the_pass_also_long_after_the_first(noting: Noting, how: str) -> None:
+    model = Counting(how)
+    for step in range(COPIED_AT_FIRST + 8):
+        loss = model(X)
+        assert (passes_before(noting, model), float(model.passes)) == (step, step + 1)
+        loss.backward()
+        noting.backward_passes += 1
+        assert (passes_before(noting, model), float(model.passes)) == (step, step + 1)
+
+
+def test_of_passes_that_the_loop_gives_up_those_are_kept_of_which_somebody_holds_a_result(noting: Noting) -> None:
+    model = Counting("in place")
+    for step in range(12):
+        loss = model(X)  # meanwhile the last one is still held: both are run again, and the earlier one comes first
+        assert step - 1 <= passes_before(noting, model) <= step
+        assert loss.isfinite()
+
+
+def test_a_user_s_mode_sees_nothing_of_the_copies(noting: Noting) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def once() -> None:
+        with Seen():
+            model(X)
+        noting.backward_passes += 1
+
+    ops: list[str] = []
+    model = Counting("in place")
+    noting.is_paused = True
+    once()
+    noting.is_paused, alone = False, list(ops)
+    ops.clear()
+    for _ in range(3):
+        once()
+    assert ops == alone * 3
