@@ -267,10 +267,11 @@ def mark_scaled(outputs: Any, scaler: Any) -> None:
 
 def scaler_of(roots: Sequence[Any]) -> Any:
     """The scaler that scaled these losses, or None."""
-    for node in islice(_nodes(roots), NEAR):
-        scaler = _metadata(node).get(_SCALER)
-        if scaler is not None:
-            return scaler
+    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
+        for node in nodes:
+            scaler = _metadata(node).get(_SCALER)
+            if scaler is not None:
+                return scaler
     return None
 
 

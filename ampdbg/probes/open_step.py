@@ -28,7 +28,7 @@ class OpenStep:
     optimizers (by ``id``) whose own step was called by the loop itself, and ``before_closure`` how many losses there
     were by then. Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
     ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
-    carried the scale.
+    carried the scale, ``sound`` those that a scaler has found finite, and whose norm nobody has asked for.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
@@ -37,6 +37,7 @@ class OpenStep:
     each: dict[int, NormOfEach] = field(default_factory=dict)
     bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
+    sound: set[int] = field(default_factory=set)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
@@ -66,10 +67,14 @@ class OpenStep:
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
         return 1.0 if scale is None else scale
 
+    def is_measured(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it is known what the backward pass has left in the gradients."""
+        return id(optimizer) in self.norms or id(optimizer) in self.sound
+
     def measure(self, optimizer: torch.optim.Optimizer, divisor: Scalar, bad_groups: BadGroups) -> None:
         """Keeps what tells of the gradients as they are now, unless that is known already."""
         key = id(optimizer)
-        norm = None if key in self.norms else gradient_norm(optimizer, divisor)
+        norm = None if self.is_measured(optimizer) else gradient_norm(optimizer, divisor)
         if norm is None:
             return
         self.norms[key] = norm
@@ -129,6 +134,12 @@ def is_finite_scalar(norm: Scalar | None) -> bool:
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Whether a scaler has found a gradient of an optimizer that is not finite. On a GPU this syncs."""
     return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
+
+
+def is_sound(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler has found all gradients of an optimizer finite, where that can be read without a sync."""
+    flags = scaler._found_inf_per_device(optimizer).values()
+    return bool(flags) and all(flag.is_cpu and not flag.item() for flag in flags)
 
 
 _SEAM = itemgetter(0)

@@ -29,6 +29,10 @@ four, and so on: a run whose every step fails ends as small as a healthy one."""
 STRETCH = 32
 """So many steps in a row are kept or left out together: what one does to the next can still be seen."""
 
+NORM_EVERY = 8
+"""Behind the first ``STEPS_AT_ENDS`` the norm of one healthy step in so many is taken: it is a pass over memory, and
+nothing but the page's curve is drawn from it where a scaler tells whether the gradients are finite."""
+
 LISTED_STEPS = 50
 """So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
 
@@ -104,6 +108,12 @@ class StepLog:
         groups = f"only {self._listed_steps} of {every:,} steps with non-finite gradients list their groups"
         steps = f"{counted:,} of the steps that went wrong are counted, and not recorded"
         return (*[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the step under way is one of those whose gradient norm is to be recorded though it is healthy."""
+        number = self.closed()
+        return number < STEPS_AT_ENDS or number % NORM_EVERY == 0
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""

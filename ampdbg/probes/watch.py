@@ -31,7 +31,7 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls, scaler_of
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar
+from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar, is_sound
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
 from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach
@@ -220,6 +220,8 @@ class Watch:
 
     def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
         result = self._calling("unscale", original, scaler, optimizer)
+        if not self.log.wants_norm and scaler.is_enabled() and is_sound(scaler, optimizer):
+            self._loop.now.sound.add(id(optimizer))
         self._measure(optimizer, 1.0)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
@@ -343,7 +345,7 @@ class Watch:
         places = self.calls.owners(parameters)
         for optimizer in [one for one in self.optimizers if self.calls.place_of(one) in places]:
             scaler = self.calls.scaler_of(optimizer)
-            if id(optimizer) not in self._loop.now.norms:
+            if not self._loop.now.is_measured(optimizer):
                 self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
                 if not self.calls.is_unscaled(optimizer):
                     self._loop.now.early.add(id(optimizer))

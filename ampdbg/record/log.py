@@ -92,7 +92,7 @@ class RunLog:
             record: makes it.
             investigations: all that the record has.
         """
-        if self._is_over or not self._is_own:
+        if self._is_over:
             return
         for one in investigations:
             if not any(one is seen for seen in self._seen):
@@ -182,7 +182,8 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 def _step_line(step: Step) -> bytes:
     """As :func:`_line`; where all numbers are finite, as of nearly every step, by pydantic alone: a loop waits."""
-    if step.groups or step.nonfinite or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
+    is_plain = not (step.groups or step.nonfinite or step.losses)
+    if not is_plain or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
     return b'{"step":' + _adapters()["step"].serializer.to_json(step, exclude_defaults=True) + b"}\n"
 

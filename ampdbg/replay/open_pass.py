@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -31,7 +30,7 @@ from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.pass_buffers import PassBuffers
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
-from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.state import tensors_in
 from ampdbg.source.ownership import Line
 
@@ -41,10 +40,6 @@ MOST_CALLS = 1000
 PRUNED_FROM = 16
 """So many calls are kept before those are looked for whose results nobody has any more; fewer, where a module is called
 again, as in an evaluation: the batches of many steps are not to be held."""
-
-LOOKED_AT = 16
-"""In so many passes Python's random state is read before and after each call. Where no call has drawn from it, it is
-read no more: few models do, and reading takes as long as all else that is noted of a call."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
@@ -107,7 +102,7 @@ class OpenPass:
         self._thread = threading.get_ident()
         self._is_inside = False
         self._begun, self._trains = False, False
-        self._python, self._draws = random.getstate(), False
+        self._random_states = RandomStates()
         self.buffers = PassBuffers()
         """Those of the modules that it calls, as they were before."""
         self._scalars: deque[weakref.ref[torch.Tensor]] = deque(maxlen=PRUNED_FROM)
@@ -256,17 +251,11 @@ class OpenPass:
             return
         self._trains = module.training if has_weights else self._trains
         # A call that takes what another made follows it: seldom is a random number drawn in between.
-        noted.random_state = self._calls[max(noted.reads)].random_state if noted.reads else self._random_state()
+        before = self._calls[max(noted.reads)].random_state if noted.reads else self._random_states.before_a_call()
+        noted.random_state = before
         self.buffers.note(self._number, module)
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
-
-    def _random_state(self) -> RandomState:
-        """That of now; without NumPy's, which takes longest to be read, and which few models draw from."""
-        devices: Sequence[torch.Tensor] = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-        if self._draws or self._watched.backward_passes < LOOKED_AT:
-            self._python = random.getstate()
-        return RandomState(self._python, None, torch.get_rng_state(), tuple(devices))
 
     def _has_weights(self, module: torch.nn.Module) -> bool:
         if self._models.get(id(module)) is module:  # by id: one of the user's own may have no hash
@@ -280,8 +269,7 @@ class OpenPass:
         noted, number = self._calls.get(self._number - 1) if self._begun else None, self._number - 1
         if noted is not None:
             noted.has_returned = True
-            if self._watched.backward_passes < LOOKED_AT and not self._draws:
-                self._draws = random.getstate() != noted.random_state.python
+            self._random_states.after_a_call()
         for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
             if not tensor.requires_grad:
                 continue

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class RandomState:
     def now() -> RandomState:
         """The state at this moment."""
         numpy = sys.modules.get("numpy")
-        devices = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-        return RandomState(random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), devices)
+        return RandomState(random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state(), _of_devices())
 
     def restore(self) -> None:
         """Makes this the state of the process."""
@@ -36,6 +36,54 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.devices:
             torch.cuda.set_rng_state_all(list(self.devices))
+
+
+LOOKED_AT = 17
+"""Of the calls of a loop that draw no random numbers so many are looked at, and later one in so many: reading the
+states takes as long as all else that is noted of a call. A prime number, as loops call their modules in turn."""
+
+
+class RandomStates:
+    """The random state before each call of a loop, read only where a call was seen to draw from it.
+
+    NumPy's is left out: it takes longest to be read, and few models draw from it.
+    """
+
+    def __init__(self) -> None:
+        self._state = _without_numpy()
+        self._calls = 0
+        self._is_looked_at = False
+        self._draws_from_python = self._draws_from_torch = False
+
+    def before_a_call(self) -> RandomState:
+        """The state of now; of a generator that no call has drawn from, one of earlier."""
+        self._calls += 1
+        self._is_looked_at = looks = self._calls <= LOOKED_AT or self._calls % LOOKED_AT == 0
+        if looks or self._draws_from_python:
+            self._state = replace(self._state, python=random.getstate())
+        if looks or self._draws_from_torch:
+            self._state = replace(self._state, cpu=torch.get_rng_state(), devices=_of_devices())
+        return self._state
+
+    def after_a_call(self) -> None:
+        """To be called when the call has returned: now and then it is looked at what it has drawn from."""
+        if self._is_looked_at:
+            now, before = _without_numpy(), self._state
+            self._draws_from_python |= now.python != before.python
+            self._draws_from_torch |= not _are_equal((now.cpu, *now.devices), (before.cpu, *before.devices))
+
+
+def _without_numpy() -> RandomState:
+    return RandomState(random.getstate(), None, torch.get_rng_state(), _of_devices())
+
+
+def _of_devices() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+
+
+def _are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    with _disable_current_modes():  # a mode of the user's is to see nothing of it
+        return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.open_step import OpenStep
+from ampdbg.probes.steps import NORM_EVERY, STEPS_AT_ENDS
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
@@ -88,6 +89,38 @@ def test_the_norm_is_unscaled_and_unclipped(make: Callable[[Any], torch.optim.Op
             with watch(model, optimizer) as watcher:
                 one_step(model, optimizer, scaler, clip=clip)
             assert watcher.steps[0].grad_norm == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_of_a_long_run_the_norms_of_some_healthy_steps_are_taken(clip: bool) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
+    bad = STEPS_AT_ENDS + NORM_EVERY + 3
+    with watch(model, optimizer) as watcher:
+        for step in range(STEPS_AT_ENDS + 3 * NORM_EVERY):
+            one_step(model, optimizer, scaler, factor=math.inf if step == bad else 1.0, clip=clip)
+    taken = [step.step for step in watcher.steps if step.grad_norm is not None]
+    later = range(STEPS_AT_ENDS, STEPS_AT_ENDS + 3 * NORM_EVERY)
+    assert taken == [*range(STEPS_AT_ENDS), *(step for step in later if step % NORM_EVERY == 0 or step == bad)]
+    assert [step.step for step in watcher.steps if step.skipped] == [bad]
+    # Clipping has made something else of them by the time that the step is withheld.
+    assert {one.name for one in watcher.steps[bad].groups[0].parameters} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("enabled", [False, None])
+def test_without_a_scaler_that_looks_at_them_all_norms_are_taken(enabled: bool | None) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, optimizer) as watcher:
+        for _ in range(STEPS_AT_ENDS + NORM_EVERY + 2):
+            if enabled is None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).square().mean().backward()
+                optimizer.step()
+            else:
+                one_step(model, optimizer, GradScaler("cpu", enabled=enabled))
+    assert all(step.grad_norm is not None for step in watcher.steps)
 
 
 def test_without_an_enabled_scaler_the_gradients_are_looked_at_all_the_same() -> None:

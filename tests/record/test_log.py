@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from ampdbg.errors import RecordError
 from ampdbg.probes.open_step import OpenStep
@@ -56,6 +57,7 @@ def test_the_lines_make_the_record(tmp_path: Path) -> None:
 
 
 @given(made=any_steps)
+@example(made=replace(step(0), losses={"one": math.inf}))
 def test_a_step_is_read_back_as_it_was(made: Step, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "one.jsonl"
     log = log_of(path)

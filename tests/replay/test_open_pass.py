@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.replay.open_pass import LOOKED_AT, OpenPass, losses_of
+from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.pass_buffers import COPIED_AT_FIRST
+from ampdbg.replay.random_state import LOOKED_AT
 
 
 @dataclass
@@ -219,24 +220,42 @@ def test_torch_compile_sees_none_of_it(noting: Noting) -> None:
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_pythons_random_state_is_noted_anew_where_a_call_draws_from_it(noting: Noting, draws: bool) -> None:
+def test_the_random_state_is_noted_anew_where_a_call_draws_from_it(noting: Noting, draws: bool) -> None:
     class Flips(Net):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return super().forward(x * (1.0 + (random.random() if draws else 0.0)))
+            return super().forward(x * (1.0 + (random.random() + torch.rand(()) if draws else 0.0)))
 
     net = Flips()
-    for _ in range(2 * LOOKED_AT):
+    net.dropout.p = 0.0
+    for _ in range(2 * LOOKED_AT + 1):
         random.random()  # the loop's own
-        before = random.getstate()
+        torch.rand(())
+        before = random.getstate(), torch.get_rng_state()
         logits = net(X)["logits"]
         logits.sum().backward()
         noting.backward_passes += 1
     played = noting.found.played(net, "cpu")
     assert played is not None
-    assert (played.calls[0].random_state.python == before) is draws
+    state = played.calls[0].random_state
+    assert (state.python == before[0]) is draws
+    assert torch.equal(state.cpu, before[1]) is draws
     again = random.getstate()
     assert torch.equal(played.loss(played.given[0]), logits.detach().sum())
     random.setstate(again)
+
+
+def test_a_call_that_begins_to_draw_late_is_found_too(noting: Noting) -> None:
+    net = Net()
+    for step in range(5 * LOOKED_AT):
+        net.dropout.p = 0.5 if step >= 3 * LOOKED_AT else 0.0
+        before = torch.get_rng_state()
+        logits = net(X)["logits"]
+        logits.sum().backward()
+        noting.backward_passes += 1
+    played = noting.found.played(net, "cpu")
+    assert played is not None
+    assert torch.equal(played.calls[0].random_state.cpu, before)
+    assert torch.equal(played.loss(played.given[0]), logits.detach().sum())
 
 
 class Counting(nn.Module):

@@ -72,9 +72,10 @@ function drawCurve(svg, one, top, x, count) {
     isDown = false;
   for (let at = 0; at < count; at++) {
     const value = one.values[at];
+    if (value === null && one.words[at] === "-") continue; // not taken: the curve goes on to the next that was
     if (value === null) {
       isDown = false;
-      if (one.words[at] !== "-") svg.append(drawing("circle", { class: "lost", cx: x(at), cy: top + 2, r: 2 }));
+      svg.append(drawing("circle", { class: "lost", cx: x(at), cy: top + 2, r: 2 }));
       continue;
     }
     const point = `${x(at).toFixed(1)} ${y(value).toFixed(1)}`;
