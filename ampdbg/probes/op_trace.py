@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -118,6 +119,9 @@ class OpPlace:
     line: Line | None
 
 
+OpKey = tuple[OpPlace, str]
+
+
 @dataclass(frozen=True, slots=True)
 class OpSeen:
     """One op as it ran. ``op`` is torch's name (``aten.mm.default``); ``parameter`` is set where a gradient
@@ -128,6 +132,11 @@ class OpSeen:
     inputs: Magnitude
     output: Magnitude
     parameter: str = ""
+
+    @property
+    def key(self) -> OpKey:
+        """What it has in common with the same op of another replay: its place and name; the dtype may differ."""
+        return self.place, self.op
 
     @property
     def produces(self) -> bool:
@@ -223,6 +232,16 @@ class OpTrace(PlacedOps):
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         """Looks at what the op that was noted last has made."""
+
+    @cached_property
+    def met(self) -> Mapping[OpKey, tuple[float, bool]]:
+        """For each op its largest magnitude, and whether all its outputs were finite; for a trace that has ended: the
+        same one in FP32 is what every trial of a search is held against."""
+        met: dict[OpKey, tuple[float, bool]] = {}
+        for seen in self.ops:
+            largest, finite = met.get(seen.key, (0.0, True))
+            met[seen.key] = max(largest, seen.output.largest), finite and seen.output.is_finite
+        return met
 
 
 @contextlib.contextmanager

@@ -181,12 +181,18 @@ def _line(kind: str, value: Step | Investigation | Record) -> bytes:
 
 
 def _step_line(step: Step) -> bytes:
-    """As :func:`_line`; where all numbers are finite, as of nearly every step, by pydantic alone: a loop waits."""
-    is_plain = not (step.groups or step.nonfinite or step.losses)
+    """As :func:`_line`; with nothing but finite numbers, as of nearly every step, written at once: a loop waits."""
+    is_plain = not (step.groups or step.nonfinite or step.losses or step.groups_hit)
     if not is_plain or not math.isfinite(step.loss + (step.grad_norm or 0.0) + step.scale):
         return _line("step", step)
-    return b'{"step":' + _adapters()["step"].serializer.to_json(step, exclude_defaults=True) + b"}\n"
+    norm = "" if step.grad_norm is None else f',"grad_norm":{step.grad_norm!r}'
+    scaler = f',"scaler":{step.scaler}' if step.scaler else ""
+    found_inf, skipped = _BOOLEANS[step.found_inf], _BOOLEANS[step.skipped]
+    numbers = f'"step":{step.step},"loss":{step.loss!r},"scale":{step.scale!r}'
+    return f'{{"step":{{{numbers},"found_inf":{found_inf},"skipped":{skipped}{norm}{scaler}}}}}\n'.encode()
 
+
+_BOOLEANS = ("false", "true")
 
 _compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 

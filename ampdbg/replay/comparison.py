@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from ampdbg.agreement import AGREEMENT, NOISE_FLOORS, agrees, is_finite, keeps_its_gradients
 from ampdbg.formats import FLOAT16
 from ampdbg.ops import CASTS, WRITTEN_OUT, base_name
-from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace
+from ampdbg.probes.op_trace import OpKey, OpSeen, OpTrace
 from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTrace
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.step_trace import StepTrace
@@ -46,9 +47,6 @@ NOWHERE, UNMET = (0.0, False), (0.0, True)
 
 _Place = tuple[str, str, int, str, Source | None]
 
-_Key = tuple[OpPlace, str]
-"""What an op of one replay has in common with the same op of another: its place and name; the dtype may differ."""
-
 
 def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
     """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind.
@@ -58,8 +56,8 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
         return replayed.replay
-    met = _largest_by_key(fp32.trace.ops) if fp32.trace else {}
-    harmless = {index for index in trace.harmless if met.get(_key(trace.ops[index]), NOWHERE)[0] > FLOAT16.largest}
+    met = fp32.trace.met if fp32.trace else {}
+    harmless = {index for index in trace.harmless if met.get(trace.ops[index].key, NOWHERE)[0] > FLOAT16.largest}
     meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
     starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
     if math.isnan(replayed.replay.loss):
@@ -68,18 +66,19 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
+    makers = _Makers(trace.ops)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
         seen, circumstances = trace.ops[i], trace.circumstances.get(i, Circumstances())
-        is_no_fault = circumstances.is_constant or not met.get(_key(seen), UNMET)[1]
+        is_no_fault = circumstances.is_constant or not met.get(seen.key, UNMET)[1]
         kind = seen.place.phase, is_no_fault, seen.output.nan > 0
         if kept[kind] >= most:
             continue
-        departure = _departure(trace.ops, i, met, replayed.replay.scale)
+        departure = makers.departure(i, met, replayed.replay.scale)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
-        producer = _producer(seen, met.get(_key(seen)), circumstances)
+        producer = _producer(seen, met.get(seen.key), circumstances)
         kept[kind] += producer not in found
         found[producer] = None
     return replace(replayed.replay, producers=tuple(found))
@@ -106,9 +105,9 @@ def _place_of(seen: OpSeen) -> _Place:
     return place.phase, place.module, place.call, seen.op, source_of(place.line) if place.line else None
 
 
-def _is_meant(seen: OpSeen, met: Mapping[_Key, tuple[float, bool]]) -> bool:
+def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:
     """Whether the code writes out an infinity, in FP32 too."""
-    return base_name(seen.op) in WRITTEN_OUT and not met.get(_key(seen), NOWHERE)[1]
+    return base_name(seen.op) in WRITTEN_OUT and not met.get(seen.key, NOWHERE)[1]
 
 
 def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = None) -> dict[str, Any]:
@@ -235,22 +234,36 @@ def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | N
     return None
 
 
-def _departure(ops: list[OpSeen], index: int, met: Mapping[_Key, tuple[float, bool]], scale: float) -> OpSeen | None:
-    """The first op, on the way to the one at ``index``, whose values are far larger than FP32's own.
+class _Makers:
+    """The ops of a replay by the magnitude that they have made: each op's largest input is one of those."""
 
-    The way back leads from each op to the latest one before it that made its largest input.
-    """
-    at, largest, phase = None, ops[index].inputs.largest, ops[index].place.phase
-    for seen in reversed(ops[:index]):
-        if seen.output.largest != largest or seen.place.phase != phase or not seen.output.is_finite:
-            continue
-        fp32, is_finite = met.get(_key(seen), (None, True))
-        if fp32 is None and base_name(seen.op) in CASTS:
-            continue
-        if not fp32 or not is_finite or largest < DEPARTURE * fp32 * (scale if phase == "backward" else 1.0):
-            break
-        at, largest = seen, seen.inputs.largest
-    return at
+    def __init__(self, ops: Sequence[OpSeen]) -> None:
+        self._ops = ops
+
+    @cached_property
+    def _made(self) -> Mapping[tuple[float, str], list[int]]:
+        made: dict[tuple[float, str], list[int]] = {}
+        for index, seen in enumerate(self._ops):
+            if seen.output.is_finite:
+                made.setdefault((seen.output.largest, seen.place.phase), []).append(index)
+        return made
+
+    def departure(self, index: int, met: Mapping[OpKey, tuple[float, bool]], scale: float) -> OpSeen | None:
+        """The first op, on the way to the one at ``index``, whose values are far larger than FP32's own.
+
+        The way back leads from each op to the latest one before it that made its largest input.
+        """
+        found, largest, phase = None, self._ops[index].inputs.largest, self._ops[index].place.phase
+        while earlier := bisect_left(made := self._made.get((largest, phase), ()), index):
+            index = made[earlier - 1]
+            seen = self._ops[index]
+            fp32, is_finite = met.get(seen.key, (None, True))
+            if fp32 is None and base_name(seen.op) in CASTS:
+                continue
+            if not fp32 or not is_finite or largest < DEPARTURE * fp32 * (scale if phase == "backward" else 1.0):
+                break
+            found, largest = seen, seen.inputs.largest
+        return found
 
 
 def _sampled(trace: OpTrace) -> list[tuple[OpSeen, torch.Tensor]]:
@@ -258,11 +271,11 @@ def _sampled(trace: OpTrace) -> list[tuple[OpSeen, torch.Tensor]]:
     return [pair for pair in zip(trace.ops, trace.samples, strict=True) if pair[1].numel()]
 
 
-def _samples(trace: OpTrace, scale: float) -> Iterator[tuple[tuple[_Key, int], torch.Tensor]]:
+def _samples(trace: OpTrace, scale: float) -> Iterator[tuple[tuple[OpKey, int], torch.Tensor]]:
     """Each op's key, with which of its runs this is, and the sample of its output."""
-    runs: dict[_Key, int] = {}
+    runs: dict[OpKey, int] = {}
     for seen, sample in _sampled(trace):
-        key = _key(seen)
+        key = seen.key
         runs[key] = runs.get(key, -1) + 1
         yield (key, runs[key]), sample / scale if seen.place.phase == "backward" else sample
 
@@ -304,19 +317,6 @@ def _is_noise(name: str, fp32: Replayed, floor: Replayed | None) -> bool:
         return False
     distance = _distance({name: floor.gradients[name]}, {name: fp32.gradients[name]})
     return distance is None or distance > MOST_OF_IT
-
-
-def _largest_by_key(ops: list[OpSeen]) -> dict[_Key, tuple[float, bool]]:
-    """For each op of a replay its largest magnitude, and whether all its outputs were finite."""
-    met: dict[_Key, tuple[float, bool]] = {}
-    for seen in ops:
-        largest, finite = met.get(_key(seen), (0.0, True))
-        met[_key(seen)] = max(largest, seen.output.largest), finite and seen.output.is_finite
-    return met
-
-
-def _key(seen: OpSeen) -> _Key:
-    return seen.place, seen.op
 
 
 def _producer(seen: OpSeen, fp32: tuple[float, bool] | None, circumstances: Circumstances) -> Producer:

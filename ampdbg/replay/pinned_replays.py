@@ -69,7 +69,8 @@ class PinnedReplays:
         A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's.
         """
         traced = None if is_brief else ProducerTrace
-        low, fp32 = self._at_a_usable_scale(pins, traced), self._in_fp32(traced)
+        low = self._at_a_usable_scale(pins, traced)
+        fp32 = self._reference(low)
         if not is_finite(fp32.replay):
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):  # where the code raised, it has none
@@ -84,6 +85,11 @@ class PinnedReplays:
         if self._known_fp32 is None or (traced is not None and self._known_fp32.trace is None):
             self._known_fp32 = self._replay(FP32, traced)
         return self._known_fp32
+
+    def _reference(self, low: Replayed) -> Replayed:
+        """FP32, with its trace only where an op of the other replay is to be held against its own there."""
+        has_producers = low.trace is not None and any(seen.produces for seen in low.trace.ops)
+        return self._in_fp32(ProducerTrace if has_producers else None)
 
     def _made(self, low: Replay, *more: Replay) -> Investigation:
         made = self.failing.made
@@ -111,7 +117,7 @@ class PinnedReplays:
     def _held_against_fp32(self, low: Replayed, pins: Sequence[str]) -> tuple[Replay, ...]:
         # Without a trace nobody knows what overflows.
         at_scale = functools.partial(self._at_scale, pins) if low.trace else None
-        return held_against(low, self.fp32 if low.trace else self.fp32_in_brief, self._floor, at_scale, SUSPECTS)
+        return held_against(low, self._reference(low), self._floor, at_scale, SUSPECTS)
 
     def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
         with self._pinned(pins):
