@@ -33,6 +33,7 @@ from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.kept_files import keeping_files
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
@@ -113,6 +114,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
+        stack.enter_context(keeping_files())
         if capture.head.start.is_of_group:
             stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
