@@ -256,9 +256,10 @@ class Watch:
         result = self._calling("update", original, scaler, *args, **kwargs)
         if enabled:
             self.calls.by_scaler("update", scaler)
-        step, self._loop.now = self._loop.now, OpenStep()
-        if step.stepped:
-            self._log(step)
+        if self._loop.now.stepped:
+            self._close()
+        else:
+            self._loop.now = OpenStep()
         return result
 
     def _get_scale(self, original: Function, scaler: GradScaler) -> Any:
@@ -373,9 +374,6 @@ class Watch:
     def _close(self) -> None:
         """Ends the step that is under way."""
         step, self._loop.now = self._loop.now, OpenStep()
-        self._log(step)
-
-    def _log(self, step: OpenStep) -> None:
         self.log.close(step)
         self.ended(step.skipped or not math.isfinite(self.log.loss_read()))
 
