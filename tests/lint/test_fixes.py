@@ -65,6 +65,7 @@ def losses(end: str, *, emulated: bool) -> dict[str, list[float] | str]:
     return {scripts[script]: found for script, found in json.loads(done.stdout).items()}
 
 
+@pytest.mark.slow
 def test_after_the_fix_each_script_trains_in_half_as_before_in_fp32() -> None:
     reference, fixed = losses("in", emulated=False), losses("out", emulated=True)
     # Whether its function is called at all is what this fix changes, in FP32 too.

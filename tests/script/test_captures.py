@@ -23,6 +23,7 @@ from ampdbg.record.run import Record
 from tests.commands.program import Result, environment, start
 from tests.script import scripts
 from tests.script.test_run import alone, run
+from tests.siblings import slow_but_for
 
 COLLAPSES = """
 import os, signal, sys, torch
@@ -118,6 +119,7 @@ def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
     assert not record.steps[-1].skipped
 
 
+@pytest.mark.slow
 def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
     early = scripts.PLAIN.replace("        scaler.unscale_(optimizer)\n", "")
     result, record = run(tmp_path, early, "1", "6")
@@ -130,6 +132,7 @@ def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
     assert "clip after unscaling: scaler.unscale_(optimizer), then clip_grad_norm_" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_patch_of_another_file_is_proven_in_the_script(tmp_path: Path) -> None:
     head, _, rest = scripts.PLAIN.partition("class Net(")
     head, imports = head.replace("torch.manual_seed(0)", ""), head.partition("torch.manual_seed")[0]
@@ -252,7 +255,7 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("ask", slow_but_for([ASKS["a signal"]], ASKS.values()), ids=ASKS)
 def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> None:
     text = scripts.PLAIN.replace("import sys, torch", "import os, signal, sys, torch")
     text = text.replace("    for _ in range(steps):", f"    for step in range(steps):\n        if step == 2: {ask}")
@@ -432,7 +435,17 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+STARTS_THE_SCRIPT = (
+    "other calls",
+    "a call of another name",
+    "a value of no kind",
+    "a tensor that is not there",
+    "a random state of text",
+)
+"""What is found out only where the script is started again, which takes long: the first stands for the others."""
+
+
+@pytest.mark.parametrize("case", slow_but_for(HOSTILE.keys() - set(STARTS_THE_SCRIPT[1:]), HOSTILE))
 def test_a_hostile_capture_is_refused_in_a_line(made: Path, tmp_path: Path, case: str) -> None:
     make, told = HOSTILE[case]
     hostile = tmp_path / "hostile.safetensors"

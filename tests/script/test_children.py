@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 SCRIPT = """
 import sys, torch
@@ -43,7 +44,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("how", "count"), [("spawn", "2 processes"), ("process", "1 process")])
+@pytest.mark.parametrize(
+    ("how", "count"), [("spawn", "2 processes"), pytest.param("process", "1 process", marks=pytest.mark.slow)]
+)
 def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count: str) -> None:
     result, record = run(tmp_path, SCRIPT, how)
     verb = "were" if how == "spawn" else "was"
@@ -54,7 +57,7 @@ def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count
     assert (result.stdout, record.verdict, record.steps) == ("over\n", "inconclusive", ())
 
 
-@pytest.mark.parametrize("how", ["loader", "pool", "alone"])
+@pytest.mark.parametrize("how", slow_but_for(["pool", "alone"], ["loader", "pool", "alone"]))
 def test_helpers_of_a_script_are_no_matter(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, SCRIPT, how)
     assert (record.unseen.notes, len(record.steps)) == ((), 2), result.stderr

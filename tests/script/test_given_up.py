@@ -9,6 +9,7 @@ import pytest
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 GIVES_UP = """
 import sys, torch
@@ -90,7 +91,7 @@ def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
     return record, result.code
 
 
-@pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
+@pytest.mark.parametrize("how", slow_but_for(["loss"], ["loss", "criterion", "by hand", "copies"]))
 def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
     record, code = given_up(tmp_path, "model", how)
     found = record.findings[0]
@@ -113,7 +114,15 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
     assert OVERFLOW in " ".join(replayed.stdout.split())
 
 
-@pytest.mark.parametrize(("how", "steps"), [("loss", 10), ("criterion", 10), ("by hand", 1), ("copies", 1)])
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        ("loss", 10),
+        ("copies", 1),
+        pytest.param("criterion", 10, marks=pytest.mark.slow),
+        pytest.param("by hand", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
     record, code = given_up(tmp_path, "always", how)
     assert (code, record.verdict, record.findings[0].code) == (1, "precision", "forward-overflow")

@@ -17,6 +17,7 @@ from ampdbg.record.log import read_log
 from ampdbg.record.run import Record
 from tests.commands.program import command, environment, start
 from tests.script import scripts
+from tests.siblings import slow_but_for
 
 KILLED = scripts.PLAIN.replace(
     "    for _ in range(steps):\n",
@@ -32,7 +33,7 @@ def seen(record: Record) -> str:
     return repr(alike)
 
 
-@pytest.mark.parametrize("gain", ["1", "400"])
+@pytest.mark.parametrize("gain", slow_but_for(["400"], ["1", "400"]))
 def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_had(tmp_path: Path, gain: str) -> None:
     for name, text in (("killed", KILLED), ("ended", scripts.PLAIN)):
         (tmp_path / name).mkdir()

@@ -9,6 +9,7 @@ import pytest
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 STOPS = """
 import math, sys, torch
@@ -216,7 +217,7 @@ def test_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path) -> None:
     assert (tmp_path / "net.pt").read_bytes() == watched
 
 
-@pytest.mark.parametrize("how", ["exit", "inner", "first"])
+@pytest.mark.parametrize("how", slow_but_for(["exit"], ["exit", "inner", "first"]))
 def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
     record, _, _ = stopped(tmp_path, "model", how)
     assert record.script is not None
@@ -494,7 +495,7 @@ def buffered(folder: Path, fault: str) -> tuple[Record, list[tuple[str, int, str
     return record, [(one.code, one.step, one.module, one.source.text if one.source else "") for one in record.findings]
 
 
-@pytest.mark.parametrize("fault", ["codes", "data"])
+@pytest.mark.parametrize("fault", slow_but_for(["codes"], ["codes", "data"]))
 def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_buffer_as_it_was(
     tmp_path: Path, fault: str
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from tests.commands.program import Result, command, environment, start
+from tests.siblings import slow_but_for
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals and files")
 
@@ -123,11 +124,7 @@ def test_a_script_may_close_or_replace_its_streams(tmp_path: Path, text: str) ->
         assert "No optimizer has stepped" in watched.stderr
 
 
-LOST = [
-    ">&- 2>&-",
-    ">/dev/full",
-    *(pytest.param(one, marks=pytest.mark.slow) for one in (">&-", "2>&-", "2>/dev/full")),
-]
+LOST = slow_but_for([">/dev/full"], [">&- 2>&-", ">/dev/full", ">&-", "2>&-", "2>/dev/full"])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
@@ -192,7 +189,7 @@ threading.Thread(target=train, daemon=DAEMON).start()
         ("time.sleep(0.3)", False, 3),
         # Python says that the main thread has ended, and waits all the same.
         pytest.param("threading.main_thread().join()", False, 3, marks=pytest.mark.slow),
-        ("time.sleep(60)", True, 0),
+        pytest.param("time.sleep(60)", True, 0, marks=pytest.mark.slow),
     ],
     ids=["outlives", "begins at the end", "daemon"],
 )
@@ -276,7 +273,7 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("name", ["/dev/stdin", "pipe"])
+@pytest.mark.parametrize("name", slow_but_for(["pipe"], ["/dev/stdin", "pipe"]))
 def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     program = subprocess.Popen(

@@ -17,6 +17,7 @@ from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
 from tests.commands.program import Result, command, environment, start
 from tests.script import scripts
+from tests.siblings import slow_but_for
 
 FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
 
@@ -297,7 +298,7 @@ OWN = ("yaml", "typer", "tqdm", "rich", "libcst")
 """What ampdbg or torch has loaded when the script starts, and what ampdbg loads only afterwards."""
 
 
-@pytest.mark.parametrize("how", [("train.py",), ("-m", "train")], ids=["file", "module"])
+@pytest.mark.parametrize("how", slow_but_for([("train.py",)], [("train.py",), ("-m", "train")]), ids=["file", "module"])
 @pytest.mark.parametrize("has_own", [True, False])
 def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
     has_own: bool, how: tuple[str, ...], tmp_path: Path
