@@ -83,9 +83,6 @@ class Lines(Observer):
         if has_a_line(self._trials):
             say(_trial_line(self._trials, trial))
 
-    def warned(self, text: str) -> None:
-        say(text)
-
     def stage(self, doing: str) -> None:
         say(doing)
 
@@ -126,9 +123,6 @@ class LiveBar(Observer):
         self._trials += 1
         line = _trial_line(self._trials, trial)
         self._bar.update(self._task, advance=1, description=line, refresh=self._is_due())
-
-    def warned(self, text: str) -> None:
-        self.stage(text)
 
     def stage(self, doing: str) -> None:
         self._bar.stop()

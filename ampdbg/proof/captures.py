@@ -29,7 +29,7 @@ from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
 from ampdbg.replay.replay import shadow_step
 from ampdbg.script.capture import Capture, CaptureError
-from ampdbg.script.kept_files import files_put_back
+from ampdbg.script.scratch_files import beside
 from ampdbg.script.takeover import TakenOver, how_often, take_over
 
 RUN = (
@@ -67,7 +67,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
     """
     capture = Capture(job.path, job.script)
     observer.stage(f"starting {capture.start.name} again, up to a step like step {capture.head.step}")
-    with temporary_folder() as folder, files_put_back(observer.warned):
+    with temporary_folder() as folder:
         task, result = folder / "task", folder / "result"
         task.write_bytes(pickle.dumps(replace(job, path=job.path.absolute())))
         with started(RUN, [str(task), str(result)]) as child:
@@ -142,7 +142,7 @@ def main() -> None:
         end(_outcome(taken, job, events))
 
     try:
-        take_over(Capture(job.path, job.script), use)
+        take_over(Capture(job.path, job.script), use, beside(result))
     except AmpdbgError as error:
         end(_plain(error))
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything

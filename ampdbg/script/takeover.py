@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 
@@ -33,10 +34,10 @@ from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
-from ampdbg.script.kept_files import keeping_files
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
+from ampdbg.script.scratch_files import scratch_files
 
 AGAIN = 5
 """So many replays tell how often a step fails."""
@@ -96,7 +97,7 @@ Use = Callable[["TakenOver | CaptureError"], None]
 """Takes a step that was taken over, or why it could not be put into the script."""
 
 
-def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
+def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None) -> None:
     """Starts the script again, in this process, and calls ``use`` with the captured step in its model.
 
     What ``use`` raises goes through the script: who does not want its ``finally`` to run ends the process in it.
@@ -104,6 +105,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     Args:
         capture: the step.
         use: called at most once, in the middle of the script.
+        files: a folder of its own, for what the script would write over.
         text: what the script's file is taken to hold.
 
     Raises:
@@ -114,7 +116,7 @@ def take_over(capture: Capture, use: Use, text: bytes | None = None) -> None:
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
-        stack.enter_context(keeping_files())
+        stack.enter_context(scratch_files(files))
         if capture.head.start.is_of_group:
             stack.enter_context(alone())
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):

@@ -1,0 +1,193 @@
+"""Files that a script would write over when it is started again: it writes copies of them, and does not know.
+
+A script that has trained all night has left its log and its checkpoints, and may be training on; started again for a
+captured step it would begin them anew. What Python or torch opens for writing, removes or renames, and what was there
+before, stays as it is. New files are made where they belong. What a library writes from C is not seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ampdbg.probes.seams import replaced
+
+WRITES, CREATES_ONLY = os.O_WRONLY | os.O_RDWR, os.O_CREAT | os.O_EXCL
+
+CACHES = {"__pycache__", "site-packages"}
+"""Folders of files that any process of Python's may write."""
+
+Function = Callable[..., Any]
+
+
+def beside(result: Path) -> Path:
+    """The folder for them of a process that leaves a result: it goes with that."""
+    return result.with_name("scratch")
+
+
+@contextlib.contextmanager
+def scratch_files(folder: Path) -> Iterator[None]:
+    """While this is entered, this process writes into ``folder`` what it would write over, and reads that again."""
+    files = _ScratchFiles(folder)
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (builtins, "open", files.opening),
+            (io, "open", files.opening),
+            (os, "open", files.opening_a_descriptor),
+            (os, "truncate", files.writing("path", 0)),
+            (os, "remove", files.removing),
+            (os, "unlink", files.removing),
+            (os, "rename", files.renaming),
+            (os, "replace", files.renaming),
+            (os, "rmdir", files.removing_a_folder),
+            (os, "mkdir", files.making_a_folder),
+            (shutil, "rmtree", files.removing_a_folder),
+            (torch, "save", files.writing("f", 1)),
+            (safetensors.torch, "save_file", files.writing("filename", 1)),
+        ):
+            stack.enter_context(replaced(owner, name, replacement))
+        yield
+
+
+class _ScratchFiles:
+    """Those of one process. A file that it has made itself is its own, and written like any other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = os.path.realpath(folder)
+        self._copies: dict[str, str] = {}
+        self._own: set[str] = set()
+        self._gone: set[str] = set()
+
+    def opening(self, original: Function) -> Function:
+        """For ``open(file, mode)``."""
+
+        def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(mode, str) and not {"w", "a", "+", "x"}.isdisjoint(mode):
+                file = self._to_make(file) if "x" in mode else self._to_write(file, is_kept="w" not in mode)
+            elif self._copies:
+                file = self._to_read(file)
+            return original(file, mode, *args, **kwargs)
+
+        return call
+
+    def opening_a_descriptor(self, original: Function) -> Function:
+        """For ``os.open(path, flags)``."""
+
+        def call(path: Any, flags: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is None and isinstance(flags, int):
+                if flags & CREATES_ONLY == CREATES_ONLY:
+                    path = self._to_make(path)
+                elif flags & WRITES:
+                    path = self._to_write(path, is_kept=not flags & os.O_TRUNC)
+                else:
+                    path = self._to_read(path)
+            return original(path, flags, *args, **kwargs)
+
+        return call
+
+    def writing(self, name: str, position: int) -> Callable[[Function], Function]:
+        """For a function that is given the file to write by this name, or at this position."""
+
+        def replacement(original: Function) -> Function:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                given = list(args)
+                if len(given) > position:
+                    given[position] = self._to_write(given[position], is_kept=name == "path")
+                elif name in kwargs:
+                    kwargs[name] = self._to_write(kwargs[name], is_kept=name == "path")
+                return original(*given, **kwargs)
+
+            return call
+
+        return replacement
+
+    def removing(self, original: Function) -> Function:
+        """For ``os.remove(path)``: what was there stays."""
+
+        def call(path: Any, *, dir_fd: Any = None) -> None:
+            if dir_fd is not None or not self._is_kept(path):
+                original(path, dir_fd=dir_fd)
+
+        return call
+
+    def renaming(self, original: Function) -> Function:
+        """For ``os.rename(src, dst)``: of what was there a copy gets the new name."""
+
+        def call(src: Any, dst: Any, **kwargs: Any) -> None:
+            is_kept, to = self._is_kept(src), self._to_write(dst, is_kept=False)
+            if not is_kept:
+                original(src, to, **kwargs)
+            elif os.path.isfile(self._to_read(src)):
+                shutil.copy2(self._to_read(src), to)
+
+        return call
+
+    def removing_a_folder(self, original: Function) -> Function:
+        """For ``os.rmdir(path)`` and ``shutil.rmtree(path)``: a folder that was there stays, with all that is in it."""
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            real = _real(path)
+            if real is None or kwargs.get("dir_fd") is not None or not os.path.isdir(real) or self._is_own(real):
+                original(path, *args, **kwargs)
+            else:
+                self._gone.add(real)
+
+        return call
+
+    def making_a_folder(self, original: Function) -> Function:
+        """For ``os.mkdir(path)``: one that only seems to be removed is there."""
+
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            real = _real(path)
+            if real in self._gone:
+                self._gone.remove(real)
+                return
+            original(path, *args, **kwargs)
+            self._own.add(real or "")
+
+        return call
+
+    def _to_write(self, file: Any, *, is_kept: bool) -> Any:
+        """What to write in the place of a file; with ``is_kept`` it holds what that does."""
+        real = _real(self._to_make(file))
+        if real is None or self._is_own(real) or not os.path.isfile(real) or not CACHES.isdisjoint(Path(real).parts):
+            return file
+        if real not in self._copies:
+            os.makedirs(self._folder, exist_ok=True)
+            copy = os.path.join(self._folder, f"{len(self._copies)}-{os.path.basename(real)}")
+            if is_kept:
+                shutil.copy2(real, copy)  # as long as it is not yet the file's place to be read
+            self._copies[real] = copy
+        return self._copies[real]
+
+    def _to_make(self, file: Any) -> Any:
+        """What to open where a file is to be made that is not there yet; else that is an error of the script's."""
+        real = _real(file)
+        if real is not None and not os.path.lexists(real):
+            self._own.add(real)
+        return file
+
+    def _to_read(self, file: Any) -> Any:
+        return self._copies.get(_real(file) or "", file)
+
+    def _is_kept(self, path: Any) -> bool:
+        """Whether a file or folder was there before this process."""
+        real = _real(path)
+        return real is not None and os.path.lexists(real) and not self._is_own(real)
+
+    def _is_own(self, real: str) -> bool:
+        return real in self._own or real.startswith(self._folder + os.sep)
+
+
+def _real(path: Any) -> str | None:
+    """The path without links; None of a descriptor, and of what is no path."""
+    return os.path.realpath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else None

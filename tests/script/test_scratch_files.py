@@ -1,0 +1,159 @@
+"""What a script would write over when it is started again for a capture stays as it is: its log, its checkpoints."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampdbg.script.scratch_files import scratch_files
+from tests.commands.program import environment, start
+from tests.script import scripts
+from tests.script.test_captures import capture_of, interrupted
+from tests.script.test_run import run
+from tests.siblings import slow_but_for
+
+BEGINS_ANEW = """
+import logging, os, shutil, sqlite3, sys, torch
+from pathlib import Path
+logging.basicConfig(filename="train.log", filemode="w", level=logging.INFO)
+logging.info("begun")
+torch.save({"at": "the start"}, "last.pt")
+Path("config.json").write_text("{}")
+if Path("out").exists():
+    shutil.rmtree("out")
+if Path("old.txt").exists():
+    os.remove("old.txt")
+if Path("a.txt").exists():
+    os.replace("a.txt", "b.txt")
+with open("events.txt", "a") as events:
+    events.write("one more")
+Path("new.txt").write_text("new")
+"""
+"""Writes, removes and renames files before it trains."""
+
+NIGHT = {
+    "train.log": "a night's log\n" * 1000,
+    "last.pt": "a night's weights",
+    "config.json": '{"of": "the night"}',
+    "out/deep/best.pt": "the best",
+    "old.txt": "old",
+    "a.txt": "a",
+    "b.txt": "b",
+    "events.txt": "events\n",
+}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in NIGHT if (folder / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, its capture, and the files of a night."""
+    folder = tmp_path_factory.mktemp("night")
+    run(folder, BEGINS_ANEW + scripts.PLAIN, "400", "6")
+    shutil.copy(capture_of(folder), folder / "c.safetensors")
+    for name, text in NIGHT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        os.utime(folder / name, (1e9, 1e9))
+    (folder / "new.txt").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("command", slow_but_for(["replay"], ["replay", "suggest-fp32"]))
+def test_files_are_as_they_were_before_the_script_was_started_again(command: str, made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(made, folder)
+    result = start(folder, command, "c.safetensors")
+    assert result.code == (1 if command == "replay" else 0)
+    assert contents(folder) == NIGHT
+    assert {(folder / name).stat().st_mtime for name in NIGHT} == {1e9}
+    assert (folder / "new.txt").read_text() == "new"
+
+
+@pytest.mark.slow
+def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    shutil.copytree(made, folder)
+    interrupted("replaying step", folder, tmp_path, "replay")
+    assert contents(folder) == NIGHT
+
+
+def in_scratch(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
+    program = "from pathlib import Path\nfrom ampdbg.script.scratch_files import scratch_files\nimport io, os, shutil\n"
+    program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
+    found = environment()
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=found, capture_output=True, text=True, check=False
+    )
+
+
+WAYS = {
+    "written": "open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "appended": "open('a.txt', 'a').write('+')\nassert Path('a.txt').read_text() == 'old+'",
+    "by a path": "Path('a.txt').write_text('new')\nassert Path('a.txt').read_bytes() == b'new'",
+    "by a descriptor": "os.write(os.open('a.txt', os.O_WRONLY), b'new')\nassert open('a.txt').read() == 'new'",
+    "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
+    "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
+    "removed": "os.remove('a.txt')",
+    "moved away": "os.rename('a.txt', 'b.txt')\nassert open('b.txt').read() == 'old'",
+    "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "removed with its folder": "shutil.rmtree('d')\nos.makedirs('d')\nopen('d/b', 'w').write('new')",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "d" / "b").write_text("old")
+    ended = in_scratch(tmp_path, WAYS[way])
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
+
+
+def test_new_files_and_folders_are_like_any_other(tmp_path: Path) -> None:
+    ended = in_scratch(
+        tmp_path,
+        "os.makedirs('d/e')\n"
+        "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
+        "open('gone', 'w').close()\nos.remove('gone')\n"
+        "os.mkdir('g')\nopen('g/h', 'w').close()\nshutil.rmtree('g')\nos.rename('x', 'y')\n"
+        "open('y', 'a').write('y')\n",
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/e", "d/e/f", "y"}
+    assert ((tmp_path / "d/e/f").read_text(), (tmp_path / "y").read_text()) == ("12", "xy")
+
+
+def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    for code, error in (
+        ("open('a.txt', 'x')", "FileExistsError"),
+        ("os.remove('b.txt')", "FileNotFoundError"),
+        ("os.open('a.txt', os.O_CREAT | os.O_EXCL | os.O_WRONLY)", "FileExistsError"),
+        ("open('no/b', 'w')", "FileNotFoundError"),
+        ("shutil.rmtree('no')", "FileNotFoundError"),
+        ("os.rename('no', 'b')", "FileNotFoundError"),
+    ):
+        assert f"{error}: " in in_scratch(tmp_path, code).stderr
+
+
+def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:
+    before = builtins.open, io.open, os.open, os.remove, shutil.rmtree, torch.save
+    with contextlib.suppress(ZeroDivisionError), scratch_files(tmp_path / "scratch"):
+        assert builtins.open is not before[0]
+        raise ZeroDivisionError
+    assert (builtins.open, io.open, os.open, os.remove, shutil.rmtree, torch.save) == before
