@@ -13,6 +13,8 @@ from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import runaway, skips
 from ampdbg.diagnosis.tensors import (
+    SMALL_UPDATES,
+    WEIGHTS,
     buffer_poisoned,
     data_nonfinite,
     frozen_weights,
@@ -26,6 +28,9 @@ from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
+
+SPOILT = (WEIGHTS, SMALL_UPDATES)
+"""What is told of weights that are not finite."""
 
 Family = Callable[[Record], Iterator[Finding]]
 
@@ -81,12 +86,19 @@ def _stands_before(finding: Finding, faults: list[Finding]) -> bool:
     Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
     """
     shown = finding.phase == "forward" and finding.code != UNKNOWN
-    return shown and not any(CODES[known.code].harms_forward for known in faults)
+    return shown and not any(_precedes(known, finding) for known in faults)
+
+
+def _precedes(known: Finding, finding: Finding) -> bool:
+    """Whether a fault may be behind one of a forward pass: weights that a later step has spoilt are not."""
+    is_later = known.code in SPOILT and known.step > finding.step
+    return CODES[known.code].harms_forward and not is_later
 
 
 def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
-    """The faults behind one that they do not explain, nor it them."""
-    return [finding, *(replace(known, root=None if known.root is None else known.root + 1) for known in faults)]
+    """The faults behind one that they do not explain, nor it them; weights that a later step has spoilt follow it."""
+    behind = [replace(known, root=None if known.root is None else known.root + 1) for known in faults]
+    return [finding, *(replace(known, root=0) if known.code in SPOILT else known for known in behind)]
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:

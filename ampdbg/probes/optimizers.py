@@ -15,6 +15,9 @@ from ampdbg.probes.models import Models
 from ampdbg.probes.tensors import Scalar, float_values, scalar_of
 from ampdbg.record.run import GroupOverflow
 
+COMMON = 0.02
+"""The standard deviation that many models begin their weights with, GPT-2 and BERT among them."""
+
 
 class Optimizers:
     """The optimizers of one loop in the order in which they came.
@@ -86,11 +89,14 @@ class Optimizers:
     def weights_grew(self) -> float:
         """How many times as large the weights are as they were at first, by their 2-norm; 1 where that is not known.
 
+        Those that began smaller than is common, as near zero, are taken to have begun ``COMMON``: they have to grow.
         On a GPU this syncs.
         """
         noted = [one for one in self if id(one) in self._began]
+        count = sum(weight.numel() for one in noted for group in one.param_groups for weight in group["params"])
         began = math.hypot(*(float(self._began[id(one)]) for one in noted))
-        grew = float(_norm_of_weights(noted)) / began if began else math.nan
+        common = COMMON * math.sqrt(count)
+        grew = float(_norm_of_weights(noted)) / max(began, common) if began else math.nan
         return grew if math.isfinite(grew) else 1.0
 
     @property

@@ -29,6 +29,12 @@ four, and so on: a run whose every step fails ends as small as a healthy one."""
 STRETCH = 32
 """So many steps in a row are kept or left out together: what one does to the next can still be seen."""
 
+FEW_STEPS = 8
+FLAT = (
+    f"every gradient of the last {FEW_STEPS} steps that were measured is zero: nothing is learnt, whatever the loss is"
+)
+"""Half precision may have flushed them to zero, or nothing leads from the loss to the weights."""
+
 NORM_EVERY = 8
 """Behind the first ``STEPS_AT_ENDS`` the norm of one healthy step in so many is taken: it is a pass over memory, and
 nothing but the page's curve is drawn from it where a scaler tells whether the gradients are finite."""
@@ -107,7 +113,9 @@ class StepLog:
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
         groups = f"only {self._listed_steps} of {every:,} steps with non-finite gradients list their groups"
         steps = f"{counted:,} of the steps that went wrong are counted, and not recorded"
-        return (*[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
+        known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
+        is_flat = len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:])
+        return (*[FLAT] * is_flat, *[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
 
     @property
     def wants_norm(self) -> bool:

@@ -152,6 +152,13 @@ def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
     return tuple(_counts("batch", leaves_of(batch)))
 
 
+def bad_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
+    """Those of them that hold NaN or inf; what holds no more than -inf may be a mask."""
+    values = {path: float_values(leaf) for path, leaf in leaves_of(batch)}
+    infinite = {path for path, held in values.items() if held is not None and bool((held == math.inf).any())}
+    return tuple(counts for counts in nonfinite_in_batch(batch) if counts.nan or counts.name in infinite)
+
+
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a batch, each with its path as text."""
     for path, leaf in _pytree.tree_flatten_with_path(batch)[0]:

@@ -23,6 +23,7 @@ from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.state import LARGEST, NOT_OWN, duplicated, own_attributes, restored, written
+from ampdbg.replay.surroundings import surroundings_restored
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +229,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     notes what is done meanwhile.
     """
     random_state = RandomState.now()
-    with unwatched(), restored(model, snapshot.batches) as held:
+    with unwatched(), surroundings_restored(), restored(model, snapshot.batches) as held:
         try:
             snapshot.state.write(model, held.ids)
             snapshot.random_state.restore()

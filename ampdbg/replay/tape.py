@@ -57,7 +57,8 @@ class Tape(TorchFunctionMode):
         """The model's when the first call was made."""
         self._model = model
         self._device = device
-        self._own = {id(tensor) for tensor in tensors_in(model)}
+        self._weights = tensors_in(model)  # alive, as one that the model makes anew would leave its id to another
+        self._own = {id(tensor) for tensor in self._weights}
         self._modules = {id(module) for module in model.modules()}
         self._thread = threading.get_ident()
         self._calls: list[TapedCall] = []
@@ -85,7 +86,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        is_no_part = self._inside or function is torch.Tensor.backward or _only_asks(function)
+        is_no_part = self._inside or function in NO_PART or _only_asks(function)
         if is_no_part or not self._is_ours(args, kwargs):
             return function(*args, **kwargs)
         return self._taped(function, args, kwargs)
@@ -274,6 +275,10 @@ def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], N
         stack.enter_context(tape)
         stack.enter_context(attached(around))
         yield
+
+
+NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__)
+"""Of no step: what goes backward is noted apart, and a copy of a model is given all that was copied so far."""
 
 
 class _Taking:

@@ -116,15 +116,19 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.error:
         return view.NextCommand("run it again once that is repaired", f"ampdbg ranges {typed.config}")
+    if record.findings and record.script is not None:
+        return view.NextCommand("confirm it in FP16", f"ampdbg replay {typed.config}")
     if record.findings:
         return view.NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
-    if record.sites:
+    if record.sites and record.script is None:
         later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
         return view.NextCommand("measure again after some training", later)
     return None
 
 
 def _step(record: Record) -> str:
+    if record.script is not None and record.steps:
+        return f"step {record.steps[-1].step}"
     return f"step {max(record.planned_steps - 1, 0)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -396,13 +397,14 @@ def _pin_may_help(record: Record) -> bool:
 
 def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
-    if record.environment.policy == "none" and record.findings and record.verdict == "inconclusive":
+    is_in_fp32 = record.environment.policy == "none" and record.findings and record.verdict == "inconclusive"
+    if is_in_fp32 and not record.environment.emulated:
         return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
     captures = record.script.captures if record.script is not None else ()
     if captures and _pin_may_help(record):
         what = "the patch that cures it, proven on the step that was captured"
         is_of_capture = record.command == "replay" and "--script" in typed.config
-        taken = typed.config if is_of_capture else _to_type(captures[0], typed.folder)
+        taken = typed.config if is_of_capture else _to_type(_of_root(captures, record), typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
     if captures and record.command == "run" and not record.investigations:
         what = "the step that was captured, run again in FP32 too"
@@ -410,6 +412,15 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.findings and record.verdict != "healthy":
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return None
+
+
+def _of_root(captures: Sequence[str], record: Record) -> str:
+    """The capture of the step that the first finding is about; the first behind it where that has none."""
+    root = record.findings[0]
+    wanted = (root.replayed_step, *range(root.step, root.replayed_step))
+    steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
+    later = [path for step, path in sorted(steps.items()) if step >= root.step]
+    return next((steps[step] for step in wanted if step in steps), (later or captures)[0])
 
 
 def _to_type(path: str, folder: str) -> str:

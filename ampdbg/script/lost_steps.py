@@ -15,7 +15,7 @@ import torch
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
-from ampdbg.probes.tensors import float_values, leaves_of, nonfinite, nonfinite_in_batch
+from ampdbg.probes.tensors import bad_in_batch, nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
@@ -168,10 +168,7 @@ class LostSteps:
         """Notes the inputs of a step that hold NaN or inf, where FP32 comes to nothing either; -inf may be a mask."""
         if not made.reproduced or math.isfinite(made.replays[1].loss):
             return False
-        batch = self.open_pass.batch(again.model)
-        values = {path: float_values(leaf) for path, leaf in leaves_of(batch)}
-        infinite = {path for path, held in values.items() if held is not None and bool((held == math.inf).any())}
-        bad = [counts for counts in nonfinite_in_batch(batch) if counts.nan or counts.name in infinite]
+        bad = bad_in_batch(self.open_pass.batch(again.model))
         self._watcher.log.batch += bad
         return bool(bad)
 

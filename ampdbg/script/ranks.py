@@ -73,8 +73,12 @@ def has_its_state(optimizer: Optimizer) -> bool:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """While this is entered a script that trains in a group of processes makes one of this process alone."""
+def alone(*, has_launcher: bool) -> Iterator[None]:
+    """While this is entered a script that trains in a group of processes makes one of this process alone.
+
+    No port is opened: the process that has started this one may hold it still. With ``has_launcher`` the environment is
+    that of the only process of a launcher.
+    """
 
     def init(original: Callable[..., Any], given: dict[str, Any]) -> Any:
         from torch._C._distributed_c10d import HashStore  # not in every build of torch
@@ -83,7 +87,7 @@ def alone() -> Iterator[None]:
         return original(**{**kept, "rank": 0, "world_size": 1, "store": HashStore()})
 
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, ONE_PROCESS))
+        stack.enter_context(patch.dict(os.environ, ONE_PROCESS if has_launcher else {}))
         if distributed.is_available():
             stack.enter_context(_around("init_process_group", init))
         yield

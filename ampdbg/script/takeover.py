@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from ampdbg.errors import first_line, named_error
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.module_calls import run_eagerly
+from ampdbg.probes.tensors import bad_in_batch
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
@@ -42,8 +44,9 @@ from ampdbg.script.scratch_files import scratch_files
 AGAIN = 5
 """So many replays tell how often a step fails."""
 
-MOST_STEPS = 50
-"""A script that has not made the calls of the captured step in so many steps trains something else."""
+MOST_STEPS, LONGEST = 50, 60.0
+"""A script that has not made the calls of the captured step in so many steps, nor in so many seconds, trains something
+else."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,7 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
     taking = _Taking(capture, use)
     with ExitStack() as stack:
         stack.enter_context(scratch_files(files))
-        if capture.head.start.is_of_group:
-            stack.enter_context(alone())
+        stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
         with taking.watcher, taking.open_pass:
@@ -153,7 +155,7 @@ class _Taking:
         self.is_used = False
         self._capture = capture
         self._use = use
-        self._steps = 0
+        self._steps, self._began = 0, time.monotonic()
         self._last = "the first one shows what it trains: it has to make two"
         self._entered = ExitStack()
         self.open_pass = OpenPass(self.watcher, self._next_begins)
@@ -181,7 +183,8 @@ class _Taking:
     def _step_ended(self) -> None:
         self.end()
         self._steps += 1
-        if self.is_used or self._steps > MOST_STEPS:
+        is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
+        if self.is_used or is_long:
             return
         self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
@@ -250,7 +253,7 @@ class _Taking:
         captured = capture.played(played, device)
         run = run_of(captured, model, optimizers, device, capture.head.half)
         snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
-        before = _of_capture(capture)
+        before = _of_capture(capture, captured)
         if capture.head.is_broken_off and not losses_of(captured):
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))
         record = replace(
@@ -261,8 +264,9 @@ class _Taking:
         return TakenOver(run, snapshot, capture, record)
 
 
-def _of_capture(capture: Capture) -> Record:
+def _of_capture(capture: Capture, played: PlayedStep) -> Record:
     """The record of the run up to the step, and that as well."""
+    parts = [part for given in played.given for call in given.values() for part in call if part]
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
     latest = before.steps[-1].scaler if before.steps else 1
@@ -273,6 +277,7 @@ def _of_capture(capture: Capture) -> Record:
         found_inf=is_bad,
         skipped=is_bad and head.scaler is not None,
         scaler=latest if head.scaler is not None else 0,
+        nonfinite=bad_in_batch(parts[0] if len(parts) == 1 else parts),
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))
     steps = (*(one for one in before.steps if one.step < head.step), step)

@@ -154,7 +154,7 @@ def test_alone_a_script_that_asks_for_a_group_gets_one_of_its_own() -> None:
 
 
 def _in_a_group_alone() -> None:
-    with alone():
+    with alone(has_launcher=True):
         distributed.init_process_group("gloo", init_method="tcp://10.255.255.1:1", world_size=64, rank=7)
         try:
             assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
