@@ -96,21 +96,21 @@ def suggestion_of(
     found = Suggestion(ended.record)
     prover = functools.partial(_proof, ended, observer, captured) if verify else None
     with contextlib.suppress(KeyboardInterrupt):
-        found = _of_search(ended, form, prover, observer)
+        found = _of_search(ended, form, prover, observer, trains=captured is None)
         return replace(found, record=replace(found.record, elapsed=ended.run.elapsed))
     # While the patch was planned or proven: what the search has found stands.
     return Suggestion(replace(ended.record, interrupted=True, elapsed=ended.run.elapsed))
 
 
-def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Observer) -> Suggestion:
-    """What comes of it, in the form that is asked for."""
+def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Observer, *, trains: bool) -> Suggestion:
+    """What comes of it, in the form that is asked for; a proof ``trains`` with the patch too, or it cannot."""
     record = ended.record
     if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
         return Suggestion(record)
     if form in ("module", "yaml"):
         return _by_name(ended, form, prover) if prover and _have_names(record) else Suggestion(record)
     observer.stage("planning the patch")
-    return _with_patch(record, _materials(ended), prover)
+    return _with_patch(record, _materials(ended), prover, trains=trains)
 
 
 def _handed_over(searched: Bisected, form: Form) -> Record:
@@ -142,12 +142,13 @@ def _pins_file(names: Sequence[str], searched: Bisected) -> str:
     return module_text(names, one_tensor=layers_of_one_tensor(names, searched.run.workload.model))
 
 
-def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> Suggestion:
+def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:
     """The narrowest patch that holds; a wider one is tried where a narrower does not.
 
-    A constant that is kept in range needs no pin at all. What is only tied to a module that goes wrong is left as it
-    is first. What the proof shows that the rest of a patch does not need, is left out of it: what an edit hands on in
-    FP32 may cure the next line too.
+    A constant that is kept in range needs no pin at all. One that computes something else then, such as a larger eps,
+    may hold in one step and not in the next: where nothing is trained with it, pins come first. What is only tied to a
+    module that goes wrong is left as it is first. What the proof shows that the rest of a patch does not need, is left
+    out of it: what an edit hands on in FP32 may cure the next line too.
     """
     failed: list[tuple[Patch, Proof]] = []
     refused: tuple[str, ...] = ()
@@ -155,7 +156,10 @@ def _with_patch(record: Record, materials: Materials, prover: Prover | None) -> 
     plans = [functools.partial(planned, needed, ways) for ways in WAYS] if needed.pins else []
     plans += [functools.partial(planned, materials, ways) for ways in WAYS] if needed != materials else []
     if prover is not None and (constants := _constants(record)):  # pins have been tried by the search
-        plans.insert(0, functools.partial(constants_kept, constants, materials))
+        is_other = any(CODES[finding.code].changes_function for finding in record.findings if finding.root is None)
+        plans.insert(
+            len(plans) if is_other and not trains else 0, functools.partial(constants_kept, constants, materials)
+        )
     while plans:
         plan = plans.pop(0)
         patch = plan()

@@ -78,6 +78,13 @@ class PlayedStep:
     device: str
     given: tuple[Given, ...] = field(repr=False)
 
+    @property
+    def batch(self) -> Any:
+        """What those calls are given that take nothing which others have made: what comes from outside of the model."""
+        calls = (call for given in self.given for number, call in given.items() if not self.calls[number].reads)
+        parts = [part for call in calls for part in call if part]
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
     def loss(self, given: Given) -> torch.Tensor:
         """The sum of the losses of one part, of shape ().
 

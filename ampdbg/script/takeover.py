@@ -266,7 +266,6 @@ class _Taking:
 
 def _of_capture(capture: Capture, played: PlayedStep) -> Record:
     """The record of the run up to the step, and that as well."""
-    parts = [part for given in played.given for call in given.values() for part in call if part]
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
     latest = before.steps[-1].scaler if before.steps else 1
@@ -277,7 +276,7 @@ def _of_capture(capture: Capture, played: PlayedStep) -> Record:
         found_inf=is_bad,
         skipped=is_bad and head.scaler is not None,
         scaler=latest if head.scaler is not None else 0,
-        nonfinite=bad_in_batch(parts[0] if len(parts) == 1 else parts),
+        nonfinite=bad_in_batch(played.batch),
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))
     steps = (*(one for one in before.steps if one.step < head.step), step)

@@ -11,10 +11,11 @@ from typing import get_args
 
 import torch
 
+from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
-from ampdbg.probes.tensors import nonfinite
+from ampdbg.probes.tensors import bad_in_batch, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
@@ -245,6 +246,8 @@ class TracedStep:
                 made = step.investigated(self._watcher.steps)
                 is_told = made.reproduced and not any(replay.error for replay in made.replays[:2])
                 self._made = made if is_told else None
+                if is_told and not is_finite(made.replays[1]):  # else it is meant, or no matter
+                    self._watcher.log.batch += bad_in_batch(played.batch)
             torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
 

@@ -256,6 +256,19 @@ def test_an_overflow_follows_only_from_misuses_that_reach_it(code: str) -> None:
         assert found == [(code, None), ("forward-overflow", 0)]
 
 
+@pytest.mark.parametrize("spoilt", [1, 2, 5])
+def test_an_overflow_does_not_follow_from_weights_that_it_spoils_later(spoilt: int) -> None:
+    steps = list(steps_of("..NNNNNN"))
+    steps[spoilt] = replace(steps[spoilt], nonfinite=(TensorCounts("parameter", "head.weight", 0, 1, 4, (0,)),))
+    record = diagnose(record_of(steps, investigations=(overflowing(2),)))
+    found = [(finding.code, finding.root) for finding in record.findings]
+    if spoilt > 2:
+        assert found[:2] == [("forward-overflow", None), ("weights-nonfinite", 0)]
+    else:
+        assert found[0] == ("weights-nonfinite", None)
+        assert ("forward-overflow", None) not in found
+
+
 @pytest.mark.parametrize("pattern", ["..N.", "..x."])
 def test_what_no_replay_has_shown_waits_for_the_repair_of_the_calls(pattern: str) -> None:
     record = diagnose(record_of(steps_of(pattern), misuses=(Misuse("misuse-clip-scaled", 0),)))

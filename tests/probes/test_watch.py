@@ -21,7 +21,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.open_step import OpenStep
-from ampdbg.probes.steps import NORM_EVERY, STEPS_AT_ENDS
+from ampdbg.probes.steps import FEW_STEPS, FLAT, NORM_EVERY, STEPS_AT_ENDS
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.file import from_json, to_json
 from ampdbg.record.run import Step, TensorCounts
@@ -881,3 +881,13 @@ def test_what_is_run_again_is_no_step_of_a_watch_that_somebody_else_has_entered(
             optimizer.step()
         one_step(model, optimizer, scaler)
     assert ([step.scale for step in watcher.steps], watcher.misuses) == ([4.0, 4.0], ())
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_run_whose_gradients_are_all_zero_says_so(factor: float) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, optimizer) as watcher:
+        for _ in range(FEW_STEPS):
+            one_step(model, optimizer, GradScaler("cpu", init_scale=4.0), factor=factor)
+    assert (FLAT in watcher.notes) is (factor == 0.0)

@@ -21,6 +21,7 @@ from ampdbg.training.loop import train
 
 WORKLOAD = """
 import itertools
+import numpy as np
 import torch
 from torch import nn
 
@@ -64,6 +65,26 @@ class OwnGenerator(Net):
         self.generator = torch.Generator().manual_seed(1)
     def moved(self, x, h):
         return h + torch.randn(16, generator=self.generator)
+
+count, seen, generator = 0, [], torch.Generator().manual_seed(1)
+numbers = np.random.default_rng(1)
+
+class OfGlobals(Net):
+    def moved(self, x, h):
+        global count
+        count += 1
+        seen.append(count)
+        return h * (1 + 0.01 * count + 0.001 * len(seen))
+
+class OfTheClass(Net):
+    calls = 0
+    def moved(self, x, h):
+        OfTheClass.calls += 1
+        return h * (1 + 0.01 * OfTheClass.calls)
+
+class OfGenerators(Net):
+    def moved(self, x, h):
+        return h + torch.randn(16, generator=generator) + float(numbers.random())
 
 class Bank(Net):
     "A running mean in a plain attribute, in the dtype of the activations."
@@ -113,6 +134,10 @@ MODELS = [
 ]
 
 
+OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators"]
+"""What they move is no part of the model: a replay begins with what the step has left, and puts that back."""
+
+
 def config(folder: Path, model: str, bad: str = "6.0e4") -> Config:
     (folder / "work.py").write_text(WORKLOAD)
     (folder / "config.yaml").write_text(
@@ -149,7 +174,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OUTSIDE])
 def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_path: Path) -> None:
     checked = config(tmp_path, model)
     (plain, without), (replayed, with_replays) = trained(checked, 0), trained(checked, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +284,28 @@ def test_a_tape_leaves_nothing_behind_in_any_order(is_above: bool) -> None:
             raise ValueError("of the loop")
     assert nn.Module.__call__ is call
     assert torch._C._len_torch_function_stack() == before
+
+
+def test_a_copy_of_the_model_is_no_part_of_a_step() -> None:
+    model = net()
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        copy.deepcopy(model)
+        plain(model, scaler)
+
+    tape, _ = taped(model, loop)
+    played = tape.played()
+    assert played is not None, tape.why_not
+    assert not any(getattr(call.function, "__name__", "") == "__deepcopy__" for call in played.calls)
+
+
+def test_a_weight_that_a_pass_makes_anew_leaves_its_id_to_nobody() -> None:
+    model = net()
+    model.plain = torch.ones(3)
+    known = id(model.plain)
+    tape = Tape(model, "cpu")
+    model.plain = torch.ones(3)
+    gc.collect()
+    made = [torch.empty(3) for _ in range(1000)]
+    assert known not in map(id, made)
+    assert all(tape.placeholder(tensor) is None for tensor in made)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script.test_run import run
@@ -135,6 +136,16 @@ def test_an_exit_upon_data_that_hold_nan_is_no_matter_of_precision(tmp_path: Pat
     record, page, code = stopped(tmp_path, value, "exit")
     assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (7, "other", "data-nonfinite", 5)
     assert f"the batch of step 5 holds 1 {name} among 384 values in [0], first in sample 1" in page
+
+
+@pytest.mark.slow
+def test_a_capture_of_bad_data_tells_of_bad_data(tmp_path: Path) -> None:
+    record, _, _ = stopped(tmp_path, "nan", "exit")
+    assert record.script is not None
+    for command in ("replay", "bisect"):
+        start(tmp_path, command, record.script.captures[0], "--record=again.json")
+        again = read_record(tmp_path / "again.json")
+        assert (again.verdict, again.findings[0].code, again.pins) == ("other", "data-nonfinite", ())
 
 
 def test_minus_infinity_is_not_taken_for_bad_data_as_it_may_be_a_mask(tmp_path: Path) -> None:

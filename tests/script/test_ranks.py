@@ -169,6 +169,16 @@ def _in_a_group_alone() -> None:
         raise ValueError("undone")
 
 
+def test_one_that_opens_a_port_of_its_own_opens_none() -> None:
+    before = dict(os.environ)
+    with socket.create_server(("127.0.0.1", 0)) as taken, alone(has_launcher=False):
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        distributed.init_process_group("gloo", init_method=address, world_size=1, rank=0)
+        assert distributed.get_world_size() == 1
+        distributed.destroy_process_group()
+        assert dict(os.environ) == before
+
+
 def test_weights_that_are_shared_out_are_not_captured() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert why_in_parts(model) == ""

@@ -126,6 +126,18 @@ def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> Non
             gc.collect()
 
 
+def test_weights_that_began_near_zero_have_to_grow() -> None:
+    model = torch.nn.Linear(64, 64, bias=False)
+    model.weight.data.fill_(1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watch(model, optimizer) as watched:
+        model(torch.ones(1, 64)).sum().backward()
+        model.weight.data.fill_(0.04)
+        assert watched.optimizers.weights_grew == pytest.approx(2.0, rel=1e-3)  # of a common beginning, 0.02
+        model.weight.data.fill_(20.0)
+        assert watched.optimizers.weights_grew == pytest.approx(1000.0, rel=1e-3)
+
+
 def test_weights_that_began_as_zero_or_hold_nan_have_not_grown() -> None:
     model = torch.nn.Linear(4, 2)
     for parameter in model.parameters():
