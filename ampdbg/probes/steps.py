@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -164,10 +164,15 @@ class StepLog:
         self.close(OpenStep(scaled=[loss], scale=scale, number=scaler, skipped=is_skipped))
 
     def finish(self) -> None:
-        """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite."""
+        """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite, and one that
+        was may have been written anew since, as a queue is: nothing is left of that."""
         self._read()
         if self._steps:
             self._steps[-1] = self._with_bad_tensors(self._steps[-1])
+        if any(counts.kind == "buffer" for step in self._steps for counts in step.nonfinite):
+            healed = {name for name, _ in self._model.named_buffers()}  # of a model that has gone nothing is known
+            healed -= {counts.name for counts in nonfinite_in_model(self._model)}
+            self._steps = [_but_for(healed, step) for step in self._steps]
 
     def _read(self) -> None:
         """Turns the unread steps into Steps, with one transfer for all of them."""
@@ -237,6 +242,12 @@ class StepLog:
         if not math.isfinite(step.loss):
             self.lost_buffers |= {counts.name for counts in found if counts.kind == "buffer"}
         return replace(step, nonfinite=(*step.nonfinite, *found))
+
+
+def _but_for(healed: Container[str], step: Step) -> Step:
+    """The step without the buffers that it has poisoned for a while."""
+    kept = tuple(one for one in step.nonfinite if one.kind != "buffer" or one.when != "after" or one.name not in healed)
+    return step if kept == step.nonfinite else replace(step, nonfinite=kept)
 
 
 def _is_at_end(number: int, last: int) -> bool:

@@ -891,3 +891,37 @@ def test_a_run_whose_gradients_are_all_zero_says_so(factor: float) -> None:
         for _ in range(FEW_STEPS):
             one_step(model, optimizer, GradScaler("cpu", init_scale=4.0), factor=factor)
     assert (FLAT in watcher.notes) is (factor == 0.0)
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_a_buffer_that_is_written_anew_does_not_stay_poisoned(heals: bool) -> None:
+    norm = torch.nn.BatchNorm1d(2, affine=False)
+    assert norm.running_mean is not None
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), norm, torch.nn.Linear(2, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, scaler)
+        norm.running_mean[0] = math.inf
+        one_step(model, optimizer, scaler, factor=math.inf)
+        if heals:
+            norm.running_mean.zero_()
+        one_step(model, optimizer, scaler)
+    kept = [counts.name for step in watcher.steps for counts in step.nonfinite if counts.when == "after"]
+    assert kept == ([] if heals else ["1.running_mean"])
+
+
+def test_of_a_model_that_has_gone_the_buffers_stay_as_they_were_seen() -> None:
+    def trained() -> None:
+        norm = torch.nn.BatchNorm1d(2, affine=False)
+        assert norm.running_mean is not None
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), norm, torch.nn.Linear(2, 1))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), GradScaler("cpu", init_scale=4.0)
+        one_step(model, optimizer, scaler)
+        norm.running_mean[0] = math.inf
+        one_step(model, optimizer, scaler, factor=math.inf)
+
+    watcher = Watch(None, ())
+    with watcher:
+        trained()
+        gc.collect()
+    assert [counts.name for step in watcher.steps for counts in step.nonfinite] == ["1.running_mean"]
