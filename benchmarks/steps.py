@@ -1,8 +1,9 @@
 """What a training step costs: emulated FP16 against FP32 and against the CPU's own FP16, watched against bare.
 
-Each comparison times two kinds of step in turn, A B B A, in one process, so that a slow moment of the
-machine hits both; what counts is the median of the ratios A/B of neighbours. Nothing is asserted: the
-targets are printed beside the ratios, and where the median would lie with 95 % if the pairs were made again.
+Each comparison times a few steps in a row of two kinds in turn, A B B A, in one process, so that a slow moment of the
+machine hits both; what counts is the median of the ratios A/B of neighbours. A row is as long as what a watcher does
+only now and then takes to come round. Nothing is asserted: the targets are printed beside the ratios, and where the
+median would lie with 95 % if the pairs were made again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes.steps import NORM_EVERY
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.log import RunLog
 from ampdbg.script.capture import Start
@@ -153,9 +155,17 @@ def as_run_does(task: Task, optimizer: torch.optim.Optimizer) -> tuple[AbstractC
 WARM_UP = 20
 """The first step allocates the optimizer's state, and a watcher looks closer at the first calls than at later ones."""
 
+ROW = NORM_EVERY
+"""So many steps are timed in a row."""
+
+SETTLES = 2
+"""So many steps are made before them: in a run the contexts are entered once, and the watcher starts once. Neither is
+part of a step, nor are the processor's caches as they leave them, nor Python's, which forgets what it has learnt of a
+class whose method is replaced."""
+
 
 class Trainer:
-    """One way to train a task: ``timed_step`` makes a step inside its contexts and gives its seconds."""
+    """One way to train a task: ``timed_steps`` makes steps inside its contexts and gives the seconds of one."""
 
     def __init__(
         self,
@@ -169,14 +179,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=half)
         self.watching, self.watcher = watching(task, self.optimizer)
 
-    def timed_step(self) -> float:
-        # In a run the contexts are entered once, and the watcher starts once: neither is part of a step, nor are
-        # the processor's caches as they leave them.
+    def timed_steps(self, count: int) -> float:
         with self.policy(), self.watching:
-            self.step()
+            for _ in range(min(SETTLES, count)):
+                self.step()
             start = time.perf_counter()
-            self.step()
-            return time.perf_counter() - start
+            for _ in range(count):
+                self.step()
+            return (time.perf_counter() - start) / count
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -233,7 +243,7 @@ COMPARISONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One comparison, measured: times are medians in seconds, ratios those of neighbouring steps.
+    """One comparison, measured: times are of one step, medians in seconds, ratios those of neighbouring rows.
 
     ``interval`` holds the true median of the ratios with 95 %; half of all ratios lie between the ``quartiles``.
     """
@@ -260,16 +270,16 @@ class Result:
 
 
 def compare(comparison: Comparison, rounds: int, tiny: bool) -> Result:
-    """Times ``rounds`` pairs of steps, both trainers working on one model."""
+    """Times ``rounds`` pairs of rows, both trainers working on one model; a slow one makes one step a row."""
     torch.manual_seed(0)
     task = comparison.task(tiny)
     first = WAYS[comparison.first](task)
     second = first.unwatched() if first.watcher is not None else WAYS[comparison.second](task)
+    count = 1 if comparison.slow else ROW
     for trainer in (first, second):
-        for _ in range(2 if comparison.slow else WARM_UP):
-            trainer.timed_step()
+        trainer.timed_steps(2 if comparison.slow else WARM_UP)
         trainer.check()
-    times = [pair(first, second, first_leads=i % 2 == 0) for i in range(rounds)]
+    times = [pair(first, second, count, first_leads=i % 2 == 0) for i in range(rounds)]
     ratios = sorted(one / other for one, other in times)
     return Result(
         task.name,
@@ -293,12 +303,12 @@ def interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
     return ordered[below], ordered[-1 - below]
 
 
-def pair(first: Trainer, second: Trainer, first_leads: bool) -> tuple[float, float]:
-    """The seconds of a step of each, one right after the other, in turn the one or the other ahead."""
+def pair(first: Trainer, second: Trainer, count: int, first_leads: bool) -> tuple[float, float]:
+    """The seconds of a step of each, one row right after the other, in turn the one or the other ahead."""
     if first_leads:
-        return first.timed_step(), second.timed_step()
-    later = second.timed_step()
-    return first.timed_step(), later
+        return first.timed_steps(count), second.timed_steps(count)
+    later = second.timed_steps(count)
+    return first.timed_steps(count), later
 
 
 def machine() -> str:
@@ -329,7 +339,7 @@ def threads(count: int) -> Iterator[None]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=201, help="pairs of steps in each comparison")
+    parser.add_argument("--rounds", type=int, default=41, help="pairs of rows of steps in each comparison")
     parser.add_argument(
         "--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part; 0: none"
     )
