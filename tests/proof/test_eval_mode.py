@@ -19,7 +19,10 @@ COUNTING = NET.replace(
     "        x = self.before(F.dropout(self.norm(x.flatten(0, -2)).view_as(x), training=True))\n"
     "        SEEN.append((self.training, torch.is_grad_enabled(), x.dtype))\n",
 )
-COUNTING = f"SEEN = []\n{COUNTING}".replace(
+NOTES = "class Notes(list):\n    pass\n\nSEEN = Notes()\n"
+"""A plain list of a module is restored after each replay; one of the user's own kind is not."""
+
+COUNTING = f"{NOTES}{COUNTING}".replace(
     "nn.Linear(8, 8)\n", "nn.Linear(8, 8)\n        self.norm = nn.BatchNorm1d(8).eval()\n", 1
 )
 
@@ -63,7 +66,7 @@ def test_what_a_method_of_the_users_does_in_eval_is_undone(failing: FailingStep,
     merging = "    def train(self, mode=True):\n        SEEN.append(mode)\n        return super().train(mode)\n\n"
     config = written(
         tmp_path,
-        {"net.py": "SEEN = []\n" + NET.replace("    def forward", merging + "    def forward") + "\n\nMODES = []\n"},
+        {"net.py": NOTES + NET.replace("    def forward", merging + "    def forward") + "\n\nMODES = []\n"},
     )
     with prepared(config) as run:
         assert raised_in_eval_mode(run, failing) == ""
