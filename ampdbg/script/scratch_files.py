@@ -46,6 +46,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
             (os, "truncate", files.writing("path", 0)),
             (os, "remove", files.removing),
             (os, "unlink", files.removing),
+            (os, "symlink", files.linking),
             (os, "rename", files.renaming),
             (os, "replace", files.renaming),
             (os, "rmdir", files.removing_a_folder),
@@ -116,6 +117,17 @@ class _ScratchFiles:
         def call(path: Any, *, dir_fd: Any = None) -> None:
             if dir_fd is not None or not self._is_kept(path):
                 original(path, dir_fd=dir_fd)
+            else:
+                self._gone.add(os.path.abspath(os.fsdecode(path)))
+
+        return call
+
+    def linking(self, original: Function) -> Function:
+        """For ``os.symlink(src, dst)``: in the place of what only seems to be removed none is made."""
+
+        def call(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+            if os.path.abspath(os.fsdecode(dst)) not in self._gone:
+                original(src, dst, *args, **kwargs)
 
         return call
 

@@ -110,6 +110,7 @@ WAYS = {
     "removed": "os.remove('a.txt')",
     "moved away": "os.rename('a.txt', 'b.txt')\nassert open('b.txt').read() == 'old'",
     "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "a link that is made anew": "os.remove('latest')\nos.symlink('d/b', 'latest')\nos.readlink('latest')",
     "removed with its folder": "shutil.rmtree('d')\nos.makedirs('d')\nopen('d/b', 'w').write('new')",
 }
 
@@ -119,8 +120,10 @@ def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) ->
     (tmp_path / "d").mkdir()
     (tmp_path / "a.txt").write_text("old")
     (tmp_path / "d" / "b").write_text("old")
+    (tmp_path / "latest").symlink_to("a.txt")
     ended = in_scratch(tmp_path, WAYS[way])
     assert ended.returncode == 0, ended.stderr
+    assert os.readlink(tmp_path / "latest") == "a.txt"
     assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
 
 
