@@ -20,7 +20,7 @@ from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, Con
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
-from .output import failure_of_page, save, say, typed_as
+from .output import WRITTEN, failure_of_page, save, say, typed_as
 
 
 def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Callable[..., None]:
@@ -34,6 +34,7 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
     @functools.wraps(command)
     def run(**options: Any) -> None:
         debug = bool(options.get("debug", False))
+        WRITTEN.set(None)
         try:
             with interruptible() if takes_signals else contextlib.nullcontext():
                 code = command(**options)
@@ -41,7 +42,9 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
             code = _explain(error, debug)
             _keep(error, options)
         except KeyboardInterrupt:
-            say("interrupted: nothing was recorded")
+            path = WRITTEN.get()
+            what = f"what was found: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
+            say(f"interrupted: {what}")
             code = EXIT_INTERRUPTED
         except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
             code = _explain(_of_a_name(error), debug) if _is_of_a_name(error) else _confess(error, debug)

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -169,6 +170,10 @@ class Saved:
     failure: RecordError | None = None
 
 
+WRITTEN: ContextVar[Path | None] = ContextVar("WRITTEN", default=None)
+"""The record that this command has written: an interrupt behind that has lost nothing but the page."""
+
+
 def save(record: Record, asked_for: Path | None) -> Saved:
     """Writes the record where it was asked for, else into ``.ampdbg`` and as the latest.
 
@@ -177,8 +182,10 @@ def save(record: Record, asked_for: Path | None) -> Saved:
     try:
         if asked_for is not None:
             write_record(record, asked_for)
+            WRITTEN.set(asked_for)
             return Saved(asked_for, _handed_over(record, asked_for))
         path = add_record(record)
+        WRITTEN.set(path)
     except RecordError as error:
         if asked_for is None:
             say(f"warning: no record was written: {error}; choose another place with --record FILE")

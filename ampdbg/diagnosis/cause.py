@@ -21,8 +21,8 @@ from ampdbg.diagnosis.producers import (
     format_of,
     named,
     overflow,
+    overflow_in,
     precision_cause,
-    suspects,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.ops import CHOOSES, base_name
@@ -277,7 +277,7 @@ def _faults(made: Investigation) -> Iterator[Finding]:
     low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
     # Without its noise floor a difference says nothing.
     is_far = floor is not None and not agrees(low, fp32, floor)
-    hidden = next((suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant), None)
+    hidden = overflow_in(made)
     if hidden is not None:
         yield _silent_overflow(hidden, is_far)
     if (low.lost_energy or 0.0) > LOST_ENERGY:

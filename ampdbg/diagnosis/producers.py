@@ -105,6 +105,11 @@ def suspects(made: Investigation) -> list[Suspect]:
     return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
 
 
+def overflow_in(made: Investigation) -> Suspect | None:
+    """The first suspect that FP32 shows to be beyond the range; a constant, such as a mask, is meant to be there."""
+    return next((suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant), None)
+
+
 def culprit(made: Investigation) -> Suspect | None:
     """The suspect that explains the step. Constants are mostly masks: one is blamed when nothing else can be.
 

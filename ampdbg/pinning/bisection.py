@@ -263,7 +263,8 @@ def _concluded(setting: Setting, record: Record, search: Search) -> Record:
 
 def _guided(setting: Setting) -> Result:
     """Guided; blind where that leads to no healthy set although every module in FP32 would be one."""
-    result = guided(setting.trials, _candidates(setting), functools.partial(_proposed, setting))
+    propose = functools.partial(_proposed, setting)
+    result = guided(setting.trials, _candidates(setting), propose, setting.experiment.fails_without)
     return result if result.healthy else delta_debug(setting.trials)
 
 

@@ -14,7 +14,7 @@ from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.quantities import listed, number
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation, Replay
-from ampdbg.replay.pinned_replays import PinnedReplays, ScaleRange
+from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
 from ampdbg.search.atoms import AtomTree
@@ -86,6 +86,16 @@ class Experiment:
         """What was seen to go wrong in these atoms, each op once."""
         return tuple(site for atom in atoms for site in self._sites.get(atom, ()))
 
+    def fails_without(self, atoms: Iterable[str]) -> bool:
+        """Whether no set without one of these atoms can be healthy, as far as is known without a trial.
+
+        So it is where no overflow may be left, and an op of theirs has a value in FP32 that the format does not hold:
+        what is pinned elsewhere makes that no smaller.
+        """
+        largest = self._run.mode.format.largest
+        forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
+        return any(site.value is not None and site.value > largest for site in forward)
+
     def _atom(self, site: PinSite) -> str:
         return self.tree.own(site.module)
 
@@ -137,12 +147,13 @@ class Health:
 
 Names = Literal["always", "unhealthy", "never"]
 """Whether a trial names what goes wrong, which takes several times as long. One that is expected to be healthy does so
-only where it is not. What is silent is always looked for."""
+only where it is not. What is silent is always looked for; where nothing is to be named, the first op is enough."""
 
 
 def judged(case: PinnedReplays, pins: Sequence[str], names: Names, *, is_silent: bool) -> tuple[Health, Investigation]:
     """One replay with pins, and its health; see :func:`health_of`."""
-    made = case.with_pins(pins, is_brief=names != "always" and not is_silent)
+    most = 1 if names == "never" else SUSPECTS
+    made = case.with_pins(pins, is_brief=names != "always" and not is_silent, most=most)
     health = health_of(made, is_silent=is_silent)
     if health.healthy or is_silent or names != "unhealthy":
         return health, made

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -105,8 +105,7 @@ OpPhase = Literal["forward", "backward"]
 Trace = TypeVar("Trace", bound="PlacedOps")
 
 
-@dataclass(frozen=True, slots=True)
-class OpPlace:
+class OpPlace(NamedTuple):
     """Where an op stands: its phase, module, call of the module, and source line (None where none is known).
 
     A forward pass that a checkpoint computes again is ``forward`` too, and the same call. So is the pass of
@@ -274,7 +273,7 @@ class _Places:
         else:
             parameter = self._parameters.get(id(getattr(node, "variable", None)), "")
             place = self._of_backward_op(node, parameter, line)
-            place = replace(place, phase="forward") if self.is_inner_backward else place
+            place = place._replace(phase="forward") if self.is_inner_backward else place
         self._claim_new_nodes(place, given)
         return place, parameter
 

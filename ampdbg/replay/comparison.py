@@ -66,7 +66,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
-    makers = _Makers(trace.ops)
+    makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
     for i in starts:
@@ -75,7 +75,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
         kind = seen.place.phase, is_no_fault, seen.output.nan > 0
         if kept[kind] >= most:
             continue
-        departure = makers.departure(i, met, replayed.replay.scale)
+        departure = makers.departure(i, replayed.replay.scale)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(seen.key), circumstances)
@@ -235,20 +235,24 @@ def first_far_op(low: Replayed, fp32: Replayed, floor: Replayed) -> Producer | N
 
 
 class _Makers:
-    """The ops of a replay by the magnitude that they have made: each op's largest input is one of those."""
+    """The ops of a replay by the magnitude that they have made: each op's largest input is one of those.
 
-    def __init__(self, ops: Sequence[OpSeen]) -> None:
+    ``met`` is what FP32 has for each op. A cast that it does not come by only hands on what it is given.
+    """
+
+    def __init__(self, ops: Sequence[OpSeen], met: Mapping[OpKey, tuple[float, bool]]) -> None:
         self._ops = ops
+        self._met = met
 
     @cached_property
     def _made(self) -> Mapping[tuple[float, str], list[int]]:
         made: dict[tuple[float, str], list[int]] = {}
         for index, seen in enumerate(self._ops):
-            if seen.output.is_finite:
+            if seen.output.is_finite and (base_name(seen.op) not in CASTS or seen.key in self._met):
                 made.setdefault((seen.output.largest, seen.place.phase), []).append(index)
         return made
 
-    def departure(self, index: int, met: Mapping[OpKey, tuple[float, bool]], scale: float) -> OpSeen | None:
+    def departure(self, index: int, scale: float) -> OpSeen | None:
         """The first op, on the way to the one at ``index``, whose values are far larger than FP32's own.
 
         The way back leads from each op to the latest one before it that made its largest input.
@@ -257,9 +261,7 @@ class _Makers:
         while earlier := bisect_left(made := self._made.get((largest, phase), ()), index):
             index = made[earlier - 1]
             seen = self._ops[index]
-            fp32, is_finite = met.get(seen.key, (None, True))
-            if fp32 is None and base_name(seen.op) in CASTS:
-                continue
+            fp32, is_finite = self._met.get(seen.key, UNMET)
             if not fp32 or not is_finite or largest < DEPARTURE * fp32 * (scale if phase == "backward" else 1.0):
                 break
             found, largest = seen, seen.inputs.largest

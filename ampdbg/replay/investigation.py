@@ -13,7 +13,7 @@ import torch
 
 from ampdbg.agreement import agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
-from ampdbg.diagnosis.producers import culprit
+from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
@@ -102,11 +102,12 @@ class _Replays:
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         noise = self._floor(fp32)
         replay, *floor = held_against(low, fp32, noise, self._at_scale)
-        far = None
-        if floor and not agrees(replay, fp32.replay, *floor):
-            low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
-            far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
-        return replace(made, replays=(replay, producers_of(fp32, fp32), *floor), first_far=far)
+        made = replace(made, replays=(replay, producers_of(fp32, fp32), *floor))
+        if not floor or agrees(replay, fp32.replay, *floor) or overflow_in(made):  # which is why it is far
+            return made
+        low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
+        far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
+        return replace(made, first_far=far)
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):

@@ -21,7 +21,7 @@ from ampdbg.replay.snapshot import FailingStep
 LOWEST_SCALE = 1.0
 """No dynamic scaler that works goes below it."""
 
-SUSPECTS = 1000
+SUSPECTS = 10_000
 """So many producers of a kind are named: those of a trial are pinned in the next one, all at once."""
 
 
@@ -62,11 +62,12 @@ class PinnedReplays:
         """The same, where nothing has called for the trace without it."""
         return self._in_fp32(None)
 
-    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False) -> Investigation:
+    def with_pins(self, pins: Sequence[str], *, is_brief: bool = False, most: int = SUSPECTS) -> Investigation:
         """The step with ``pins`` in force: its FP16 replay with producers and distances, FP32's, and perhaps the
         noise floor, as an investigation of the step would hold them.
 
-        A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's.
+        A brief one, which takes a fraction of the time, names no producers and no op that is far from FP32's; another
+        one names ``most`` producers of a kind.
         """
         traced = None if is_brief else ProducerTrace
         low = self._at_a_usable_scale(pins, traced)
@@ -74,8 +75,8 @@ class PinnedReplays:
         if not is_finite(fp32.replay):
             return self._made(low.replay)
         if not math.isfinite(low.replay.loss):  # where the code raised, it has none
-            return self._made(producers_of(low, fp32, SUSPECTS))
-        replay, *floor = self._held_against_fp32(low, pins)
+            return self._made(producers_of(low, fp32, most))
+        replay, *floor = self._held_against_fp32(low, pins, most)
         made = self._made(replay, *floor)
         if is_brief or not floor or replay.producers or agrees(replay, fp32.replay, *floor):
             return made
@@ -114,10 +115,10 @@ class PinnedReplays:
     def _keeps_its_gradients(self, low: Replayed, pins: Sequence[str]) -> bool:
         return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
 
-    def _held_against_fp32(self, low: Replayed, pins: Sequence[str]) -> tuple[Replay, ...]:
+    def _held_against_fp32(self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS) -> tuple[Replay, ...]:
         # Without a trace nobody knows what overflows.
         at_scale = functools.partial(self._at_scale, pins) if low.trace else None
-        return held_against(low, self._reference(low), self._floor, at_scale, SUSPECTS)
+        return held_against(low, self._reference(low), self._floor, at_scale, most)
 
     def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
         with self._pinned(pins):

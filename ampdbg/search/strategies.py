@@ -43,12 +43,18 @@ def best_so_far(trials: Trials) -> Result:
     return Result(pins, trials.best is not None, minimal=False, dropped=dropped)
 
 
-def grouped(trials: Trials, parts: Sequence[Atoms]) -> list[Atoms]:
-    """The parts, where dropping each alone takes too long in groups of neighbours."""
+def grouped(trials: Trials, parts: Sequence[Atoms], fails_alone: Callable[[Atoms], bool]) -> list[Atoms]:
+    """The parts, where dropping each alone takes too long in groups of neighbours.
+
+    Those that are known to fail alone are the first group, whose one trial tells as much as one of each tenth of them.
+    """
     if len(parts) <= most_dropped(trials.tree):
         return list(parts)
-    size = -(-len(parts) // GROUPS)
-    return [NOTHING.union(*parts[start : start + size]) for start in range(0, len(parts), size)]
+    failing = [part for part in parts if fails_alone(part)]
+    others = [part for part in parts if part not in set(failing)]
+    size = max(1, -(-len(others) // GROUPS))
+    neighbours = (others[start : start + size] for start in range(0, len(others), size))
+    return [NOTHING.union(*group) for group in (failing, *neighbours) if group]
 
 
 def most_dropped(tree: AtomTree) -> int:
@@ -170,7 +176,12 @@ Proposal = Callable[[Sequence[str]], Sequence[str]]
 """Names what else would go wrong with these pins in force."""
 
 
-def guided(trials: Trials, candidates: Sequence[str], propose: Proposal = lambda pins: ()) -> Result:
+def guided(
+    trials: Trials,
+    candidates: Sequence[str],
+    propose: Proposal = lambda pins: (),
+    fails_alone: Callable[[Atoms], bool] = lambda part: False,
+) -> Result:
     """The candidates that are needed, with those that only show once they are cured.
 
     Candidates and suspects are pins, the most likely first: of two that would do, the earlier one is kept. Names of
@@ -179,7 +190,8 @@ def guided(trials: Trials, candidates: Sequence[str], propose: Proposal = lambda
     this search widened itself it narrows again, down to atoms.
 
     Where suspects show one after another, as in a chain of layers that each hide the next, ``propose`` is asked from
-    the second on, after twice as many each time.
+    the second on, after twice as many each time. ``fails_alone`` tells of atoms that the step is known to be unhealthy
+    without, whatever else is pinned; of very many candidates those are not dropped apart from each other.
 
     Where an unhealthy step names no new suspects, those it names, or else all pins, are widened by one level, at last
     to the root. Nothing healthy is found where even that is not, or where there was nothing to widen.
@@ -204,7 +216,7 @@ def guided(trials: Trials, candidates: Sequence[str], propose: Proposal = lambda
             return Result((), healthy=False, minimal=False)
         chosen += joining
         trial = trials.test(chosen, stage)
-    parts = drop_superfluous(trials, grouped(trials, [trials.closed([pin]) for pin in chosen]))
+    parts = drop_superfluous(trials, grouped(trials, [trials.closed([pin]) for pin in chosen], fails_alone))
     return certified(trials, _narrowed(trials, parts, {trials.closed([pin]) for pin in widened}))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ampdbg import api
+from ampdbg.commands import output
 from ampdbg.commands.output import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
 from ampdbg.given import Given
@@ -319,6 +320,19 @@ def test_an_interrupt_before_the_first_step_says_that_nothing_was_seen(here: Her
     assert (result.code, result.stdout) == (130, "")
     assert result.stderr == "interrupted: nothing was recorded\n"
     assert not Path(".ampdbg").exists()
+
+
+def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    returns(healthy())
+    monkeypatch.setattr(output, "written", ended)
+    result = here("scan", "c.yaml", "--quiet")
+    assert (result.code, result.stdout) == (130, "")
+    (path,) = (path for path in Path(".ampdbg").glob("*.json") if path.name != "latest.json")
+    assert result.stderr.splitlines()[-1] == f"interrupted: what was found: ampdbg report {path}"
+    assert read_record(path).command == "scan"
 
 
 def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:

@@ -169,6 +169,23 @@ class SideBySide(nn.Module):
         return self.head(torch.stack([layer(x) for layer in self.layers]).mean(0))
 
 
+class Saturated(nn.Module):
+    """Layers in a chain, each of which overflows, also in FP32's range, and is squashed: no infinity leaves it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+        for weight in self.parameters():
+            nn.init.constant_(weight, 9000.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.abs() + 1.0
+        for layer in self.layers:
+            x = x + 1e-3 * torch.tanh(layer(x).float() / 1e5)
+        return x
+
+
 class Roused(nn.Module):
     """Behind a spike a layer that overflows on what the spike's FP32 result holds, and not on a half one."""
 

@@ -18,6 +18,7 @@ from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
+from ampdbg.search import strategies
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
@@ -131,6 +132,17 @@ def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
     record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)
     assert record.findings[0].code == "silent-overflow"
     assert_found(record, name_of(11))
+
+
+def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies, "MOST_ATOM_RUNS", 100)  # as if each ran for minutes
+    record = bisected(tmp_path, "Saturated", {"count": 40})
+    assert record.findings[0].code == "silent-overflow"
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal, len(record.pins)) == ("found", False, 40)
+    assert [trial.stage for trial in searched(record)] == ["candidates", "with fewer"]
 
 
 def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> None:
