@@ -33,7 +33,7 @@ slow: setup ## the tests that take long, or stand beside a quicker one of their 
 	@$(PYTEST) $(WORKERS) -m slow
 
 fuzz: setup ## 20,000 configs, 5,000 records, 500 workloads and 300 signals that are meant to break it: hours
-	@$(PYTEST) tests/fuzz --hypothesis-profile=fuzz --numprocesses=4 --dist=load
+	@$(PYTEST) tests/fuzz --hypothesis-profile=fuzz --hypothesis-show-statistics --numprocesses=4 --dist=load
 
 matrix: setup ## the suite on every Python found, each with the oldest torch, a middle and the newest (gigabytes)
 	@$(BIN)/python -m pip install --quiet --editable ".[matrix]" && $(BIN)/nox

@@ -401,10 +401,11 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if is_in_fp32 and not record.environment.emulated:
         return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
     captures = record.script.captures if record.script is not None else ()
-    if captures and _pin_may_help(record):
+    of_root = _of_root(captures, record) if _pin_may_help(record) else None
+    if of_root is not None:
         what = "the patch that cures it, proven on the step that was captured"
         is_of_capture = record.command == "replay" and "--script" in typed.config
-        taken = typed.config if is_of_capture else _to_type(_of_root(captures, record), typed.folder)
+        taken = typed.config if is_of_capture else _to_type(of_root, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
     if captures and record.command == "run" and not record.investigations:
         what = "the step that was captured, run again in FP32 too"
@@ -414,13 +415,13 @@ def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     return None
 
 
-def _of_root(captures: Sequence[str], record: Record) -> str:
-    """The capture of the step that the first finding is about; the first behind it where that has none."""
+def _of_root(captures: Sequence[str], record: Record) -> str | None:
+    """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
     root = record.findings[0]
     wanted = (root.replayed_step, *range(root.step, root.replayed_step))
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
     later = [path for step, path in sorted(steps.items()) if step >= root.step]
-    return next((steps[step] for step in wanted if step in steps), (later or captures)[0])
+    return next((steps[step] for step in wanted if step in steps), next(iter(later), None))
 
 
 def _to_type(path: str, folder: str) -> str:

@@ -59,28 +59,34 @@ ENVIRONMENT = (
 class Captures:
     """Where the captures of a run go, and those that were written.
 
+    Where there are as many as may be, the next takes the place of one that a loss scale has settled in: every run has
+    those, and one that fails much later would have no capture of its failure.
+
     Args:
         folder: is made with the first.
         start: how the script was started.
-        most: so many are written, and no more.
+        most: there are never more.
         largest: the bytes that each may have.
     """
 
     def __init__(self, folder: Path, start: Start, *, most: int, largest: int) -> None:
         self.written: list[Path] = []
+        """Those that are there, in the order of their steps."""
         self.why_not = ""
         """Why one was not written."""
         self.is_wanted = False
         """Whether the next whole step is to be captured, whatever it does."""
         self.start = start
+        self._settling: list[Path] = []
+        """Those of them that may have to go; what was asked for stays."""
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
 
     @property
-    def is_full(self) -> bool:
-        """Whether no more are to be written."""
-        return len(self.written) >= self._most
+    def has_room(self) -> bool:
+        """Whether one more may be written."""
+        return len(self.written) < self._most or bool(self._settling)
 
     def ask(self) -> None:
         """The next whole step is to be captured."""
@@ -95,15 +101,15 @@ class Captures:
         """Notes that a step could not be captured."""
         self.why_not = self.why_not or f"step {step} was not captured: {why}"
 
-    def add(self, step: int, make: Callable[[], Captured]) -> None:
+    def add(self, step: int, make: Callable[[], Captured], *, is_wanted: bool = False) -> None:
         """Writes the one that ``make`` makes; where that cannot be, ``why_not`` says why, and the script goes on."""
         try:
-            self._write(make())
+            self._write(make(), is_wanted)
         except Exception as error:  # noqa: BLE001 - whatever the user's own classes raise
             self.cannot(step, named_error(error))
 
-    def _write(self, captured: Captured) -> None:
-        if self.is_full:
+    def _write(self, captured: Captured, is_wanted: bool) -> None:
+        if not self.has_room:
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
             return
@@ -111,9 +117,17 @@ class Captures:
         path = self._folder / f"{name}{CAPTURE_SUFFIX}"
         try:
             captured.write(path, self._largest)
-            self.written.append(path)
         except CaptureError as error:
             self.cannot(captured.step, str(error))
+            return
+        if len(self.written) == self._most:
+            replaced = self._settling.pop()
+            self.written.remove(replaced)
+            with contextlib.suppress(OSError):
+                replaced.unlink()
+        self.written.append(path)
+        if captured.is_settling and not is_wanted:
+            self._settling.append(path)
 
 
 _asked: list[Callable[[], None]] = []
@@ -164,6 +178,11 @@ class Captured:
     is_broken_off: bool = False
     """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
     weights_grew: float = 1.0
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether its gradients overflow at a loss scale that no step of the run has borne so far."""
+        return self.why == "gradients" and all(step.skipped or step.scale < self.scale for step in self.record.steps)
 
     @property
     def size(self) -> int:

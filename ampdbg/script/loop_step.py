@@ -74,8 +74,9 @@ class LoopStep:
         scaler: torch.amp.GradScaler | None = None,
         *,
         is_broken_off: bool = False,
+        is_wanted: bool = False,
     ) -> None:
-        """Writes it; ``is_broken_off`` says that nothing has gone backward from its loss."""
+        """Writes it. ``is_broken_off``: nothing has gone backward from its loss. ``is_wanted``: it was asked for."""
         watcher, step = self.watcher, self.watcher.log.closed()
 
         def captured() -> Captured:
@@ -97,7 +98,7 @@ class LoopStep:
             )
 
         with watcher.paused(), torch.no_grad():
-            captures.add(step, captured)
+            captures.add(step, captured, is_wanted=is_wanted)
 
 
 @contextlib.contextmanager

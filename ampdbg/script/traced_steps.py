@@ -212,7 +212,8 @@ class TracedStep:
         # again may be to wait for the others.
         is_alone = not is_in_group()
         may_be = is_bad and not is_spoilt
-        is_captured = self._is_wanted or (may_be and not self._captures.is_full and (is_alone or self._is_bad_itself()))
+        has_room = may_be and self._captures.has_room
+        is_captured = self._is_wanted or (has_room and (is_alone or self._is_bad_itself()))
         is_free = is_alone and not hooks_half_weights(self._model)
         is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
@@ -238,7 +239,7 @@ class TracedStep:
             _why(loss) if is_bad else "end",
         )
         if is_captured:
-            step.capture(self._captures, loss, scaler)
+            step.capture(self._captures, loss, scaler, is_wanted=self._is_wanted)
         if is_run:
             self._observer.replay(self._watcher.log.closed(), RUN_AGAIN)  # here, for behind this nothing is shown
             # Whatever it raises, such as that there is no memory for it, the script goes on.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import ScriptRun
+from ampdbg.record.run import Investigation, ScriptRun
 from ampdbg.report.scan import next_command
 from ampdbg.report.view import Typed
 from tests.report.records import healthy_step, run, skipped_step
@@ -15,14 +15,22 @@ from tests.report.records import healthy_step, run, skipped_step
 CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" for step in (1, 61, 62))
 
 
-@pytest.mark.parametrize(
-    ("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62), (99, 99, 1)]
-)
-def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, replayed: int, named: int) -> None:
+def typed_next(step: int, replayed: int, *investigations: Investigation) -> str:
+    """What to type next where the first finding is of this step, which these replays show."""
     found = Finding("forward-overflow", "error", step, "forward", "it overflows", "pin it")
     found = replace(found, evidence={"replayed_step": replayed})
     script = ScriptRun("train.py", captures=CAPTURES)
     record = run([healthy_step(0), skipped_step(1, 2.0, ())], findings=(found,), script=script, verdict="precision")
-    command = next_command(replace(record, command="run"), Typed("train.py"))
+    command = next_command(replace(record, command="run", investigations=investigations), Typed("train.py"))
     assert command is not None
-    assert command.command == f"ampdbg suggest-fp32 .ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
+    return command.command
+
+
+@pytest.mark.parametrize(("step", "replayed", "named"), [(60, 61, 61), (0, 1, 1), (60, 60, 61), (62, 62, 62)])
+def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, replayed: int, named: int) -> None:
+    path = f".ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
+    assert typed_next(step, replayed) == f"ampdbg suggest-fp32 {path}"
+
+
+def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
+    assert typed_next(99, 99, Investigation(99, "loss", ())) == "ampdbg explain forward-overflow"

@@ -244,6 +244,48 @@ def test_a_replay_has_the_numbers_of_the_run(tmp_path: Path) -> None:
         assert str(one.grad_norm) == str(other.grad_norm)
 
 
+SETTLES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gain = nn.Linear(16, 64), nn.Linear(64, 1), 1.0
+
+    def forward(self, x):
+        return self.b((self.a(x) * self.gain).float() / self.gain)
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-7)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(34):
+    net.gain = 1.0 if step < 30 else 1e5
+    if step == 2:
+        import ampdbg
+        ASK
+    with torch.autocast("cuda"):
+        loss = (net(torch.randn(64, 16, device="cuda")) - 30.0 * torch.randn(64, 1, device="cuda")).square().sum()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""In its first steps the loss scale settles, and from step 30 on the loss is lost."""
+
+
+@pytest.mark.parametrize(("ask", "first"), [("pass", 32), ("ampdbg.capture()", 3)])
+def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: Path, ask: str, first: int) -> None:
+    record = run(tmp_path, SETTLES.replace("ASK", ask), options=("--emulate", "--max-captures=2"))[1]
+    assert record.script is not None
+    steps = [int(path.rpartition("-step-")[2].partition(".")[0]) for path in record.script.captures]
+    assert steps == sorted({first, 32, 33})[:2]
+    assert {Path(path) for path in record.script.captures} == set((tmp_path / ".ampdbg" / "captures").iterdir())
+    assert record.findings[0].code == "forward-overflow"
+
+
 def test_a_healthy_script_writes_none(tmp_path: Path) -> None:
     run(tmp_path, scripts.PLAIN, "1", "4")
     assert not (tmp_path / ".ampdbg" / "captures").exists()
