@@ -103,7 +103,8 @@ def run(
         return with_listings(diagnose(record))
 
     asked = settings or RunSettings(most=0)
-    kept = Captures(asked.folder, start_of(given, emulate=emulate), most=asked.most, largest=asked.largest)
+    start = start_of(given, emulate=emulate)
+    kept = Captures(asked.folder, start, most=asked.most, largest=asked.largest, wanted=asked.wanted)
     return shown(
         watch_script(
             given,

@@ -38,7 +38,8 @@ class RunSettings:
     """What ``run`` keeps beside the record.
 
     So many steps that go wrong are written to ``folder``, of so many bytes at most. The ``log`` is a file in the folder
-    of records where none is given. One step of ``trend`` is sampled; 0 for none.
+    of records where none is given. One step of ``trend`` is sampled; 0 for none. The step ``wanted`` is written
+    whatever it does; 0 for none.
     """
 
     folder: Path = CAPTURES
@@ -47,6 +48,7 @@ class RunSettings:
     investigates: bool = True
     log: Path | None = None
     trend: int = 0
+    wanted: int = 0
 
 
 @dataclass(frozen=True)

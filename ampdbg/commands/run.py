@@ -53,6 +53,10 @@ def command(
     max_capture_size: Annotated[
         str, typer.Option("--max-capture-size", metavar="SIZE", help="Write none that is larger, such as 800MB.")
     ] = f"{RunSettings.largest // 2**30}GiB",
+    capture_step: Annotated[
+        int,
+        typer.Option("--capture-step", metavar="N", min=0, help="Write step N too, whatever it does; 0 for none."),
+    ] = RunSettings.wanted,
     investigate: Annotated[
         bool, typer.Option("--investigate/--no-investigate", help="Run a step that goes wrong again, or only write it.")
     ] = True,
@@ -121,6 +125,7 @@ def command(
                 investigate,
                 _of_rank(log or (record and record.with_suffix(".jsonl")), launched_as()[0]),
                 trend,
+                capture_step,
             ),
             ended=tell,
             observer=observer,

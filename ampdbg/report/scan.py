@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from ampdbg.diagnosis.scale import of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32
@@ -19,6 +16,7 @@ from ampdbg.record.run import EXITED, GroupOverflow, ParameterCounts, Record, St
 from ampdbg.report.explanation import explanation
 
 from . import view
+from .script_run import after_script, captures_of, pin_may_help
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -39,17 +37,11 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     return view.Page(
         headline(record),
         tuple(_sections(record)),
-        (" · ".join(_facts(record)), *ran_on(record), *_captures(record, typed)),
+        (" · ".join(_facts(record)), *ran_on(record), *captures_of(record, typed)),
         typed.record_path,
         next_command(record, typed),
         story=tuple(_story(record)),
     )
-
-
-def _captures(record: Record, typed: view.Typed) -> Iterator[str]:
-    if record.command == "run" and record.script is not None and record.script.captures:
-        paths = [_to_type(path, typed.folder) for path in record.script.captures]
-        yield f"Captured: {' '.join(paths)}"
 
 
 def _story(record: Record) -> Iterator[view.Section]:
@@ -370,9 +362,9 @@ def _change(first: str, last: str) -> str:
 def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type next: a longer run when healthy, the same run in FP32 where it is suspected, else the counts."""
     if record.script is not None:
-        return _after_script(record, typed)
+        return after_script(record, typed)
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
-    if record.error and not _pin_may_help(record):
+    if record.error and not pin_may_help(record):
         return view.NextCommand("run it again once that is repaired", again)
     if record.verdict == "healthy":
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
@@ -383,48 +375,9 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
         return view.NextCommand("read every count of every step", counts) if typed.record_path else None
     if record.verdict == "other":
         return view.NextCommand("run it again once that is repaired", again)
-    if _pin_may_help(record):
+    if pin_may_help(record):
         return view.NextCommand(
             "find the fewest modules that need FP32, by experiment", f"ampdbg bisect {typed.config}"
         )
     fp32 = with_option(again, "--set", "precision.level=O0")
     return view.NextCommand("run the same in FP32; if that fails too, precision is not the cause", fp32)
-
-
-def _pin_may_help(record: Record) -> bool:
-    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1])
-
-
-def _after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
-    """What to type after a script that was watched: with a GPU that is emulated, or what the finding means."""
-    is_in_fp32 = record.environment.policy == "none" and record.findings and record.verdict == "inconclusive"
-    if is_in_fp32 and not record.environment.emulated:
-        return view.NextCommand("run it in FP16, as on a GPU", f"ampdbg run --emulate {typed.config}")
-    captures = record.script.captures if record.script is not None else ()
-    of_root = _of_root(captures, record) if _pin_may_help(record) else None
-    if of_root is not None:
-        what = "the patch that cures it, proven on the step that was captured"
-        is_of_capture = record.command == "replay" and "--script" in typed.config
-        taken = typed.config if is_of_capture else _to_type(of_root, typed.folder)
-        return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
-    if captures and record.command == "run" and not record.investigations:
-        what = "the step that was captured, run again in FP32 too"
-        return view.NextCommand(what, f"ampdbg replay {_to_type(captures[0], typed.folder)}")
-    if record.findings and record.verdict != "healthy":
-        return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
-    return None
-
-
-def _of_root(captures: Sequence[str], record: Record) -> str | None:
-    """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
-    root = record.findings[0]
-    wanted = (root.replayed_step, *range(root.step, root.replayed_step))
-    steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
-    later = [path for step, path in sorted(steps.items()) if step >= root.step]
-    return next((steps[step] for step in wanted if step in steps), next(iter(later), None))
-
-
-def _to_type(path: str, folder: str) -> str:
-    """A path as a shell takes it, from the folder where it lies below that."""
-    below = PurePath(path)
-    return shlex.quote(str(below.relative_to(folder) if folder and below.is_relative_to(folder) else below))

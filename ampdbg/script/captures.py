@@ -67,9 +67,10 @@ class Captures:
         start: how the script was started.
         most: there are never more.
         largest: the bytes that each may have.
+        wanted: the step of this number is one, whatever it does; 0 for none.
     """
 
-    def __init__(self, folder: Path, start: Start, *, most: int, largest: int) -> None:
+    def __init__(self, folder: Path, start: Start, *, most: int, largest: int, wanted: int = 0) -> None:
         self.written: list[Path] = []
         """Those that are there, in the order of their steps."""
         self.why_not = ""
@@ -82,6 +83,7 @@ class Captures:
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
+        self._wanted = wanted
 
     @property
     def has_room(self) -> bool:
@@ -91,6 +93,10 @@ class Captures:
     def ask(self) -> None:
         """The next whole step is to be captured."""
         self.is_wanted = True
+
+    def begins(self, step: int) -> None:
+        """To be called when the step of this number is about to begin."""
+        self.is_wanted |= step == self._wanted > 0
 
     def take_request(self) -> bool:
         """Whether the step that begins is the one that was asked for; a later one has to be asked for again."""

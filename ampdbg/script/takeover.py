@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.environment import environment_of
 from ampdbg.errors import first_line, named_error
@@ -64,7 +64,7 @@ class TakenOver:
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
         head = self.capture.head
-        return investigate(
+        made = investigate(
             self.run,
             self.snapshot,
             head.why,
@@ -73,6 +73,7 @@ class TakenOver:
             weights_grew=head.weights_grew,
             observer=observer,
         )
+        return replace(made, loss=head.loss)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -87,8 +88,11 @@ class TakenOver:
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
         """How the replays compare with the step as it was captured."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
-        if made.tries == AGAIN and head.why != "end":
+        if made.tries == AGAIN:
             yield f"step {made.step} fails in {made.reproduced} of {made.tries} replays"
+        if head.why == "end" and not is_same_run(made):
+            losses = f"was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
+            yield f"the loss of step {made.step} {losses}: what shows in no loss cannot be told"
         if head.start.processes > 1:
             yield f"captured on rank {head.start.rank} of {head.start.processes}: here its gradients are not averaged"
         if torch.device(head.device).type != self.run.device.type:
@@ -285,7 +289,9 @@ def _of_capture(capture: Capture, played: PlayedStep) -> Record:
 
 
 def how_often(taken: TakenOver, made: Investigation) -> Investigation:
-    """The investigation with how often the step goes wrong as it was, of ``AGAIN`` replays."""
+    """The investigation with how often a step that went wrong does as it was, of ``AGAIN`` replays."""
+    if made.why == "end":
+        return made
     manner = Manner(taken.run.mode.format.name, taken.capture.head.scale, is_lifted=False)
     replays = [replay_step(taken.run, taken.snapshot, manner).replay for _ in range(AGAIN)]
     return replace(made, reproduced=sum(not is_finite(one) for one in replays), tries=AGAIN)

@@ -94,6 +94,7 @@ class TracedSteps:
         elif self._traced is not None:
             self._is_early = False
         self._due -= 1
+        self.captures.begins(self._watcher.log.closed())
         is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
         if is_due or (self.captures.is_wanted and self._traced is None):
             self._begin()

@@ -34,3 +34,22 @@ def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, repla
 
 def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:
     assert typed_next(99, 99, Investigation(99, "loss", ())) == "ampdbg explain forward-overflow"
+
+
+@pytest.mark.parametrize(
+    ("emulated", "is_module", "typed"),
+    [
+        (True, False, "ampdbg run --emulate --capture-step 50 train.py 3"),
+        (False, False, "ampdbg run --capture-step 50 train.py 3"),
+        (False, True, "ampdbg run --capture-step 50 -m train.py 3"),
+    ],
+)
+def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, typed: str) -> None:
+    record = run([healthy_step(step) for step in range(60)], script=ScriptRun("train.py", is_module=is_module))
+    environment = replace(record.environment, policy="cuda", emulated=emulated)
+    record = replace(record, command="run", environment=environment)
+    command = next_command(record, Typed("train.py 3"))
+    assert command is not None
+    assert command.command == typed
+    assert next_command(replace(record, steps=record.steps[:40]), Typed("train.py 3")) is None
+    assert next_command(replace(record, environment=replace(environment, policy="none")), Typed("train.py 3")) is None

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from ampdbg.agreement import is_same_run
 from ampdbg.files import TEMPORARY
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
@@ -310,7 +311,50 @@ def test_a_capture_is_made_where_it_is_asked_for(tmp_path: Path, ask: str) -> No
     assert plain.stdout.splitlines()[-1] == weights
     result, again = on(tmp_path, "replay", Path(record.script.captures[0]), "--script", "train.py 1 6")
     assert (result.code, again.verdict, again.investigations[0].step) == (0, "healthy", 3)
-    assert again.investigations[0].reproduced == 0
+    assert is_same_run(again.investigations[0])
+
+
+ERASED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Norm(nn.Module):
+    def forward(self, x):
+        x = x * GAIN
+        return x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+net = nn.Sequential(nn.Linear(64, 32), Norm(), nn.Linear(32, 10)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(60):
+    x, y = torch.randn(64, 64, device="cuda"), torch.randint(10, (64,), device="cuda")
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        loss = nn.functional.cross_entropy(net(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""With a large gain the squares overflow, and what is divided by inf is zero: every loss is finite."""
+
+
+@pytest.mark.parametrize("gain", ["1.0", "900.0"])
+def test_a_capture_of_a_step_that_looks_healthy_shows_what_no_loss_does(tmp_path: Path, gain: str) -> None:
+    options = ("--emulate", "--capture-step=50")
+    result, record = run(tmp_path, ERASED.replace("GAIN", gain), options=options)
+    assert (result.code, record.verdict) == (0, "healthy")
+    capture = capture_of(tmp_path)
+    assert capture.stem.endswith("-step-50")
+    result, again = on(tmp_path, "replay", capture)
+    if gain == "1.0":
+        assert (result.code, again.verdict, again.findings) == (0, "healthy", ())
+        return
+    found = again.findings[0]
+    assert (result.code, found.code, found.module) == (1, "silent-overflow", "1")
+    assert found.source is not None
+    assert found.source.line == 10
 
 
 REFUSED = {"--max-capture-size=1kB": "it would be", "--max-captures=0": "at most 0 captures a run"}

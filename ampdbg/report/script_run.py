@@ -1,0 +1,79 @@
+"""What a page says of a script that was watched: its captures, and what to type next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from ampdbg.record.codes import catalogued
+from ampdbg.record.run import Record
+
+from . import view
+
+CLOSER_LOOK = 50
+"""The step that a healthy script is to capture: by then a loss scale has settled."""
+
+
+def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
+    """Where its captures are."""
+    if record.command == "run" and record.script is not None and record.script.captures:
+        paths = [_to_type(path, typed.folder) for path in record.script.captures]
+        yield f"Captured: {' '.join(paths)}"
+
+
+def pin_may_help(record: Record) -> bool:
+    """Whether the first finding is one that FP32 cures."""
+    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1])
+
+
+def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
+    """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
+    is_in_fp32 = record.environment.policy == "none" and record.findings and record.verdict == "inconclusive"
+    if is_in_fp32 and not record.environment.emulated:
+        return view.NextCommand("run it in FP16, as on a GPU", _again(record, typed, "--emulate"))
+    captures = record.script.captures if record.script is not None else ()
+    of_root = _of_root(captures, record) if pin_may_help(record) else None
+    if of_root is not None:
+        what = "the patch that cures it, proven on the step that was captured"
+        is_of_capture = record.command == "replay" and "--script" in typed.config
+        taken = typed.config if is_of_capture else _to_type(of_root, typed.folder)
+        return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
+    if captures and record.command == "run" and not record.investigations:
+        what = "the step that was captured, run again in FP32 too"
+        return view.NextCommand(what, f"ampdbg replay {_to_type(captures[0], typed.folder)}")
+    if record.findings and record.verdict != "healthy":
+        return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
+    return _closer_look(record, typed)
+
+
+def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
+    """A capture of a step that looks healthy; what ampdbg replay then finds, no loss and no gradient shows."""
+    is_plain = record.command == "run" and record.verdict == "healthy" and not record.error
+    is_alone = record.script is not None and record.script.processes == 1 and not record.script.captures
+    if not (is_plain and is_alone) or record.environment.policy == "none" or record.steps_run <= CLOSER_LOOK:
+        return None
+    emulated = ("--emulate",) * record.environment.emulated
+    what = "capture one step for ampdbg replay, which finds what shows in no loss"
+    return view.NextCommand(what, _again(record, typed, *emulated, f"--capture-step {CLOSER_LOOK}"))
+
+
+def _again(record: Record, typed: view.Typed, *options: str) -> str:
+    is_module = record.script is not None and record.script.is_module
+    return " ".join(["ampdbg run", *options, *["-m"] * is_module, typed.config])
+
+
+def _of_root(captures: Sequence[str], record: Record) -> str | None:
+    """The capture of the step that the first finding is about, or the first behind it; one before it is of another."""
+    root = record.findings[0]
+    wanted = (root.replayed_step, *range(root.step, root.replayed_step))
+    steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
+    later = [path for step, path in sorted(steps.items()) if step >= root.step]
+    return next((steps[step] for step in wanted if step in steps), next(iter(later), None))
+
+
+def _to_type(path: str, folder: str) -> str:
+    """A path as a shell takes it, from the folder where it lies below that."""
+    below = PurePath(path)
+    return shlex.quote(str(below.relative_to(folder) if folder and below.is_relative_to(folder) else below))
