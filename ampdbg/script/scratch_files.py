@@ -18,6 +18,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch.jit._script import RecursiveScriptModule
 
 from ampdbg.probes.seams import replaced
 
@@ -44,6 +45,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
             (io, "open", files.opening),
             (os, "open", files.opening_a_descriptor),
             (os, "truncate", files.writing("path", 0)),
+            (os, "chmod", files.writing("path", 0)),
             (os, "remove", files.removing),
             (os, "unlink", files.removing),
             (os, "symlink", files.linking),
@@ -53,6 +55,9 @@ def scratch_files(folder: Path) -> Iterator[None]:
             (os, "mkdir", files.making_a_folder),
             (shutil, "rmtree", files.removing_a_folder),
             (torch, "save", files.writing("f", 1)),
+            (torch, "from_file", files.mapping),
+            (torch.jit, "save", files.writing("f", 1)),
+            (RecursiveScriptModule, "save", files.writing("f", 1)),
             (safetensors.torch, "save_file", files.writing("filename", 1)),
         ):
             stack.enter_context(replaced(owner, name, replacement))
@@ -67,6 +72,8 @@ class _ScratchFiles:
         self._copies: dict[str, str] = {}
         self._own: set[str] = set()
         self._gone: set[str] = set()
+        self._moved: dict[str, str] = {}
+        """Folders in the place of those that only seem to be removed, and where they are."""
 
     def opening(self, original: Function) -> Function:
         """For ``open(file, mode)``."""
@@ -74,7 +81,7 @@ class _ScratchFiles:
         def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
             if isinstance(mode, str) and not {"w", "a", "+", "x"}.isdisjoint(mode):
                 file = self._to_make(file) if "x" in mode else self._to_write(file, is_kept="w" not in mode)
-            elif self._copies:
+            elif self._copies or self._moved:
                 file = self._to_read(file)
             return original(file, mode, *args, **kwargs)
 
@@ -84,7 +91,8 @@ class _ScratchFiles:
         """For ``os.open(path, flags)``."""
 
         def call(path: Any, flags: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is None and isinstance(flags, int):
+            if isinstance(flags, int):
+                path = _from(kwargs, path)
                 if flags & CREATES_ONLY == CREATES_ONLY:
                     path = self._to_make(path)
                 elif flags & WRITES:
@@ -111,12 +119,22 @@ class _ScratchFiles:
 
         return replacement
 
+    def mapping(self, original: Function) -> Function:
+        """For ``torch.from_file(filename, shared)``: a tensor that is shared writes into the file."""
+
+        def call(filename: Any, shared: Any = False, *args: Any, **kwargs: Any) -> Any:
+            file = self._to_write(filename, is_kept=True) if shared else self._to_read(filename)
+            return original(file, shared, *args, **kwargs)
+
+        return call
+
     def removing(self, original: Function) -> Function:
         """For ``os.remove(path)``: what was there stays."""
 
-        def call(path: Any, *, dir_fd: Any = None) -> None:
-            if dir_fd is not None or not self._is_kept(path):
-                original(path, dir_fd=dir_fd)
+        def call(path: Any, **kwargs: Any) -> None:
+            path = _from(kwargs, path)
+            if not self._is_kept(path):
+                original(self._as_it_is(path), **kwargs)
             else:
                 self._gone.add(os.path.abspath(os.fsdecode(path)))
 
@@ -132,12 +150,24 @@ class _ScratchFiles:
         return call
 
     def renaming(self, original: Function) -> Function:
-        """For ``os.rename(src, dst)``: of what was there a copy gets the new name."""
+        """For ``os.rename(src, dst)``: of what was there a copy gets the new name.
+
+        Where a folder takes the place of one that only seems to be removed, it is another one of that name from now on.
+        """
 
         def call(src: Any, dst: Any, **kwargs: Any) -> None:
-            is_kept, to = self._is_kept(src), self._to_write(dst, is_kept=False)
+            src, dst = _from(kwargs, src, "src_dir_fd"), _from(kwargs, dst, "dst_dir_fd")
+            is_kept, real = self._is_kept(src), _real(dst)
+            if real is not None and real in self._gone and os.path.isdir(real) and os.path.isdir(self._as_it_is(src)):
+                self._gone.remove(real)
+                os.makedirs(self._folder, exist_ok=True)
+                to = os.path.join(self._folder, f"{len(self._moved)}-{os.path.basename(real)}.d")
+                (shutil.copytree if is_kept else shutil.move)(self._as_it_is(src), to)
+                self._moved[real] = to
+                return
+            to = self._to_write(dst, is_kept=False)
             if not is_kept:
-                original(src, to, **kwargs)
+                original(self._as_it_is(src), to, **kwargs)
             elif os.path.isfile(self._to_read(src)):
                 shutil.copy2(self._to_read(src), to)
 
@@ -170,36 +200,58 @@ class _ScratchFiles:
 
     def _to_write(self, file: Any, *, is_kept: bool) -> Any:
         """What to write in the place of a file; with ``is_kept`` it holds what that does."""
-        real = _real(self._to_make(file))
+        file = self._to_make(file)
+        real = _real(file)
         if real is None or self._is_own(real) or not os.path.isfile(real) or not CACHES.isdisjoint(Path(real).parts):
             return file
         if real not in self._copies:
             os.makedirs(self._folder, exist_ok=True)
             copy = os.path.join(self._folder, f"{len(self._copies)}-{os.path.basename(real)}")
-            if is_kept:
-                shutil.copy2(real, copy)  # as long as it is not yet the file's place to be read
+            # As long as it is not yet the file's place to be read.
+            shutil.copy2(real, copy) if is_kept else Path(copy).touch()
             self._copies[real] = copy
         return self._copies[real]
 
     def _to_make(self, file: Any) -> Any:
         """What to open where a file is to be made that is not there yet; else that is an error of the script's."""
+        file = self._as_it_is(file)
         real = _real(file)
         if real is not None and not os.path.lexists(real):
             self._own.add(real)
         return file
 
     def _to_read(self, file: Any) -> Any:
+        file = self._as_it_is(file)
         return self._copies.get(_real(file) or "", file)
+
+    def _as_it_is(self, path: Any) -> Any:
+        """The path, or where it is now in a folder that has been moved."""
+        real = _real(path) if self._moved else None
+        for folder, now in self._moved.items():
+            if real is not None and (real == folder or real.startswith(folder + os.sep)):
+                return now + real[len(folder) :]
+        return path
 
     def _is_kept(self, path: Any) -> bool:
         """Whether a file or folder was there before this process."""
-        real = _real(path)
+        real = _real(self._as_it_is(path))
         return real is not None and os.path.lexists(real) and not self._is_own(real)
 
     def _is_own(self, real: str) -> bool:
-        return real in self._own or real.startswith(self._folder + os.sep)
+        is_own = real in self._own or real.startswith(self._folder + os.sep)
+        return is_own or any(str(folder) in self._own for folder in Path(real).parents)
 
 
 def _real(path: Any) -> str | None:
     """The path without links; None of a descriptor, and of what is no path."""
     return os.path.realpath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else None
+
+
+def _from(kwargs: dict[str, Any], path: Any, name: str = "dir_fd") -> Any:
+    """A path from the folder of a descriptor, which is taken out of ``kwargs`` where that can be told."""
+    folder = kwargs.get(name)
+    link = f"/proc/self/fd/{folder}"
+    if folder is None or not isinstance(path, (str, bytes, os.PathLike)) or not os.path.exists(link):
+        return path
+    del kwargs[name]
+    return os.path.join(os.readlink(link), os.fsdecode(path))

@@ -92,7 +92,8 @@ def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
 
 def in_scratch(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
-    program = "from pathlib import Path\nfrom ampdbg.script.scratch_files import scratch_files\nimport io, os, shutil\n"
+    program = "import io, os, shutil, torch\nfrom pathlib import Path\n"
+    program += "from ampdbg.script.scratch_files import scratch_files\n"
     program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
     found = environment()
     return subprocess.run(
@@ -105,6 +106,18 @@ WAYS = {
     "appended": "open('a.txt', 'a').write('+')\nassert Path('a.txt').read_text() == 'old+'",
     "by a path": "Path('a.txt').write_text('new')\nassert Path('a.txt').read_bytes() == b'new'",
     "by a descriptor": "os.write(os.open('a.txt', os.O_WRONLY), b'new')\nassert open('a.txt').read() == 'new'",
+    "by a descriptor that empties it": "os.write(os.open('a.txt', os.O_WRONLY | os.O_TRUNC), b'new')\n"
+    "assert open('a.txt').read() == 'new'",
+    "from the descriptor of its folder": "folder = os.open('d', os.O_RDONLY)\n"
+    "os.write(os.open('b', os.O_WRONLY | os.O_TRUNC, dir_fd=folder), b'new')\nassert open('d/b').read() == 'new'\n"
+    "os.unlink('b', dir_fd=folder)",
+    "as the memory of a tensor": "torch.from_file('a.txt', shared=True, size=3, dtype=torch.uint8).fill_(78)\n"
+    "assert open('a.txt').read() == 'NNN'",
+    "as a scripted module": "module = torch.jit.script(torch.nn.Linear(2, 2))\n"
+    "torch.jit.save(module, 'a.txt')\nmodule.save('d/b')",
+    "locked": "os.chmod('a.txt', 0)",
+    "rotated with its folder": "os.mkdir('new')\nopen('new/b', 'w').write('new')\nshutil.rmtree('d')\n"
+    "os.rename('new', 'd')\nassert open('d/b').read() == 'new'\nopen('d/c', 'w').write('more')",
     "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
     "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
     "removed": "os.remove('a.txt')",
@@ -119,12 +132,15 @@ WAYS = {
 def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "a.txt").write_text("old")
+    (tmp_path / "a.txt").chmod(0o644)
     (tmp_path / "d" / "b").write_text("old")
     (tmp_path / "latest").symlink_to("a.txt")
     ended = in_scratch(tmp_path, WAYS[way])
     assert ended.returncode == 0, ended.stderr
     assert os.readlink(tmp_path / "latest") == "a.txt"
     assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["b"]
 
 
 def test_new_files_and_folders_are_like_any_other(tmp_path: Path) -> None:
