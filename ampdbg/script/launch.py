@@ -108,22 +108,45 @@ def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ende
     """Runs the script to its end; what it raises is shown as Python shows it, without a frame of ampdbg's.
 
     ``sys.argv``, ``sys.path`` and ``__main__`` are its own meanwhile, also while ``at_end`` runs. By then what the
-    script holds in functions that an error or an exit has left is still alive.
+    script holds in functions that an error or an exit has left is still alive. Where the process ends with it, alarms
+    that it has set come no more behind it.
     """
-    argv, main = sys.argv, sys.modules["__main__"]
+    argv, path, main = sys.argv, [*sys.path], sys.modules["__main__"]
     try:
         with _path_of(script):
             ended = _end_of(script, at_end)
             if script.ends_process:
                 _wait_for_threads()
+                _take_timers()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
+        sys.path += [folder for folder in path if folder not in sys.path]
+
+
+@contextlib.contextmanager
+def held_timers() -> Iterator[None]:
+    """While this is entered no timer of the script's runs; afterwards it has as long to go as before."""
+    left = _take_timers()
+    try:
+        yield
+    finally:
+        for timer, (seconds, interval) in left.items():
+            if seconds:
+                signal.setitimer(timer, seconds, interval)
+
+
+def _take_timers() -> dict[int, tuple[float, float]]:
+    """Stops all timers that send signals; returns how long each had to go, and how long between two."""
+    names = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
+    timers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has none
+    return {timer: signal.setitimer(timer, 0.0) for timer in timers}
 
 
 def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
     run = _run_module if script.is_module else _run_file
     end = ScriptEnd(0)
+    at_end = held_timers()(at_end)
     try:
         run(script)
     except SystemExit as ended:

@@ -20,6 +20,7 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.script.captures import Captured, Captures
+from ampdbg.script.launch import held_timers
 from ampdbg.script.played_run import Half, run_of
 
 RUN_AGAIN = "FP16, FP32 and more"
@@ -62,7 +63,7 @@ class LoopStep:
         grew = watcher.optimizers.weights_grew
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
-        with watcher.paused(), _hushed(), torch.enable_grad(), outside:
+        with watcher.paused(), held_timers(), _hushed(), torch.enable_grad(), outside:
             return investigate(
                 run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=UNOBSERVED
             )
@@ -97,7 +98,7 @@ class LoopStep:
                 is_broken_off=is_broken_off,
             )
 
-        with watcher.paused(), torch.no_grad():
+        with watcher.paused(), held_timers(), torch.no_grad():
             captures.add(step, captured, is_wanted=is_wanted)
 
 

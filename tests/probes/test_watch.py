@@ -203,6 +203,22 @@ def test_a_mask_of_infinities_does_not_hide_the_buffer_that_is_poisoned_beside_i
     ]
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e38])
+def test_a_model_that_takes_gradients_by_torch_func_is_watched(factor: float) -> None:
+    class Pulled(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = super().forward(x)
+            pull = torch.func.grad(lambda one: one.square().sum())(made.detach())
+            return made + 0.01 * pull
+
+    model = Pulled(*small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watcher:
+        one_step(model, optimizer, GradScaler("cpu", init_scale=4.0), factor=factor)
+    assert watcher.failure == ""
+    assert [step.skipped for step in watcher.steps] == [factor > 1.0]
+
+
 def test_each_step_is_reported_as_it_ends() -> None:
     model, scaler, seen = small_model(), GradScaler("cpu"), list[Step]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

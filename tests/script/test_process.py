@@ -200,6 +200,21 @@ def test_a_thread_that_outlives_the_script_is_watched(tmp_path: Path, waits: str
     assert read_record(tmp_path / "r.json").steps_run == steps
 
 
+LEAVES_BEHIND = {
+    "no path": "import sys\ndel sys.path[:]",
+    "a path of its own": "import sys\nsys.path = ['/nowhere']",
+    "an alarm": "import signal\nsignal.signal(signal.SIGALRM, lambda *_: 1 / 0)\nsignal.setitimer(0, 0.01, 0.01)",
+}
+
+
+@pytest.mark.parametrize("text", LEAVES_BEHIND.values(), ids=LEAVES_BEHIND)
+def test_what_a_script_leaves_behind_harms_no_report(tmp_path: Path, text: str) -> None:
+    _, watched = both(tmp_path, f"print('trained')\n{text}")
+    assert (watched.code, watched.stdout) == (0, "trained\n")
+    assert "No optimizer has stepped" in watched.stderr
+    assert read_record(tmp_path / "r.json").steps_run == 0
+
+
 POOLS = """
 import threading, time
 from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor
