@@ -58,7 +58,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     """
     spoilt = min((finding.step for finding in (*spoilt_weights(record), *weights_nonfinite(record))), default=math.inf)
     unexplained = (step for step in record.steps if step.step < spoilt and not math.isfinite(step.loss))
-    bad = [step for step in unexplained if blamed_in_batch(step, record) is None]
+    bad = [step for step in unexplained if blamed_in_batch(step, record) is None and not _is_of_scale(step, record)]
     taken = next(_steps_taken_with_bad_gradients(record), None)
     if taken is not None and taken.step <= min((step.step for step in bad), default=taken.step):
         yield cause_of(taken, record)
@@ -87,6 +87,16 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         f"{record.steps_run} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
     )
+
+
+def _is_of_scale(step: Step, record: Record) -> bool:
+    """Whether a loss that is made of gradients at the loss scale was lost at one that is too high for it.
+
+    All steps that were taken had a lower one, and one of them came later.
+    """
+    taken = [other for other in record.steps if not other.skipped and other.scaler == step.scaler]
+    is_first_descent = bool(taken) and taken[-1].step > step.step and all(other.scale < step.scale for other in taken)
+    return record.scales_gradients and step.skipped and is_first_descent
 
 
 def _has_spoilt_weights(made: Investigation, record: Record) -> bool:

@@ -59,6 +59,8 @@ class Calls:
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
+        self.scales_gradients = False
+        """Whether ``autograd.grad`` has made a graph of what a scaler had scaled."""
         self._actors: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int] = {}
         self._count = count(1)
@@ -171,6 +173,7 @@ class Calls:
         """``torch.autograd.grad`` is about to run."""
         scaler = scaler_of(roots)
         if scaler is not None:
+            self.scales_gradients |= creates_graph
             self._note("grad", actor=self.number_of(scaler), creates_graph=creates_graph)
 
     def clipped(self, run: Callable[[], Any], parameters: Sequence[torch.Tensor], limit: Any) -> Any:

@@ -172,6 +172,7 @@ class Watch:
             verdict="inconclusive",
             steps=self.steps,
             left_out=self.log.left_out,
+            scales_gradients=self.calls.scales_gradients,
             unseen=Unseen(notes=self.notes, since=self.log.closed() if self.failure else None),
             misuses=(*self.misuses, *not_half),
             groups=self.groups,
@@ -186,11 +187,7 @@ class Watch:
         return UNWATCHED.format(self.log.closed(), self.guard.failure) if self.guard.failure else ""
 
     def check(self) -> None:
-        """For a loop of ampdbg's own: a run that was not watched to its end is no result.
-
-        Raises:
-            AmpdbgError: the watcher has failed.
-        """
+        """For a loop of ampdbg's own: raises AmpdbgError where it was not watched to its end, which is no result."""
         if self.guard.failure:
             raise AmpdbgError(self.failure)
 

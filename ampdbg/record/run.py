@@ -375,7 +375,8 @@ class Record:
     ``steps`` are those that have ended; of a long run some are left out: ``steps_run`` counts all, and ``left_out``
     those of them that were not healthy.
     ``interrupted`` says that the run was stopped before its last step, ``error`` what the workload raised, if that
-    stopped it; ``steps`` has what was seen by then.
+    stopped it; ``steps`` has what was seen by then. ``scales_gradients`` says that the loss is made of gradients at the
+    loss scale, as of a penalty: then it may be lost at one scale, and not at a lower one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
@@ -406,6 +407,7 @@ class Record:
     groups: tuple[str, ...] = ()
     planned_steps: Count = 0
     left_out: LeftOut = LeftOut()
+    scales_gradients: bool = False
     interrupted: bool = False
     error: str = ""
     elapsed: Annotated[float, Interval(ge=0, le=1e12)] = 0.0

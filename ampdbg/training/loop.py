@@ -142,6 +142,7 @@ def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any)
         planned_steps=run.config.train.steps,
         steps=watcher.steps,
         left_out=watcher.log.left_out,
+        scales_gradients=watcher.calls.scales_gradients,
         groups=watcher.groups,
         misuses=watcher.misuses,
         interrupted=ending.interrupted,

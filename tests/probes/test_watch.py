@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,6 +202,31 @@ def test_a_mask_of_infinities_does_not_hide_the_buffer_that_is_poisoned_beside_i
         [("mask", "before")],
         [("1.running_mean", "after")],
     ]
+
+
+@pytest.mark.parametrize(
+    ("scales", "code"), [(True, "scale-calibration"), (False, "unknown")], ids=["a scaled penalty", "no penalty"]
+)
+def test_a_loss_that_is_made_of_scaled_gradients_is_lost_while_the_scale_settles(scales: bool, code: str) -> None:
+    model = small_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), GradScaler("cpu", init_scale=2.0**18)
+    with cuda_on_cpu(), watch(model, optimizer) as watcher:
+        for _ in range(12):
+            x = torch.ones(2, 3, requires_grad=True)
+            with torch.autocast("cuda"):
+                made = model(x)
+            (pulled,) = torch.autograd.grad(scaler.scale(made), x, torch.ones(2, 1), create_graph=True)
+            penalty = (pulled / scaler.get_scale()).square().sum()
+            optimizer.zero_grad()
+            scaler.scale(penalty).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    record = watcher.record()
+    assert record.scales_gradients
+    assert [math.isfinite(step.loss) for step in record.steps].index(True) > 1
+    # Where the loss is made of no such gradients it is lost for another reason, whatever the scale does.
+    record = replace(record, scales_gradients=scales)
+    assert [finding.code for finding in diagnose(record).findings] == [code]
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e38])
