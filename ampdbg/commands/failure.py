@@ -11,6 +11,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeGuard
 
@@ -99,26 +100,39 @@ def _confess(error: Exception, debug: bool) -> int:
     return EXIT_COULD_NOT_RUN
 
 
+INTERRUPTED: ContextVar[list[int]] = ContextVar("INTERRUPTED")
+"""The signals that have interrupted this command. An import of torch's may swallow the KeyboardInterrupt of one, and
+what runs on then has to ask."""
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Ctrl-C and SIGTERM, which batch systems send before they kill, raise the KeyboardInterrupt that saves it all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner = os.getpid()
+    owner, signals = os.getpid(), list[int]()
+    INTERRUPTED.set(signals)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked DataLoader worker, which must die as it always did
+        if os.getpid() != owner and number == signal.SIGTERM:  # a DataLoader worker, which must die as it always did
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, interrupt)
-    if before[signal.SIGINT] is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def raise_if_interrupted() -> None:
+    """To be called where a run goes on: raises the KeyboardInterrupt that somebody has swallowed."""
+    if INTERRUPTED.get([]):
+        raise KeyboardInterrupt

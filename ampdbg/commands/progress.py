@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from ampdbg import quantities
 from ampdbg.escapes import printable
-from ampdbg.observer import UNOBSERVED, Observer
+from ampdbg.observer import Observer
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
 
+from .failure import raise_if_interrupted
 from .output import is_rich_terminal, say
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
     folder = os.getcwd()
     try:
         if quiet:
-            yield UNOBSERVED
+            yield Quiet()
         elif is_rich_terminal(sys.stderr):
             with _bar() as bar:
                 yield LiveBar(bar, max_trials)
@@ -45,6 +46,13 @@ def shown(quiet: bool, max_trials: int | None = None) -> Iterator[Observer]:
     finally:
         with contextlib.suppress(OSError):  # it may be gone
             os.chdir(folder)
+
+
+class Quiet(Observer):
+    """Shows nothing."""
+
+    def step(self, step: Step) -> None:
+        raise_if_interrupted()
 
 
 class Lines(Observer):
@@ -64,6 +72,7 @@ class Lines(Observer):
         say(f"{name}: {quantities.counted(self._planned, 'step')}")
 
     def step(self, step: Step) -> None:
+        raise_if_interrupted()
         self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
         every = max(1, self._planned // PLAIN_LINES)
         if self._steps == 1 or self._steps % every == 0 or self._steps == self._planned:
@@ -106,6 +115,7 @@ class LiveBar(Observer):
         self._bar.reset(self._task, description=name)
 
     def step(self, step: Step) -> None:
+        raise_if_interrupted()
         self._skipped += step.skipped
         state = _state(step, self._skipped)
         self._bar.update(self._task, advance=1, description=self._stepping, state=state, refresh=self._is_due())

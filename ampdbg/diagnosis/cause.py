@@ -76,6 +76,8 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     if replayed:
         yield _spoilt_by_a_step(bad[0], record)
         return
+    if record.script is not None and _batch_is_blamed_before(bad[0], record):
+        return  # of a script the batch of a step is known only where that was run again
     unskipped = sum(1 for step in bad if not step.skipped)
     lost = len(bad) + record.left_out.lost
     silent = ", and the scaler skipped none of them" if unskipped == len(bad) else ""
@@ -87,6 +89,10 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
         f"{record.steps_run} steps{silent}: the forward pass itself fails",
         evidence={"loss": bad[0].loss, "steps": lost, "steps_not_skipped": unskipped},
     )
+
+
+def _batch_is_blamed_before(step: Step, record: Record) -> bool:
+    return any(blamed_in_batch(other, record) is not None for other in record.steps if other.step < step.step)
 
 
 def _is_of_scale(step: Step, record: Record) -> bool:

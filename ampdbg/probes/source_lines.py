@@ -13,14 +13,22 @@ from torch.utils import checkpoint
 
 from ampdbg import precision, probes
 from ampdbg.record.findings import Source
-from ampdbg.source.ownership import Line, by_code, is_ampdbgs, is_part_of, is_users_or_a_librarys
+from ampdbg.source.ownership import (
+    Line,
+    by_code,
+    is_ampdbgs,
+    is_part_of,
+    is_users_file,
+    is_users_or_a_librarys,
+    module_of,
+)
 
-# By its name, for it stands on a higher floor: the tape, which notes the calls of the user's code while it makes them.
-_TAPE = "ampdbg.replay.tape"
+# By their names, for they stand on a higher floor: what notes the calls of the user's code while it makes them.
+_TAPES = ("ampdbg.replay.tape", "ampdbg.replay.open_pass")
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
 # and frames above that belong to whoever has started ampdbg, a program or a script.
-_BETWEEN = (probes.__name__, precision.__name__, _TAPE)
+_BETWEEN = (probes.__name__, precision.__name__, *_TAPES)
 
 # The frame from which autograd's engine is started: what stands above it is the caller of backward().
 _ENGINE = "_engine_run_backward"
@@ -29,6 +37,9 @@ _ENGINE = "_engine_run_backward"
 def innermost_line() -> Line | None:
     """The innermost line of the user's or a library's code.
 
+    Within a module's call it is of the code that the module is written in: of a forward pass that calls another
+    library, as for an einsum of einops, the line in that pass.
+
     None where torch was called by nobody but ampdbg, as for a loss that is one of torch's own functions.
 
     A line that merely called ``backward()`` is not what the ops of the backward pass belong to, so the
@@ -36,7 +47,10 @@ def innermost_line() -> Line | None:
     a forward pass that is computed again.
     """
     frame = _innermost_frame(sys._getframe(1))
-    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    if frame is None:
+        return None
+    frame = frame if _owner(frame) == _USERS else _in_its_module(frame)
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
 
 
 def is_recomputing() -> bool:
@@ -73,6 +87,34 @@ def _innermost_frame(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return frame
+
+
+def _in_its_module(innermost: FrameType) -> FrameType:
+    """The innermost frame of who has written the forward pass that runs; the one given where none does."""
+    frames, frame = [innermost], innermost.f_back
+    while frame is not None and (role := _role(frame)) != "ends":
+        if _calls_a_module(frame):
+            owner = _owner(frames[-1])
+            return next(frame for frame in frames if _owner(frame) == owner)
+        if role == "users":
+            frames.append(frame)
+        frame = frame.f_back
+    return innermost
+
+
+_USERS = ""
+"""Who has written what is not installed."""
+
+
+@by_code
+def _owner(frame: FrameType) -> str:
+    """Who has written the code: the user, or the package that it is part of."""
+    return _USERS if is_users_file(frame.f_code.co_filename) else module_of(frame).partition(".")[0]
+
+
+@by_code
+def _calls_a_module(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_call_impl" and is_part_of(frame, "torch")
 
 
 @by_code

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -333,6 +335,23 @@ def test_an_interrupt_behind_the_record_names_it(here: Here, returns: Returns, m
     (path,) = (path for path in Path(".ampdbg").glob("*.json") if path.name != "latest.json")
     assert result.stderr.splitlines()[-1] == f"interrupted: what was found: ampdbg report {path}"
     assert read_record(path).command == "scan"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("option", [(), ("--quiet",)])
+def test_an_interrupt_that_an_import_swallows_is_not_lost(
+    here: Here, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, option: tuple[str, ...]
+) -> None:
+    def scan(given: Given, **options: Any) -> Record:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(number)
+        options["observer"].step(healthy().steps[0])
+        return healthy()
+
+    monkeypatch.setattr(api, "scan", scan)
+    result = here("scan", "c.yaml", *option)
+    assert (result.code, result.stdout) == (130, "")
+    assert result.stderr.endswith("interrupted: nothing was recorded\n")
 
 
 def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:

@@ -215,6 +215,22 @@ def test_bad_data_comes_before_what_follows_from_it() -> None:
     assert "sample 5" in record.findings[0].message
 
 
+@pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
+def test_of_a_script_the_batches_of_later_lost_steps_are_not_known(script: ScriptRun | None) -> None:
+    steps = list(steps_of("..NNN"))
+    steps[2] = replace(steps[2], nonfinite=(TensorCounts("batch", "[0]", 0, 2, 64, (5, 1)),))
+    found = [code for code, _, _ in codes(diagnose(record_of(steps, script=script)))]
+    assert found[:1] == ["data-nonfinite"]
+    assert ("unknown" in found) == (script is None)
+
+
+@pytest.mark.parametrize(("code", "told"), [("misuse-no-scaler", ""), ("misuse-clip-scaled", " (5 times)")])
+def test_how_often_is_told_where_it_is_known(code: str, told: str) -> None:
+    (found,) = diagnose(record_of(steps_of("....."), misuses=(Misuse(code, 0, 5),))).findings
+    assert found.message.endswith(told)
+    assert ("times)" in found.message) == bool(told)
+
+
 def test_weights_that_were_bad_before_a_step_are_the_root() -> None:
     steps = list(steps_of("N" * 6))
     steps[0] = replace(steps[0], nonfinite=(TensorCounts("parameter", "head.weight", 1, 0, 4, (0,)),))

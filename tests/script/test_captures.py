@@ -287,6 +287,31 @@ def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: 
     assert record.findings[0].code == "forward-overflow"
 
 
+LARGE_LOSS = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.Adam(net.parameters())
+scaler = torch.amp.GradScaler("cuda")
+criterion = torch.nn.MSELoss()
+for step in range(4):
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        made = net(torch.randn(4, 8, device="cuda"))
+        loss = criterion(made, torch.randn(4, 8, device="cuda")) * 1e10
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_the_line_that_calls_a_loss_of_torchs_is_named(tmp_path: Path) -> None:
+    found = run(tmp_path, LARGE_LOSS)[1].findings[0]
+    assert found.code == "gradient-overflow"
+    assert found.source is not None
+    assert found.source.text.startswith("loss = criterion(")
+
+
 def test_a_healthy_script_writes_none(tmp_path: Path) -> None:
     run(tmp_path, scripts.PLAIN, "1", "4")
     assert not (tmp_path / ".ampdbg" / "captures").exists()
