@@ -64,6 +64,7 @@ class LostSteps:
         self._tries = 0
         self._latest = -LONGEST_GAP
         self._why = ""
+        self._untold: list[str] = []
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
@@ -108,7 +109,10 @@ class LostSteps:
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
-                is_telling = made is None or not _too(again, made)
+                too = "" if made is None else _too(again, made)
+                is_telling = not too
+                if too:
+                    self._untold.append(f"step {step} was run again: {too}")
                 if made is not None:
                     self._note_batch(again, made)
                     self._traced.found += [made] * is_telling
@@ -143,7 +147,7 @@ class LostSteps:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
         of others."""
         parts = [made.step for made in record.investigations if not made.has_loss]
-        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts))
+        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts), *self._untold)
         error = "\n".join(filter(None, (record.error, self._why)))
         return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
 

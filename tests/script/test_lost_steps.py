@@ -205,6 +205,31 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     assert [made.step for made in record.investigations] == [5]
 
 
+BESIDE_THE_MODEL = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024)
+for step in range(4):
+    x = torch.randn(32, 64, device="cuda") * (300 if step == 0 else 1)
+    optimizer.zero_grad()
+    with torch.autocast("cuda"):
+        h = net(x)
+        loss = torch.softmax(h @ h.t(), -1).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_one_lost_step_that_fails_beside_its_modules_is_not_named_and_said_to_be_there(tmp_path: Path) -> None:
+    record = run(tmp_path, BESIDE_THE_MODEL)[1]
+    assert record.findings[0].code == "unknown"
+    told = "what its modules give is finite in FP16: look at what the script makes of that"
+    assert f"step 0 was run again: {told}" in record.unseen.notes
+
+
 def test_one_batch_that_holds_nan_is_told_of_at_its_own_step(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "nan", "once")
     assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "data-nonfinite", 5)
