@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ class Guard:
             try:
                 return handler(watcher, run, *args, **kwargs)
             except Exception as error:
-                if error is raised or id(error) == self._told:
+                if error is raised or id(error) == self._told or _is_of_a_signal(error):
                     raise
                 self._fail(error)
             if raised is not None:
@@ -57,7 +58,7 @@ class Guard:
         try:
             hook(*given)
         except Exception as error:
-            if id(error) == self._told:
+            if id(error) == self._told or _is_of_a_signal(error):
                 raise
             self._fail(error)
 
@@ -79,3 +80,10 @@ class Guard:
         self.failure = f"{named_error(error)} ({Path(at.filename).name}, line {at.lineno})"
         with contextlib.suppress(Exception):
             self.failed()
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Whether a signal's handler of the loop's own has raised it, as for a time limit: that may be anywhere."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

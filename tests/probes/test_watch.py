@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import math
+import signal
 import sys
 import threading
 import time
@@ -867,6 +868,26 @@ def test_a_failing_handler_never_makes_the_call_twice(refuses: bool) -> None:
     assert calls == [1]
     assert "a fault of the watcher" in guard.failure
     assert raised is None or raised.value.__context__ is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signal")
+def test_what_a_handler_of_the_loops_own_raises_within_the_watcher_goes_to_the_loop() -> None:
+    def out_of_time(number: int, frame: object) -> None:
+        raise TimeoutError("too long")
+
+    def handler(watcher: object, run: Callable[..., int], number: int) -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return run(number)
+
+    guard, before = Guard(), signal.signal(signal.SIGUSR1, out_of_time)
+    try:
+        with pytest.raises(TimeoutError, match="too long"):
+            guard.around(handler, None, lambda number: number, 1)
+        with pytest.raises(TimeoutError, match="too long"):
+            guard.hooked(lambda: signal.raise_signal(signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert guard.failure == ""
 
 
 def test_a_call_that_raises_is_as_without_a_watcher_however_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
