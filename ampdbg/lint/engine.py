@@ -11,7 +11,7 @@ from functools import cache, partial
 from ampdbg.errors import AmpdbgError
 from ampdbg.lint.document import Document
 from ampdbg.lint.facts import USES_HALF, Facts
-from ampdbg.lint.fixes import fixed
+from ampdbg.lint.fixes import breaks_f_string, fixed
 from ampdbg.lint.rule import Rule, RuleHit
 from ampdbg.lint.rules import RULES
 from ampdbg.lint.settings import Settings
@@ -180,11 +180,16 @@ def _mentions() -> tuple[_Mentions, ...]:
 
 
 def hits_of(document: Document, rules: Sequence[Rule], settings: Settings) -> list[RuleHit]:
-    """What the rules find in a document and no comment ignores; a fix that would cure what is ignored too is none."""
+    """What the rules find in a document and no comment ignores.
+
+    A fix that would cure what is ignored too is none, nor is one that cannot be written.
+    """
     facts = Facts(document)
     every = [hit for rule in rules for hit in rule.check(facts)]
     told = [settings.wants(hit.code) and not is_ignored(document, hit) for hit in every]
-    held_back = {id(hit.fix) for hit, is_told in zip(every, told, strict=True) if not is_told}
+    held_back = {
+        id(hit.fix) for hit, is_told in zip(every, told, strict=True) if not is_told or breaks_f_string(document, hit)
+    }
     kept = (hit for hit, is_told in zip(every, told, strict=True) if is_told)
     return [replace(hit, fix=None) if id(hit.fix) in held_back else hit for hit in kept]
 

@@ -35,6 +35,32 @@ def fixed(text: str, hits_of: Callable[[Document], Sequence[RuleHit]]) -> str:
     return text
 
 
+def breaks_f_string(document: Document, hit: RuleHit) -> bool:
+    """Whether the fix of a hit would put into an f-string what Pythons before 3.12 do not take there.
+
+    That is a quote of its own kind, or a backslash. Of one that goes over lines they do not know what stands where.
+    """
+    if hit.fix is None:
+        return False
+    around = [one for one in document.around(hit.node) if isinstance(one, ast.JoinedStr)]
+    return any(map(_goes_over_lines, around)) or any(
+        _is_broken_by(document, string, hit.fix) for string in document.find(ast.JoinedStr)
+    )
+
+
+def _is_broken_by(document: Document, string: ast.JoinedStr, fix: Fix) -> bool:
+    span = document.span(string)
+    within = [edit for edit in fix.edits if span.start < edit.start < span.end]
+    # What only moves a line changes no string.
+    within = [edit for edit in within if (document.text[edit.start : edit.end] + edit.new).strip()]
+    taken = {"\\", *(quote for quote in "\"'" if quote in document.source(string))}
+    return any(_goes_over_lines(string) or not taken.isdisjoint(edit.new) for edit in within)
+
+
+def _goes_over_lines(node: ast.JoinedStr) -> bool:
+    return node.lineno != node.end_lineno
+
+
 def _together(hits: Sequence[RuleHit]) -> list[Fix]:
     """Fixes whose edits do not overlap; of two that do, the first."""
     chosen: list[Fix] = []

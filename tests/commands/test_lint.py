@@ -157,6 +157,30 @@ def test_a_fix_that_would_cure_what_is_ignored_too_is_not_made(here: Here) -> No
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize("text", ['f"{autocast()}"', "f'{autocast()}' \"\"", 'f"""\n{autocast()}"""'])
+def test_a_fix_that_an_f_string_does_not_take_is_none(here: Here, text: str) -> None:
+    source = f"from torch.cuda.amp import autocast\n\nx = {text}\n"
+    path = write(here, "a.py", source)
+    assert [one["fixable"] for one in as_json(here, "a.py")["findings"]] == [False]
+    assert "can be fixed" not in here("lint", "a.py").stdout
+    assert here("lint", "--diff", "a.py").stdout == ""
+    assert (here("lint", "--fix", "a.py").code, path.read_text()) == (1, source)
+
+
+def test_a_fix_that_an_f_string_takes_is_made(here: Here) -> None:
+    path = write(here, "a.py", "from torch.cuda.amp import autocast\n\nx = f'{autocast()}'\n")
+    here("lint", "--fix", "a.py")
+    assert path.read_text() == "from torch.amp import autocast\n\nx = f'{autocast(\"cuda\")}'\n"
+
+
+def test_beside_an_f_string_that_takes_no_fix_the_rest_of_a_file_is_fixed(here: Here) -> None:
+    source = 'import torch\n\nx = f"{torch.cuda.amp.autocast()}"\n'
+    path = write(here, "a.py", source + CLIPS)
+    assert sorted(one["fixable"] for one in as_json(here, "a.py")["findings"]) == [False, True]
+    here("lint", "--fix", "a.py")
+    assert path.read_text() == source + FIXED
+
+
 def test_pyproject_holds_the_settings_of_a_project(here: Here) -> None:
     write(here, "a.py", CLIPS)
     write(here, "made/b.py", CLIPS)
