@@ -25,7 +25,7 @@ ABANDONED = 60.0
 def staged_file(path: Path, content: bytes) -> Iterator[Path]:
     """The name of a temporary file with ``content`` in the folder of ``path``; gone afterwards, as are abandoned ones.
 
-    It has the permissions of ``path``; where that is not there yet, those of any new file.
+    It has the permissions of ``path``; where no file is there, or a link to one, those of any new file.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full; it names ``path``.
@@ -41,7 +41,7 @@ def staged_file(path: Path, content: bytes) -> Iterator[Path]:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
         with _held(temporary):
-            if path.exists():
+            if path.is_file() and not path.is_symlink():
                 shutil.copymode(path, temporary)
             yield temporary
     finally:
@@ -124,6 +124,18 @@ def replace_file(path: Path, content: bytes) -> None:
         return
     with staged_file(target, content) as temporary:
         put(temporary, target)
+
+
+def replace_name(path: Path, content: bytes) -> None:
+    """As :func:`replace_file`, but whatever ``path`` names is let go: a link, and what it leads to stays as it was.
+
+    For a name that no user has chosen: others may have put a link there, which is not to be written through.
+
+    Raises:
+        OSError: it cannot be written, or is a folder; what was there is as it was.
+    """
+    with staged_file(path, content) as temporary:
+        os.replace(temporary, path)
 
 
 def put(temporary: Path, target: Path) -> None:

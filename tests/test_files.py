@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from ampdbg import files
-from ampdbg.files import read_file, replace_file, staged_file, temporary_folder
+from ampdbg.files import read_file, replace_file, replace_name, staged_file, temporary_folder
 
 posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
 
@@ -35,6 +35,23 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     replace_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@posix
+@pytest.mark.parametrize("link", ["link", "dangling", "hard", "pipe"])
+def test_a_name_that_no_user_has_chosen_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, link: str) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(0o750)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "dangling").symlink_to("none")
+    os.link(tmp_path / "file", tmp_path / "hard")
+    os.mkfifo(tmp_path / "pipe")
+    replace_name(tmp_path / link, b"new")
+    assert ((tmp_path / link).is_symlink(), (tmp_path / link).read_bytes()) == (False, b"new")
+    assert ((tmp_path / "file").read_text(), (tmp_path / "none").exists()) == ("old", False)
+    if link != "hard":
+        (tmp_path / "touched").touch()
+        assert (tmp_path / link).stat().st_mode == (tmp_path / "touched").stat().st_mode
 
 
 @posix

@@ -16,7 +16,7 @@ from typing import TextIO
 from ampdbg.errors import AmpdbgError, RecordError
 from ampdbg.files import replace_file
 from ampdbg.given import Given
-from ampdbg.record.file import LATEST, add_record, write_atomically, write_record
+from ampdbg.record.file import add_record, write_atomically, write_latest, write_record
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Order, Typed
@@ -192,7 +192,7 @@ def save(record: Record, asked_for: Path | None) -> Saved:
         return Saved(None, failure=error if asked_for is not None else None)
     try:
         if record.script is None or record.script.rank == 0:
-            write_record(record, LATEST)
+            write_latest(record)
     except RecordError as error:
         say(f"warning: {error}; the record of this run is {path}")
     return Saved(path, _handed_over(record, path))

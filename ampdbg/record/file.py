@@ -9,13 +9,14 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.errors import RecordError
-from ampdbg.files import read_file, replace_file
+from ampdbg.files import read_file, replace_file, replace_name
 from ampdbg.quantities import dotted, shown
 from ampdbg.record.run import READABLE_VERSIONS, RECORD_FORMAT, RECORD_VERSION, Record
 
@@ -117,9 +118,13 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         RecordError: it cannot be written; the message names it.
     """
+    _written(replace_file, path, text)
+
+
+def _written(write: Callable[[Path, bytes], None], path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode("utf-8"))
+        write(path, text.encode("utf-8"))
     except OSError as error:
         raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from None
 
@@ -142,6 +147,15 @@ def add_record(record: Record) -> Path:
         raise
     keep_out_of_git(Path())
     return path
+
+
+def write_latest(record: Record) -> None:
+    """Writes the record as the latest; a link that is there is replaced, not what it leads to.
+
+    Raises:
+        RecordError: it cannot be written.
+    """
+    _written(replace_name, LATEST, to_json(record))
 
 
 def of_rank(name: str, rank: int) -> str:
@@ -198,9 +212,9 @@ def _reserved(path: Path) -> Path:
 def keep_out_of_git(beside: Path) -> None:
     """Records are results, not sources: the folder ignores itself, as pytest's and ruff's caches do."""
     marker = beside / FOLDER / ".gitignore"
-    if not marker.exists():
+    if not os.path.lexists(marker):  # nor is a link there that leads nowhere
         with contextlib.suppress(RecordError):
-            write_atomically(marker, "# Made by ampdbg.\n*\n")
+            _written(replace_name, marker, "# Made by ampdbg.\n*\n")
 
 
 # JSON

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import signal
 import sys
@@ -232,6 +233,29 @@ def test_where_only_the_latest_cannot_be_written_the_record_is_named(here: Here,
     assert f"Record: {name}\n" in result.stdout
     assert "warning: .ampdbg/latest.json: cannot be written: " in result.stderr
     assert f"; the record of this run is {name}" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "pipe"])
+def test_the_latest_takes_the_place_of_a_link_and_not_of_what_it_leads_to(
+    here: Here, returns: Returns, kind: str
+) -> None:
+    returns(healthy())
+    Path("precious.txt").write_text("mine", encoding="utf-8")
+    latest, marker = Path(".ampdbg/latest.json"), Path(".ampdbg/.gitignore")
+    latest.parent.mkdir()
+    marker.symlink_to("../made.txt")
+    if kind == "symlink":
+        latest.symlink_to("../precious.txt")
+    elif kind == "hard link":
+        os.link("precious.txt", latest)
+    else:
+        os.mkfifo(latest)
+    result = here("scan", "c.yaml", "--quiet")
+    assert (result.code, "warning" in result.stderr) == (0, False)
+    assert Path("precious.txt").read_text(encoding="utf-8") == "mine"
+    assert (latest.is_symlink(), read_record(latest)) == (False, healthy())
+    assert (marker.is_symlink(), Path("made.txt").exists()) == (True, False)
 
 
 def test_an_interrupted_run_is_written_and_shown(here: Here, returns: Returns) -> None:
