@@ -110,6 +110,19 @@ def _opened_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
+def obstacle(path: Path) -> str:
+    """What is there that no file can be written over, and "" where one can be.
+
+    A pipe would wait for its reader. A device is written to, and the pipe that is stdout: its path leads nowhere.
+    """
+    real = os.path.realpath(path)
+    if os.path.islink(real):
+        return "a link that leads to itself"
+    if not os.path.exists(real) or os.path.isfile(real) or Path(real).is_char_device():
+        return ""
+    return "a pipe" if Path(real).is_fifo() else "a folder" if os.path.isdir(real) else "no file"
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Makes ``path`` hold ``content`` in one step: a reader sees the old file or the whole new one.
 
@@ -119,6 +132,8 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: it cannot be written; a file is as it was.
     """
     target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if path.exists() and not path.is_file():  # the path of a pipe that is stdout leads nowhere once it is resolved
         path.write_bytes(content)
         return

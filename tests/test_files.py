@@ -38,6 +38,16 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
 
 
 @posix
+def test_links_that_lead_in_a_circle_are_told_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links") as raised:
+        replace_file(tmp_path / "one", b"new")
+    assert raised.value.filename == str(tmp_path / "one")
+    assert {item.name: item.is_symlink() for item in tmp_path.iterdir()} == {"one": True, "two": True}
+
+
+@posix
 @pytest.mark.parametrize("link", ["link", "dangling", "hard", "pipe"])
 def test_a_name_that_no_user_has_chosen_is_replaced_and_what_it_leads_to_stays(tmp_path: Path, link: str) -> None:
     (tmp_path / "file").write_text("old")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ampdbg.errors import AmpdbgError, ConfigError
+from ampdbg.files import obstacle
 from ampdbg.given import Changes
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
@@ -56,9 +57,9 @@ def check_place(option: str, path: Path, content: Content, **others: Path | None
     Raises:
         ConfigError: it is such a place.
     """
+    if what_is_there := obstacle(path):
+        raise ConfigError(f"{option} {path} is {what_is_there}; allowed: a file, or /dev/stdout")
     real = Path(os.path.realpath(path))  # a pipe that is stdout has no path of its own
-    if os.path.exists(real) and real.is_fifo():
-        raise ConfigError(f"{option} {path} is a pipe; allowed: a file, or /dev/stdout")
     for what, other in others.items():
         if other is not None and real == Path(os.path.realpath(other)) and not path.is_char_device():
             is_what = f"is the file of the {what.replace('_', ' ')}"

@@ -224,6 +224,17 @@ def test_a_record_takes_the_place_of_a_record_and_of_nothing_else(here: Here, re
     assert here("scan", "c.yaml", "--record", "empty.json").code == 0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+@pytest.mark.parametrize("option", ["--record", "--html"])
+def test_links_that_lead_in_a_circle_are_refused_before_the_run(here: Here, returns: Returns, option: str) -> None:
+    called = returns(healthy())
+    Path("one").symlink_to("two")
+    Path("two").symlink_to("one")
+    result = here("scan", "c.yaml", option, "one")
+    assert (result.code, result.stdout, called) == (2, "", {})
+    assert result.stderr == f"error: {option} one is a link that leads to itself; allowed: a file, or /dev/stdout\n"
+
+
 def test_where_only_the_latest_cannot_be_written_the_record_is_named(here: Here, returns: Returns) -> None:
     returns(healthy())
     Path(".ampdbg/latest.json").mkdir(parents=True)
