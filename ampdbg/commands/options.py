@@ -18,10 +18,11 @@ import typer
 from ampdbg.errors import AmpdbgError, ConfigError
 from ampdbg.files import obstacle
 from ampdbg.given import Changes
+from ampdbg.record.log import is_free_for_log
 from ampdbg.record.pins import Strategy
 from ampdbg.record.run import RECORD_FORMAT
 
-Content = Literal["record", "page", "html", "markdown", "sarif", "diff", "module", "yaml", "json"]
+Content = Literal["record", "page", "html", "markdown", "sarif", "diff", "module", "yaml", "json", "log"]
 
 _BEGINS: Mapping[Content, bytes] = {
     "page": "(✓|✗|\\?|!) ".encode(),
@@ -42,6 +43,7 @@ _CALLED: Mapping[Content, str] = {
     "html": "HTML page",
     "markdown": "report in Markdown",
     "sarif": "SARIF log",
+    "log": "log of a run",
 }
 
 
@@ -73,6 +75,8 @@ def _is_free(path: Path, content: Content) -> bool:
     """Whether nothing is there but what an option that writes such ``content`` has written."""
     if not os.path.isfile(path):
         return True
+    if content == "log":
+        return is_free_for_log(path)
     try:
         there = path.read_bytes()
         if not there or content in _BEGINS:

@@ -90,7 +90,11 @@ def command(
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    options.check_page(html, record=record, script=None if is_module else Path(script))
+    from ampdbg.script.launch import launched_as
+
+    launched_rank = launched_as()[0]
+    own_files = (_of_rank(path, launched_rank) for path in (record, html, log))
+    _check_places(*own_files, script=None if is_module else Path(script))
     command_typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
 
     def tell(seen: Record) -> None:
@@ -109,8 +113,6 @@ def command(
 
     if not watch:
         return api.run_unwatched(script, arguments or (), is_module=is_module, emulate=emulate)
-    from ampdbg.script.launch import launched_as
-
     observer = _Said(stderr, is_quiet=quiet)
     try:
         seen = api.run(
@@ -123,7 +125,7 @@ def command(
                 max_captures,
                 _bytes(max_capture_size),
                 investigate,
-                _of_rank(log or (record and record.with_suffix(".jsonl")), launched_as()[0]),
+                _of_rank(log or _log_beside(record), launched_rank),
                 trend,
                 capture_step,
             ),
@@ -154,6 +156,26 @@ def _rank(seen: Record) -> int:
 def _of_rank(path: Path | None, rank: int) -> Path | None:
     """The file of this process, where several are given the same name."""
     return path and path.with_name(f"{of_rank(path.stem, rank)}{path.suffix}")
+
+
+def _log_beside(record: Path | None) -> Path | None:
+    """Where the log goes that nobody has named; None for the folder of records, as beside a device."""
+    if record is None or record.suffix == ".jsonl" or (record.exists() and not record.is_file()):
+        return None
+    return record.with_suffix(".jsonl")
+
+
+def _check_places(record: Path | None, html: Path | None, log: Path | None, *, script: Path | None) -> None:
+    """Refuses to write over what the user has, before the script starts.
+
+    Raises:
+        ConfigError: something of the user's is there.
+    """
+    if record is not None:
+        options.check_place("--record", record, "record")
+    options.check_page(html, record=record, script=script)
+    if log is not None:
+        options.check_place("--log", log, "log", record=record, page=html, script=script)
 
 
 def _tell_of(seen: Record, typed: Typed) -> None:

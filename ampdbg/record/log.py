@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampdbg.errors import RecordError
-from ampdbg.files import read_file, replace_file
+from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, checked, keep_out_of_git, path_in_folder, strict
 from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
@@ -48,7 +49,8 @@ class RunLog:
     """The log of one run while it goes on. It begins with the first step; what cannot be written costs a warning.
 
     Args:
-        path: of the file, which is written over; None for one of the command's in the folder of records.
+        path: of the file; a log that is there is written over, and nothing else is. None for one of the command's in
+            the folder of records.
         command: the name of the command.
         warn: called once, with what has failed.
         is_kept: else nothing is written.
@@ -148,6 +150,7 @@ class RunLog:
             keep_out_of_git(self._folder)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _check_place(path)
         self._path = path
         with path.open("wb" if path.is_file() or not path.exists() else "ab") as file:
             file.write(_head())
@@ -204,7 +207,27 @@ def _adapters() -> Mapping[str, TypeAdapter[Any]]:
     return {"step": TypeAdapter(Step), "investigation": TypeAdapter(Investigation), "record": TypeAdapter(Record)}
 
 
+def _check_place(path: Path) -> None:
+    """Looks again where it is opened: the script may have made the file, or nobody has named it.
+
+    Raises:
+        RecordError: it is something of the user's.
+    """
+    if what_is_there := obstacle(path):
+        raise RecordError(f"it is {what_is_there}; --log FILE names another file")
+    if not is_free_for_log(path):
+        raise RecordError("it holds no log, and would be overwritten; --log FILE names another file")
+
+
+def is_free_for_log(path: Path) -> bool:
+    """Whether no file is there, an empty one, or a log."""
+    return not os.path.isfile(path) or os.path.getsize(path) == 0 or is_log(path)
+
+
 # Read back
+
+
+_BEGINS = re.compile(rb'\s*\{\s*"format"\s*:\s*"%b"' % re.escape(LOG_FORMAT).encode())
 
 
 def is_log(path: Path) -> bool:
@@ -213,7 +236,7 @@ def is_log(path: Path) -> bool:
         if not path.is_file():  # a pipe would wait for its writer
             return False
         with path.open("rb") as file:
-            return f'"{LOG_FORMAT}"'.encode() in file.readline(200)
+            return _BEGINS.match(file.readline(200)) is not None
     except OSError:
         return False
 

@@ -209,6 +209,40 @@ def test_a_place_that_cannot_be_written_is_one_warning(tmp_path: Path, place: st
     assert warning.endswith("; the run does")
 
 
+MINE = ("import csv\n", '"ampdbg.log"\n', '{"format": "ampdbg.record"}')
+
+
+@pytest.mark.parametrize("text", MINE)
+def test_what_the_user_has_there_stays(tmp_path: Path, text: str) -> None:
+    path, said = tmp_path / "run.jsonl", list[str]()
+    path.write_text(text)
+    log = log_of(path, said.append)
+    log.step(step(0))
+    log.end(replace(GOING_ON, steps=(step(0),)))
+    told = "it holds no log, and would be overwritten; --log FILE names another file"
+    assert said == [f"the log goes no further: {path}: {told}; the run does"]
+    assert path.read_text() == text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path, said = tmp_path / "run.jsonl", list[str]()
+    os.mkfifo(path)
+    log_of(path, said.append).step(step(0))
+    told = "it is a pipe; --log FILE names another file"
+    assert said == [f"the log goes no further: {path}: {told}; the run does"]
+
+
+@pytest.mark.parametrize("there", ["", '{"format": "ampdbg.log", "version": 9}\nx'])
+def test_an_empty_file_and_a_log_are_written_over(tmp_path: Path, there: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(there)
+    log = log_of(path)
+    log.step(step(0))
+    log.end(replace(GOING_ON, steps=(step(0),)))
+    assert read_log(path).steps == (step(0),)
+
+
 def test_a_disk_that_is_full_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     log = log_of(tmp_path / "run.jsonl", said.append)
@@ -272,5 +306,7 @@ def test_a_damaged_log_is_refused_in_one_message(tmp_path: Path, lines: list[str
 def test_another_file_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text('{"format": "ampdbg.record"}')
     assert not is_log(tmp_path / "r.json")
+    (tmp_path / "train.py").write_text('log = "ampdbg.log"')
+    assert not is_log(tmp_path / "train.py")
     assert not is_log(tmp_path)
     assert not is_log(tmp_path / "none")

@@ -112,6 +112,70 @@ def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Pa
     assert read_record(tmp_path / "r.json").steps_run == 4
 
 
+def test_a_log_takes_the_place_of_a_log_and_of_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "notes.csv").write_text("a,b\n")
+    for name in ("notes.csv", "train.py"):
+        before = (tmp_path / name).read_bytes()
+        refused = start(tmp_path, "run", "--emulate", f"--log={name}", "train.py", "1", "2")
+        assert (refused.code, refused.stdout, (tmp_path / name).read_bytes()) == (2, "", before)
+        assert refused.stderr.startswith(f"error: --log {name} ")
+        assert "would be overwritten; name another file" in refused.stderr
+    for _ in range(2):
+        done = start(tmp_path, "run", "--emulate", "--record=r.json", "--log=run.log", "train.py", "1", "2")
+        assert (done.code, "warning" in done.stderr) == (0, False)
+        assert read_log(tmp_path / "run.log").steps_run == 2
+    same = start(tmp_path, "run", "--record=new", "--log=new", "train.py", "1", "2")
+    assert same.stderr == "error: --log new is the file of the record, and would be overwritten; name another file\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no named pipes in folders, and links need a privilege")
+def test_a_log_is_not_written_through_a_link_nor_into_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "link.log").symlink_to("train.py")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    for name, told in {
+        "link.log": "is the file of the script, and would be overwritten; name another file",
+        "pipe": "is a pipe; allowed: a file, or /dev/stdout",
+        "circle": "is a link that leads to itself; allowed: a file, or /dev/stdout",
+    }.items():
+        refused = start(tmp_path, "run", "--emulate", "--log", name, "train.py", "1", "2")
+        assert (refused.code, refused.stdout) == (2, "")
+        assert refused.stderr == f"error: --log {name} {told}\n"
+    assert (tmp_path / "train.py").read_text() == scripts.PLAIN
+
+
+def test_each_of_several_processes_looks_at_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "x-rank-1.log").write_text("mine")
+    for option in ("--log", "--record", "--html"):
+        arguments = ("run", "--emulate", option, "x.log", "train.py", "1", "2")
+        refused = start(tmp_path, *arguments, RANK="1", WORLD_SIZE="2")
+        assert (refused.code, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"error: {option} x-rank-1.log holds no ")
+    assert (tmp_path / "x-rank-1.log").read_text() == "mine"
+
+
+def test_a_log_that_nobody_has_named_is_written_over_nothing_either(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    (tmp_path / "r.jsonl").write_text('{"mine": 1}\n')
+    done = start(tmp_path, "run", "--emulate", "--record=r.json", "train.py", "1", "2")
+    assert (done.code, done.stderr.count("warning: the log goes no further: ")) == (0, 1)
+    assert "it holds no log, and would be overwritten" in " ".join(done.stderr.split())
+    assert (tmp_path / "r.jsonl").read_text() == '{"mine": 1}\n'
+    assert read_record(tmp_path / "r.json").steps_run == 2
+
+
+@pytest.mark.parametrize("record", ["r.jsonl", os.devnull])
+def test_the_log_of_a_record_without_a_name_for_one_is_in_the_folder(tmp_path: Path, record: str) -> None:
+    (tmp_path / "train.py").write_text(scripts.PLAIN)
+    for _ in range(2):
+        done = start(tmp_path, "run", "--emulate", "--record", record, "train.py", "1", "2")
+        assert (done.code, "warning" in done.stderr) == (0, False)
+    assert len([*(tmp_path / ".ampdbg").glob("*-run*.jsonl")]) == 2
+
+
 def test_a_log_that_is_damaged_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text('{"format": "ampdbg.log", "version": 1}\n{"step": 3}\n')
     result = start(tmp_path, "report", "run.jsonl")
