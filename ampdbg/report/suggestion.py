@@ -139,10 +139,12 @@ def headline(record: Record, handed: Handover) -> Headline:
 def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:
     """What to type next."""
     proof, search = record.verification, record.search
-    if proof is not None and not proof.passed:
-        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     strategy = f" --strategy {search.strategy}" if search is not None and search.strategy != "guided" else ""
     again = f"ampdbg suggest-fp32 {typed.config}{strategy}"
+    if proof is not None and not proof.passed:
+        if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
+            return NextCommand("have the same modules pinned by name", f"{again} --format module")
+        return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     if content(record) is None:
         if not handover.names and not handover.files:
             return None

@@ -448,6 +448,13 @@ def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here,
     assert result.stderr.rstrip().endswith("ampdbg bisect config.yaml --strategy ddmin")
 
 
+def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_name(here: Here, fake: Fake) -> None:
+    fake(record=replace(proven(), verification=FAILED), refused=("main.py: where it makes its model is not known",))
+    result = here("suggest-fp32", "config.yaml")
+    assert result.code == 1
+    assert result.stderr.rstrip().endswith("ampdbg suggest-fp32 config.yaml --format module")
+
+
 def test_an_interrupt_hands_nothing_over(here: Here, fake: Fake) -> None:
     fake(record=search_interrupted())
     result = here("suggest-fp32", "config.yaml")
