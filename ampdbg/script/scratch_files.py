@@ -2,7 +2,8 @@
 
 A script that has trained all night has left its log and its checkpoints, and may be training on; started again for a
 captured step it would begin them anew. What Python or torch opens for writing, removes or renames, and what was there
-before, stays as it is. New files are made where they belong. What a library writes from C is not seen.
+before, stays as it is. New files are made where they belong. What a library writes from C, or another
+process, is not seen.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def scratch_files(folder: Path) -> Iterator[None]:
             (os, "open", files.opening_a_descriptor),
             (os, "truncate", files.writing("path", 0)),
             (os, "chmod", files.writing("path", 0)),
+            (os, "utime", files.writing("path", 0)),
             (os, "remove", files.removing),
             (os, "unlink", files.removing),
             (os, "symlink", files.linking),
@@ -95,7 +97,7 @@ class _ScratchFiles:
                 path = _from(kwargs, path)
                 if flags & CREATES_ONLY == CREATES_ONLY:
                     path = self._to_make(path)
-                elif flags & WRITES:
+                elif flags & (WRITES | os.O_TRUNC):
                     path = self._to_write(path, is_kept=not flags & os.O_TRUNC)
                 else:
                     path = self._to_read(path)
@@ -164,6 +166,9 @@ class _ScratchFiles:
                 to = os.path.join(self._folder, f"{len(self._moved)}-{os.path.basename(real)}.d")
                 (shutil.copytree if is_kept else shutil.move)(self._as_it_is(src), to)
                 self._moved[real] = to
+                return
+            if is_kept and real is not None and os.path.isdir(self._as_it_is(src)) and not os.path.lexists(real):
+                self._moved[real] = os.path.realpath(self._as_it_is(src))
                 return
             to = self._to_write(dst, is_kept=False)
             if not is_kept:

@@ -118,6 +118,9 @@ WAYS = {
     "locked": "os.chmod('a.txt', 0)",
     "rotated with its folder": "os.mkdir('new')\nopen('new/b', 'w').write('new')\nshutil.rmtree('d')\n"
     "os.rename('new', 'd')\nassert open('d/b').read() == 'new'\nopen('d/c', 'w').write('more')",
+    "emptied by a descriptor that reads": "os.open('a.txt', os.O_RDONLY | os.O_TRUNC)",
+    "with its folder under a new name": "os.rename('d', 'old')\nassert open('old/b').read() == 'old'\n"
+    "open('old/b', 'w').write('new')\nassert open('old/b').read() == 'new'",
     "truncated": "os.truncate('a.txt', 1)\nassert open('a.txt').read() == 'o'",
     "replaced": "open('t', 'w').write('new')\nos.replace('t', 'a.txt')\nassert open('a.txt').read() == 'new'",
     "removed": "os.remove('a.txt')",
