@@ -87,6 +87,8 @@ class Models:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model inside the wrappers of DistributedDataParallel, torch.compile and their like."""
+    if isinstance(module, torch.jit.ScriptModule):  # none of them, and its children are no dict
+        return module
     name = next(iter(module._modules), "")
     inner = module._modules.get(name)
     if inner is None or name not in WRAPPERS or any(other is not inner for other in module._modules.values()):

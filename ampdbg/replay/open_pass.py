@@ -320,7 +320,7 @@ def _hands_on(module: torch.nn.Module) -> bool:
     """Whether a call is that of the model inside, and not to be made again itself: it readies DistributedDataParallel
     for a backward pass, and where none follows the next call raises."""
     held = module._modules
-    return _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in held.keys() & WRAPPERS)
+    return _is_of_ddp(module) or any(_is_of_ddp(held[name]) for name in WRAPPERS if name in held)
 
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:

@@ -115,7 +115,7 @@ class PassBuffers:
         state = ModelState.now(model)
         buffers = dict(state.buffers)
         for name, module in model.named_modules():
-            for key in module._buffers:
+            for key, _ in module.named_buffers(recurse=False, remove_duplicate=False):
                 before = self._before.get((id(module), key))
                 if before is None or (before.copy is None and not before.is_written):
                     continue
@@ -140,6 +140,10 @@ class PassBuffers:
         known, slots = self._slots.get(id(module), (None, []))
         if known is None or known() is not module:
             inner = [one for one in module.modules() if is_computed_with(one)]
-            slots = [(weakref.ref(one), key) for one in inner for key in one._buffers]
+            slots = [
+                (weakref.ref(one), key)
+                for one in inner
+                for key, _ in one.named_buffers(recurse=False, remove_duplicate=False)
+            ]
             self._slots[id(module)] = weakref.ref(module), slots
         return slots

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.jit._fuser import optimized_execution
 
 from ampdbg.config.schema import Config
 from ampdbg.environment import choose_device, is_emulated
@@ -60,6 +61,8 @@ def prepared(config: Config) -> Iterator[Run]:
         if is_emulated(config, device):
             stack.enter_context(cuda_on_cpu())
         workload, mode = build_workload(config, device), mode_of(config.precision, device)
+        # TorchScript's optimizer writes the dtypes of autocast into the code: those of one replay into all that follow.
+        stack.enter_context(optimized_execution(False))
         stack.enter_context(mode.converted(workload.model))
         stack.enter_context(mode.pinned(workload.model, config.precision.pins))
         if config.checkpoint and config.precision.has_half_weights and mode.updates_half_weights():

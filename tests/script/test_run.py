@@ -47,6 +47,36 @@ def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
     assert "Healthy" in result.stderr
 
 
+SCRIPTED = """\
+import sys, warnings
+import torch
+from torch import nn
+
+warnings.simplefilter("ignore")
+net = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+with torch.no_grad():
+    for parameter in net.parameters():
+        parameter.mul_(float(sys.argv[1]))
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda")
+for step in range(3):
+    x = torch.ones(4, 8)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(x.cuda()).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(("gain", "code"), [("1", 0), ("2000", 1)])
+def test_a_model_that_is_scripted_as_a_whole_runs_as_it_would(gain: str, code: int, tmp_path: Path) -> None:
+    result, record = run(tmp_path, SCRIPTED, gain)
+    assert (result.code, result.stdout, record.steps_run) == (code, "done\n", 3)
+    assert [finding.code for finding in record.findings] == ["forward-overflow"] * code
+
+
 def test_an_overflow_is_named_by_module_op_and_line(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.PLAIN, "400", "8")
     found = record.findings[0]

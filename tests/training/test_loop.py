@@ -42,6 +42,16 @@ def compiled():
     net.unused = torch.jit.script(net.unused)
     return net
 
+class Loud(Net):
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)) * 60000 * 60000).squeeze(-1)
+
+def scripted(kind=Net):
+    return torch.jit.script(kind())
+
+def loud():
+    return scripted(Loud)
+
 def data(bad=-1):
     generator = torch.Generator().manual_seed(3)
     batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(5)]
@@ -126,6 +136,18 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     assert all(
         step.grad_norm is not None and math.isfinite(step.grad_norm) for step in record.steps if not step.skipped
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path: Path) -> None:
+    scripted, precision = {"target": "work.py:scripted"}, {"level": level, "dtype": "bfloat16"}
+    whole = run(tmp_path, model=scripted, precision=precision, train={"steps": 2})
+    assert (whole.error, len(whole.steps)) == ("", 2)
+    assert whole.groups[:2] == ("body.weight", "body.bias")
+    assert whole.unseen.notes == ("module '' is scripted and cannot be watched inside",)
+    bad = run(tmp_path, model={"target": "work.py:loud"}, precision={"level": level}, train={"steps": 2})
+    assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
 
 
 def test_the_same_seed_gives_the_same_record(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ class HalfModel(PrecisionMode):
                     self._lower(tensor, name)
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()
-        hooks = (
-            model.register_forward_pre_hook(self._inputs, with_kwargs=True),
-            model.register_forward_hook(lambda module, inputs, output: cast(output, torch.float32)),
+        hooks = (  # a scripted module refuses them for itself, and calls those that it is given in this way
+            torch.nn.Module.register_forward_pre_hook(model, self._inputs, with_kwargs=True),
+            torch.nn.Module.register_forward_hook(model, lambda module, inputs, output: cast(output, torch.float32)),
         )
         try:
             yield
