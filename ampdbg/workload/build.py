@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit._trace import TopLevelTracedModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -137,7 +138,7 @@ def _model(found: Found) -> nn.Module:
         raise found.refuse(f"is {a(found.value)}; needed: an nn.Module class, factory or instance")
     if not isinstance(model, nn.Module):
         raise found.refuse(f"returned {a(model)}; needed: an nn.Module")
-    problem = _why_untrainable(model)
+    problem = _why_unusable(model) or _why_untrainable(model)
     if problem:
         raise found.refuse(f"gave a {type(model).__name__} {problem}")
     if not model.training:
@@ -146,23 +147,47 @@ def _model(found: Found) -> nn.Module:
     return model
 
 
-def _modules_below(model: nn.Module) -> Iterator[nn.Module]:
-    """The model and all that is in it; ``modules()`` needs them whole and hashable."""
-    yield model
-    for inner in vars(model).get("_modules", {}).values():
+def _modules_below(
+    model: nn.Module, name: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The model and all that is in it, by name, and whether it stands in itself.
+
+    ``modules()`` needs them whole and hashable.
+    """
+    is_in_itself = any(model is outer for outer in around)
+    yield name, model, is_in_itself
+    held = {} if is_in_itself else getattr(model, "_modules", {})
+    for key, inner in held.items():
         if inner is not None:
-            yield from _modules_below(inner)
+            yield from _modules_below(inner, f"{name}.{key}".lstrip("."), (*around, model))
 
 
-def _why_untrainable(model: nn.Module) -> str | None:
-    modules = list(_modules_below(model))
-    bare = [type(module).__name__ for module in modules if "_parameters" not in vars(module)]
+def _why_unusable(model: nn.Module) -> str | None:
+    found = list(_modules_below(model))
+    endless = [name for name, _, is_in_itself in found if is_in_itself]
+    if endless:
+        return (
+            f"with a module inside of itself: {listed(endless)}; torch's .to(), .train() and .state_dict() do not come "
+            "to an end on it: keep a parent where torch registers no module, as in a list: self.parent = [parent]"
+        )
+    bare = [type(module).__name__ for _, module, _ in found if not hasattr(module, "_parameters")]
     if bare:
         return f"with modules whose __init__ does not call super().__init__(): {listed(dict.fromkeys(bare))}"
-    unhashable = [type(module).__name__ for module in modules if type(module).__hash__ is None]
+    unhashable = [type(module).__name__ for _, module, _ in found if type(module).__hash__ is None]
     if unhashable:
         names = listed(dict.fromkeys(unhashable))
         return f"with modules that define __eq__ and no __hash__: {names}; add `__hash__ = nn.Module.__hash__`"
+    traced = [name for name, module, _ in found if isinstance(module, TopLevelTracedModule)]
+    if traced:
+        which = listed(name or "the model itself" for name in traced)
+        return (
+            f"with code from torch.jit.trace: {which}; torch does not run a traced module while its ops are watched: "
+            "give the module that it was traced from"
+        )
+    return None
+
+
+def _why_untrainable(model: nn.Module) -> str | None:
     parameters: list[tuple[str, Any]] = list(model.named_parameters())
     lazy = [name for name, parameter in parameters if is_lazy(parameter)]
     if lazy:

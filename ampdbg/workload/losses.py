@@ -128,6 +128,8 @@ def _why_no_loss(value: Any) -> str | None:
         return f"is {a(value)}; needed: a scalar tensor (.item() and float() cut it off from the model)"
     if value.layout is not torch.strided:
         return f"has the layout {str(value.layout)[6:]}; needed: a dense scalar, such as its .to_dense()"
+    if value.device.type == "meta":
+        return "is on the meta device, which holds no values; needed: a scalar of the device that the model is on"
     if value.numel() != 1:
         return f"has the shape {list(value.shape)}; needed: a scalar, such as its .mean()"
     if not value.is_floating_point():

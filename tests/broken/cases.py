@@ -254,6 +254,16 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     ),
 )
 
+TRACED = """\
+import warnings
+
+
+def traced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(Net(), torch.ones(8, 4))
+"""
+
 _STEP = "step: {target: workload.py:step}\n"
 
 BROKEN_WORKLOADS: tuple[Broken, ...] = (
@@ -299,6 +309,32 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         MODEL + DATA + "step: {target: workload.py:step}\n",
         ("the loss has the layout sparse_coo", ".to_dense()"),
         _workload("def step(model, batch):\n    return model(batch[0]).sum().to_sparse()\n"),
+    ),
+    Broken(
+        "a module inside of itself",
+        HEALTHY.replace("build_model", "Cycle"),
+        ("a Cycle with a module inside of itself: head.up; torch's .to(), .train()", "self.parent = [parent]"),
+        _workload(
+            "class Cycle(Net):\n    def __init__(self):\n        super().__init__()\n        self.head.up = self\n"
+        ),
+    ),
+    Broken(
+        "a traced model",
+        HEALTHY.replace("build_model", "traced"),
+        ("gave a TopLevelTracedModule with code from torch.jit.trace: the model itself", "give the module that it was"),
+        _workload(TRACED),
+    ),
+    Broken(
+        "a traced module in the model",
+        HEALTHY.replace("build_model", "around"),
+        ("gave a Sequential with code from torch.jit.trace: 1;", "give the module that it was traced from"),
+        _workload(TRACED + "\ndef around():\n    return nn.Sequential(nn.Linear(4, 4), traced())\n"),
+    ),
+    Broken(
+        "a loss on the meta device",
+        MODEL + DATA + _STEP,
+        ("workload.py:step: the loss is on the meta device, which holds no values",),
+        _workload("def step(model, batch):\n    return torch.zeros((), device='meta', requires_grad=True)\n"),
     ),
     Broken(
         "no such name in the package",
