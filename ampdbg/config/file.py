@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     document = _read(path)
     data = {} if document.data is None else document.data
-    places = {keys: Place(line, f"{path}:{line}") for keys, line in document.lines.items()}
+    places = _places(document, lambda line: Place(line, f"{path}:{line}"))
     mistakes = [
         Mistake(Place(line, f"{path}:{line}"), dotted(keys), f"given twice; the first is in line {first}")
         for keys, line, first in document.duplicates
@@ -150,15 +150,27 @@ def _override(data: dict[Any, Any], override: str, place: Place, places: dict[Ke
             above = dotted(path[:depth])
             return [f"{above} is {shown(inner)}, which has no keys; set {above} as a whole"]
     inner[path[-1]] = document.data
-    places.update({path + keys: place for keys in document.lines})
+    places.update({path + keys: found for keys, found in _places(document, lambda line: place).items()})
     return [f"{dotted(path + keys)} is given twice" for keys, _, _ in document.duplicates]
 
 
 class Place(NamedTuple):
-    """Where a key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``; mistakes are sorted by ``order``."""
+    """Where a key was given: ``"config.yaml:3"`` or ``"--set train.steps=9"``; mistakes are sorted by ``order``.
+
+    ``written`` is the key as it is written, where YAML reads no text in it; else "".
+    """
 
     order: int
     text: str
+    written: str = ""
+
+
+def _places(document: YamlDocument, place: Callable[[int], Place]) -> dict[KeyPath, Place]:
+    """The places of the keys of a document, each in the ``place`` of its line."""
+    found = {path: place(line) for path, line in document.lines.items()}
+    for path, key in document.written.items():
+        found.setdefault(path, found[(*path[:-1], key)]._replace(written=key or "null"))
+    return found
 
 
 # Other names of the formats, too far from the config's for difflib.
@@ -200,9 +212,15 @@ def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mis
     ordered = sorted(zip(paths, items, strict=True), key=lambda pair: place_of(pair[0], places).order)
     return [
         # Names that are near take a while to find.
-        Mistake(place_of(path, places), dotted(path), _explanation(path, item) if index < MOST_MISTAKES else "")
+        Mistake(place, dotted(_written(path, place)), _explanation(path, item, place) if index < MOST_MISTAKES else "")
         for index, (path, item) in enumerate(ordered)
+        for place in (place_of(path, places),)
     ]
+
+
+def _written(path: KeyPath, place: Place) -> KeyPath:
+    """The path of a key with its last part as it is written."""
+    return (*path[:-1], place.written) if place.written else path
 
 
 def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
@@ -215,7 +233,7 @@ def place_of(path: KeyPath, places: Mapping[KeyPath, Place]) -> Place:
     return places[path]
 
 
-def _explanation(path: KeyPath, item: Mapping[str, Any]) -> str:
+def _explanation(path: KeyPath, item: Mapping[str, Any], place: Place) -> str:
     """What is wrong at ``path``, and what is allowed there."""
     owner, field = _in_schema(path)
     kind, given = item["type"], shown(item["input"])
@@ -230,7 +248,9 @@ def _explanation(path: KeyPath, item: Mapping[str, Any]) -> str:
         return str(item["ctx"]["error"])
     if kind == "invalid_key" or item["loc"][-1] == "[key]":
         # YAML 1.1 reads on, off, yes and no as booleans, and dates and numbers as such.
-        return f"got {shown(path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
+        return (
+            f"got {place.written or shown(path[-1])} as a key; allowed: names that are strings (quote it if it is one)"
+        )
     if kind in ("model_type", "model_attributes_type"):
         is_target = section and issubclass(section, TargetSpec) and isinstance(item["input"], str)
         target = f", written as {dotted(path)}: {{target: {item['input']}}}" if is_target else ""

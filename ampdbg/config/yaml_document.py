@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -22,6 +22,7 @@ DEEPEST = 100
 KeyPath = tuple[object, ...]
 
 _FLOAT_TAG = "tag:yaml.org,2002:float"
+_NO_TEXT = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "timestamp", "binary"))
 _EXPONENT_FLOAT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 
 # What PyYAML says, and what the person who typed it needs to hear.
@@ -52,11 +53,16 @@ class YamlError(Exception):
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """Plain data, the line of every key path (the root's path is ``()``) and the keys given twice."""
+    """Plain data, the line of every key path (the root's path is ``()``) and the keys given twice.
+
+    ``lines`` has the keys as they are written. ``written`` has those that YAML reads as no text: by their paths with
+    what pydantic calls such a key in the last place, ``"None"`` for ``null``, they as they are written.
+    """
 
     data: Any
     lines: dict[KeyPath, int]
     duplicates: tuple[tuple[KeyPath, int, int], ...]
+    written: dict[KeyPath, str] = field(default_factory=dict)
 
 
 class _Loader(yaml.SafeLoader):
@@ -120,13 +126,14 @@ def read_yaml(text: str) -> YamlDocument:
             return YamlDocument(None, {(): 1}, ())
         _check_size(node, [], {})
         keys = list(_keys(node))  # before construction, which puts merged keys beside those that replace them
+        written = dict(_written(loader, node))
         data = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise _explained(error, text) from None
     except RecursionError:
         raise YamlError(1, "nested too deeply to be read") from None
     duplicates = tuple((path, line, first) for path, line, first in keys if first is not None)
-    return YamlDocument(data, {(): _line(node)} | {path: line for path, line, _ in keys}, duplicates)
+    return YamlDocument(data, {(): _line(node)} | {path: line for path, line, _ in keys}, duplicates, written)
 
 
 def _check_size(node: yaml.Node, above: list[yaml.Node], sizes: dict[int, int]) -> int:
@@ -159,6 +166,15 @@ def _keys(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, i
         if key:
             first.setdefault((key.tag, key.value), line)
         yield from _keys(value, here)
+
+
+def _written(loader: yaml.SafeLoader, node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """The ``written`` keys of a document."""
+    for key, value, here in _children(node, path):
+        if key and key.tag in _NO_TEXT:
+            made = loader.construct_object(key)
+            yield (*path, repr(int(made) if isinstance(made, bool) else made)), str(key.value)
+        yield from _written(loader, value, here)
 
 
 def _children(node: yaml.Node, path: KeyPath) -> Iterator[tuple[yaml.ScalarNode | None, yaml.Node, KeyPath]]:

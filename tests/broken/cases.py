@@ -158,6 +158,21 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
     ),
     Broken("number as key", HEALTHY + "7: seven\n", ("config.yaml:4", "got 7 as a key", "quote it")),
     Broken(
+        "nothing as a key",
+        HEALTHY + "null: 1\n",
+        ("config.yaml:4: null: got null as a key", "names that are strings (quote it"),
+    ),
+    Broken(
+        "words and numbers that YAML reads",
+        HEALTHY + "optimizer:\n  yes: 1\n  args: {0x10: 1, 1.50: 2, 2001-01-01: 3}\n",
+        (
+            "config.yaml:5: optimizer.yes: got yes as a key",
+            "config.yaml:6: optimizer.args.0x10: got 0x10 as a key",
+            "config.yaml:6: optimizer.args.1.50: got 1.50 as a key",
+            "config.yaml:6: optimizer.args.2001-01-01: got 2001-01-01 as a key",
+        ),
+    ),
+    Broken(
         "number as argument name",
         HEALTHY + "optimizer: {args: {1: 2}}\n",
         ("config.yaml:4: optimizer.args", "got 1 as a key", "quote it"),
