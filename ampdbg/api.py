@@ -51,7 +51,7 @@ def scan(
     At most ``replays`` unhealthy steps of each kind are replayed. An interrupt ends the run early: the record holds
     the steps before it, with ``interrupted`` set.
     """
-    checked = _given(config, changes).config
+    checked = _given(config, changes).run_by("scan")
     observer.start(checked.train.steps)
     from ampdbg.diagnosis.diagnose import diagnose
     from ampdbg.training.loop import train
@@ -249,12 +249,13 @@ def cost(
         memory: how large a batch fits into it at each level, by doubling: bytes, or text such as "16GiB".
     """
     given = _given(config, changes)
+    checked = given.run_by("cost")
     budget = byte_count(memory) if isinstance(memory, str) else memory
-    observer.start(given.config.train.steps)
+    observer.start(checked.train.steps)
     from ampdbg.costs.levels import compare
 
     pins = tuple(pin.name or EVERYTHING for pin in given.record.pins if pin.source is None) if given.record else ()
-    return compare(given.config, pins, budget, observer)
+    return compare(checked, pins, budget, observer)
 
 
 def suggest_fp32(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ampdbg.errors import ConfigError
 from ampdbg.record.file import CAPTURE_SUFFIX, CAPTURES, LARGEST_CAPTURE, MOST_CAPTURES, read_record
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, ScriptRun
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,6 +75,20 @@ class Given:
         pairs += [("--script", shlex.join(self.script))] if self.script else []
         return " ".join([self.name, *(f"{option} {shlex.quote(value)}" for option, value in pairs)])
 
+    def run_by(self, command: str) -> Config:
+        """The config, for a command that runs one.
+
+        Raises:
+            ConfigError: this is a capture, or the record of a script, and has none.
+        """
+        if self.capture is None:
+            return self.config
+        if self.name == _quoted(self.capture):
+            what, show = "a capture, which is one step of a script", f"run the step again: ampdbg replay {self.name}"
+        else:
+            what, show = "the record of a script", f"show it: ampdbg report {self.name}"
+        raise ConfigError(f"{self.name}: it is {what}, and ampdbg {command} runs a config; to {show}")
+
 
 def read_given(
     config: str | Path | None,
@@ -110,6 +124,8 @@ def read_given(
     captures = record.script.captures if record is not None and record.script is not None else ()
     if path.suffix == CAPTURE_SUFFIX or captures:
         return _of_capture(_quoted(path), Path(captures[0]) if captures else path, script, changes)
+    if record is not None and record.script is not None:
+        raise ConfigError(_no_capture(_quoted(path), record, record.script))
     if script:
         raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
@@ -128,6 +144,15 @@ def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Give
     from ampdbg.config.schema import Precision, config_of_script
 
     return Given(name, changes, config_of_script(Precision()), capture=capture, script=started)
+
+
+def _no_capture(name: str, record: Record, script: ScriptRun) -> str:
+    options = [*["--emulate"] * record.environment.emulated, *["-m"] * script.is_module]
+    started = shlex.join([*options, script.name, *script.arguments])
+    return (
+        f"{name}: it is the record of a script of which no step was captured, and there is nothing to run again; "
+        f"to show it: ampdbg report {name}; to run the script again: ampdbg run {started}"
+    )
 
 
 def _config(path: Path, record: Record | None, overrides: Sequence[str]) -> Config:

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -100,6 +101,11 @@ def read_record(path: Path) -> Record:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from None
     except RecordError as error:
+        if path.suffix == CAPTURE_SUFFIX:
+            raise RecordError(
+                f"{path}: no record but a capture, which is one step of a script; to run it again: "
+                f"ampdbg replay {shlex.quote(str(path))}"
+            ) from None
         raise RecordError(f"{path}: {error}") from None
 
 

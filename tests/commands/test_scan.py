@@ -22,9 +22,9 @@ from ampdbg.commands.output import save
 from ampdbg.errors import ConfigError, RecordError, UserCodeError
 from ampdbg.given import Given
 from ampdbg.record import file as record_file
-from ampdbg.record.file import from_json, read_record
+from ampdbg.record.file import from_json, read_record, write_record
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, ScriptRun
 from tests.commands.program import Here
 from tests.report.records import calibration, collapse, healthy, interrupted, overflow, skipped_step
 
@@ -312,6 +312,51 @@ config.yaml, with two lines:
   model: {target: "model.py:build_model"}
   data: {target: "model.py:build_data"}
 """
+
+
+OF_A_SCRIPT = replace(healthy(), command="run", script=ScriptRun("train.py", ("--lr", "1")), config={})
+
+
+@pytest.mark.parametrize("command", ["scan", "cost"])
+def test_a_capture_is_no_config(command: str, here: Here) -> None:
+    Path("my step.safetensors").write_bytes(b"")
+    result = here(command, "my step.safetensors")
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: 'my step.safetensors': it is a capture, which is one step of a script, and ampdbg {command} runs a "
+        "config; to run the step again: ampdbg replay 'my step.safetensors'\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["scan", "cost"])
+def test_the_record_of_a_script_is_no_config(command: str, here: Here) -> None:
+    Path("step.safetensors").write_bytes(b"")
+    captured = replace(OF_A_SCRIPT, script=ScriptRun("train.py", captures=("step.safetensors",)))
+    write_record(captured, Path("r.json"))
+    result = here(command, "r.json")
+    assert (result.code, result.stdout) == (2, "")
+    assert f"error: r.json: it is the record of a script, and ampdbg {command} runs a config" in result.stderr
+    assert result.stderr.endswith("to show it: ampdbg report r.json\n")
+
+
+@pytest.mark.parametrize("command", ["scan", "cost", "ranges", "bisect", "suggest-fp32", "replay"])
+def test_of_a_script_without_a_capture_there_is_nothing_to_run_again(command: str, here: Here) -> None:
+    write_record(OF_A_SCRIPT, Path("r.json"))
+    result = here(command, "r.json")
+    assert (result.code, result.stdout) == (2, "")
+    assert "error: r.json: it is the record of a script of which no step was captured" in result.stderr
+    assert result.stderr.endswith("to run the script again: ampdbg run --emulate train.py --lr 1\n")
+
+
+@pytest.mark.parametrize("typed", [("report", "a.safetensors"), ("compare", "a.safetensors", "a.safetensors")])
+def test_a_capture_is_no_record(typed: tuple[str, ...], here: Here) -> None:
+    Path("a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    result = here(*typed)
+    assert (result.code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: a.safetensors: no record but a capture, which is one step of a script; to run it again: "
+        "ampdbg replay a.safetensors\n"
+    )
 
 
 def test_a_config_error_is_one_message(here: Here, raises: Raises) -> None:
