@@ -7,6 +7,7 @@ reads it has the like of it at hand, from the same code that has run again.
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from ampdbg.errors import AmpdbgError
+from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.state import OBJECT, Kinds
 
@@ -276,6 +277,21 @@ def unpacked_random_state(packed: Any, unpacking: Unpacking) -> RandomState:
         if numpy is not None and now.numpy is not None:
             numpy = ("MT19937", numpy[0].numpy().astype("uint32"), *numpy[1:])
         devices = tuple(each.cpu() for each in devices) if len(devices) == len(now.devices) else now.devices
-        return RandomState(python, numpy if now.numpy is not None and numpy else now.numpy, cpu.cpu(), devices)
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise PackedError(f"damaged: its random state: {error}") from None
+        made = RandomState(python, numpy if now.numpy is not None and numpy else now.numpy, cpu.cpu(), devices)
+        _try_out(made, now)
+        return made
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        raise PackedError(f"damaged: its random state: {first_line(error)}") from None
+
+
+def _try_out(state: RandomState, now: RandomState) -> None:
+    """Gives the state to generators that nobody else uses: what is damaged raises here, and not in the script."""
+    random.Random().setstate(state.python)
+    if not isinstance(state.python[2], (float, type(None))):
+        raise TypeError(f"a {type(state.python[2]).__name__} in the place of a number that was drawn")
+    if state.numpy is not None and state.numpy is not now.numpy:
+        numpy.random.RandomState().set_state(state.numpy)
+    torch.Generator().set_state(state.cpu)
+    for one, own in zip(state.devices, now.devices, strict=True):
+        if (one.dtype, one.shape) != (own.dtype, own.shape):
+            raise ValueError(f"of a GPU it is {one.dtype} of {one.numel()}; needed: {own.dtype} of {own.numel()}")

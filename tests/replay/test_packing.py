@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import OrderedDict, UserDict, deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,3 +162,30 @@ def test_the_random_state_comes_back() -> None:
     unpacked_random_state(packed, Unpacking(load(save(packing.tensors)), CPU)).restore()
     assert torch.equal(torch.rand(3), drawn[0])
     assert numpy.array_equal(numpy.random.rand(3), drawn[1])
+
+
+def damaged_words(packing: Packing, state: list[Any]) -> None:
+    words = next(tensor for tensor in packing.tensors.values() if len(tensor) == 625)
+    words[7] = -1
+
+
+def damaged_torch(packing: Packing, state: list[Any]) -> None:
+    words = next(tensor for tensor in packing.tensors.values() if tensor.dtype is torch.uint8)
+    words.fill_(7)
+
+
+def damaged_gauss(packing: Packing, state: list[Any]) -> None:
+    state[0]["list"][2] = "often"
+
+
+@pytest.mark.parametrize("damage", [damaged_words, damaged_torch, damaged_gauss])
+def test_a_damaged_random_state_is_refused_before_it_is_used(
+    damage: Callable[[Packing, list[Any]], None],
+) -> None:
+    packing = Packing("value")
+    packed = json.loads(json.dumps(packed_random_state(RandomState.now(), packing)))
+    damage(packing, packed["list"])
+    before = RandomState.now()
+    with pytest.raises(PackedError, match=r"damaged: its random state: [^\n]+$"):
+        unpacked_random_state(packed, Unpacking(load(save(packing.tensors)), CPU))
+    assert (random.getstate(), torch.get_rng_state().tolist()) == (before.python, before.cpu.tolist())

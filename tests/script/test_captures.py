@@ -506,6 +506,14 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], P
     return write
 
 
+def damaged_python(capture: Path, to: Path) -> Path:
+    """A capture whose random state of Python holds a negative number."""
+    places, head, rest = header(capture)
+    words = head["random_state"]["list"][0]["list"][1]["tensor"]
+    begin = places[words]["data_offsets"][0]
+    return written(to, places, head, rest[:begin] + struct.pack("<q", -5) + rest[begin + 8 :])
+
+
 def given_to_first(head: dict[str, Any], value: Any) -> None:
     head["calls"][0]["given"] = value
 
@@ -538,6 +546,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     ),
     "a value of no kind": (changed(lambda head: given_to_first(head, [{"eval": "1"}, {}])), "a value of no kind"),
     "a tensor that is not there": (changed(lambda head: given_to_first(head, [{"tensor": "x"}, {}])), "damaged"),
+    "a negative word of the random state": (damaged_python, "its random state: can't convert negative value"),
     "a random state of text": (changed(lambda head: head.update(random_state="x")), "its random state"),
     "names to print": (
         changed(lambda head: head["start"].update(name="\x1b[31mred\u202e.py")),
@@ -551,6 +560,7 @@ STARTS_THE_SCRIPT = (
     "a call of another name",
     "a value of no kind",
     "a tensor that is not there",
+    "a negative word of the random state",
     "a random state of text",
 )
 """What is found out only where the script is started again, which takes long: the first stands for the others."""
