@@ -8,9 +8,6 @@ from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
 
-SAMPLED = frozenset({"misuse-no-scaler", "misuse-scaler-bfloat16"})
-"""Found in the graphs of some backward passes: in how many of them is not known."""
-
 
 def misuses(record: Record) -> Iterator[Finding]:
     """Misuses that corrupt the training: nothing that follows them says anything about precision."""
@@ -40,7 +37,7 @@ def _findings(record: Record) -> Iterator[Finding]:
         if found.code == reported or found.code not in CODES:
             continue
         code = CODES[found.code]
-        times = f" ({found.count} times)" if found.count > 1 and found.code not in SAMPLED else ""
+        times = f" ({found.count} times)" if found.count > 1 and code.is_counted else ""
         refused = f"; torch says: {found.raised}" if found.raised else ""
         yield finding_of(
             code.name,

@@ -33,6 +33,7 @@ class Code:
         remedy_at: by a part of the op's name, a remedy that fits that op better.
         remedy_near_one: what cures it where the line takes from 1 what is near it.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
+        is_counted: how often a misuse happens is known: not, where only some passes are looked into.
         harmless_share: a misuse in a smaller share of the steps is no more than information.
     """
 
@@ -58,6 +59,7 @@ class Code:
     severity: Severity = "error"
     phase: Phase | None = None
     message: str = ""
+    is_counted: bool = True
     harmless_share: float = 0.0
 
 

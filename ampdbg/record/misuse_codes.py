@@ -119,21 +119,27 @@ MISUSES = (
         "the code computes a penalty from gradients of the scaled loss without dividing them by the scale",
         "divide what torch.autograd.grad returns by scaler.get_scale() before the penalty, inside autocast",
     ),
-    _misuse(
-        "misuse-no-scaler",
-        SETUP,
-        "backward",
-        "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
-        "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
-        "warning",
+    replace(
+        _misuse(
+            "misuse-no-scaler",
+            SETUP,
+            "backward",
+            "the loss is computed in float16 and goes backward unscaled: gradients below 3e-8 become zero",
+            "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() with a torch.amp.GradScaler",
+            "warning",
+        ),
+        is_counted=False,
     ),
-    _misuse(
-        "misuse-scaler-bfloat16",
-        SETUP,
-        "backward",
-        "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
-        "leave the scaler out, or make it with enabled=False",
-        "warning",
+    replace(
+        _misuse(
+            "misuse-scaler-bfloat16",
+            SETUP,
+            "backward",
+            "the code scales a loss that is computed in bfloat16, whose range is float32's and needs no loss scale",
+            "leave the scaler out, or make it with enabled=False",
+            "warning",
+        ),
+        is_counted=False,
     ),
     _misuse(
         "misuse-half-parameters",
