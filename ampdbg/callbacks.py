@@ -61,7 +61,8 @@ def lightning_callback(captures: str | Path | None = CAPTURES) -> Any:
             self._watched = Watched(captures)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._watched.begin(pl_module, trainer.optimizers)
+            if trainer.optimizers:  # without one there is no step to watch
+                self._watched.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self._watched.end()

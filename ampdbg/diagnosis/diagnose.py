@@ -26,6 +26,7 @@ from ampdbg.diagnosis.trend import ahead
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.record.codes import CODES
+from ampdbg.record.file import check_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
 
@@ -54,7 +55,12 @@ ORDER_OF_DECISION: tuple[Family, ...] = (
 
 
 def diagnose(record: Record) -> Record:
-    """The record with its findings, the root cause first, and its verdict; nothing is run."""
+    """The record with its findings, the root cause first, and its verdict; nothing is run.
+
+    Raises:
+        TypeError: this is no record.
+    """
+    check_record(record, "diagnose(record)")
     faults: list[Finding] = []
     information: list[Finding] = []
     for family in ORDER_OF_DECISION:

@@ -62,9 +62,11 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
 
     Raises:
         WorkloadError: a pattern names no module, or a module is scripted and cannot be pinned.
+        TypeError: this is no model, or these are no names.
     """
+    named = _checked(model, patterns)
     modules = dict(model.named_modules())
-    whole, own = _named(patterns, modules)
+    whole, own = _named(named, modules)
     handle = PinHandle((*whole, *(name + OWN for name in own)))
     try:
         pinned_whole = frozenset(whole)
@@ -80,6 +82,22 @@ def pin_fp32(model: torch.nn.Module, patterns: Iterable[str], *, returns: torch.
         handle.remove()
         raise
     return handle
+
+
+def _checked(model: object, patterns: object) -> list[str]:
+    """The patterns, where the arguments of :func:`pin_fp32` are of the kinds that it takes."""
+    allowed = 'allowed: pin_fp32(model, ["blocks.2.attn", ...])'
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"got a {type(model).__name__} in the place of a Module; {allowed}")
+    if isinstance(patterns, str):
+        raise TypeError(f"got {patterns!r} in the place of a list of names; {allowed}; try: [{patterns!r}]")
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"got a {type(patterns).__name__} in the place of a list of names; {allowed}")
+    named = list(patterns)
+    for name in named:
+        if not isinstance(name, str):
+            raise TypeError(f"got a {type(name).__name__} in the place of a name of a module; {allowed}")
+    return named
 
 
 def _is_outermost(name: str, whole: Collection[str]) -> bool:

@@ -403,10 +403,12 @@ def watch(
         TypeError: these are no model and no optimizers.
     """
     several = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
     for given, kind in [(model, torch.nn.Module), *((optimizer, Optimizer) for optimizer in several)]:
         if not isinstance(given, kind):
-            allowed = "watch(model, optimizer) or watch(model, [optimizer, ...])"
             raise TypeError(f"got a {type(given).__name__} in the place of a {kind.__name__}; allowed: {allowed}")
+    if not several:
+        raise TypeError(f"got no optimizer, which is what makes a step; allowed: {allowed}")
     return Watch(model, [innermost(optimizer) for optimizer in several], on_step)
 
 

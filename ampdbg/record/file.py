@@ -109,12 +109,25 @@ def read_record(path: Path) -> Record:
         raise RecordError(f"{path}: {error}") from None
 
 
+def check_record(given: object, call: str) -> None:
+    """Refuses what was given to a function in the place of a record; ``call`` is how it is called.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(given, Record):
+        made = "ampdbg.scan and its like return one, and record() of a watch"
+        raise TypeError(f"got a {type(given).__name__} in the place of a Record; allowed: {call}; {made}")
+
+
 def write_record(record: Record, path: Path | str) -> None:
     """Writes the record to ``path`` atomically: a reader sees the old file or the whole new one.
 
     Raises:
         RecordError: the folder cannot be written or the disk is full; nothing is left half written.
+        TypeError: this is no record.
     """
+    check_record(record, "write_record(record, path)")
     write_atomically(Path(path), to_json(record))
 
 

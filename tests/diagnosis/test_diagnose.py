@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -385,3 +386,11 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     assert not found.findings or found.findings[0].root is None
     if "N" in pattern or "I" in pattern:
         assert found.verdict == "inconclusive"
+
+
+@pytest.mark.parametrize("wrong", [None, {}, "r.json"])
+def test_what_is_no_record_is_refused_by_its_kind(wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^got a \w+ in the place of a Record; allowed: diagnose\(record\); ampdbg.scan"
+    ):
+        diagnose(wrong)

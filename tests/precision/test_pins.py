@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +197,19 @@ def test_a_name_is_itself_before_it_is_a_pattern() -> None:
     model = nn.ModuleDict({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4), "a1": nn.Linear(4, 4)})
     assert pin_fp32(model, ["a[0]"]).modules == ("a[0]",)
     assert pin_fp32(model, ["a[1]", "a[0]:own"]).modules == ("a1", "a[0]:own")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((None, ["first"]), "got a NoneType in the place of a Module"),
+        ((Block(), None), "got a NoneType in the place of a list of names"),
+        ((Block(), ["first", None]), "got a NoneType in the place of a name of a module"),
+        ((Block(), "first"), "got 'first' in the place of a list of names"),
+    ],
+)
+def test_what_is_no_model_or_list_of_names_is_refused_by_its_kind(given: tuple[Any, Any], told: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        pin_fp32(*given)
+    assert str(raised.value).startswith(f'{told}; allowed: pin_fp32(model, ["blocks.2.attn", ...])')
+    assert "\n" not in str(raised.value)

@@ -734,6 +734,11 @@ def test_what_is_no_model_or_optimizer_is_refused_by_its_kind(given: tuple[Any, 
         watch(*given)
 
 
+def test_without_an_optimizer_there_is_nothing_to_watch() -> None:
+    with pytest.raises(TypeError, match=r"^got no optimizer, which is what makes a step; allowed: watch\(model, opt"):
+        watch(small_model(), [])
+
+
 def test_the_same_loop_may_be_watched_twice() -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -218,3 +218,12 @@ def test_an_interrupt_while_writing_leaves_nothing_half_written(
 def test_a_finding_is_complete_without_its_optional_parts() -> None:
     finding = Finding("unknown", "warning", 3, "backward", "one replay of three failed")
     assert (finding.source, finding.root, dict(finding.evidence)) == (None, None, {})
+
+
+def test_what_is_no_record_is_not_written(tmp_path: Path) -> None:
+    nothing: Any = None
+    with pytest.raises(
+        TypeError, match=r"^got a NoneType in the place of a Record; allowed: write_record\(record, path"
+    ):
+        write_record(nothing, tmp_path / "new" / "r.json")
+    assert [*tmp_path.iterdir()] == []
