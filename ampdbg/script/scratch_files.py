@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import io
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def beside(result: Path) -> Path:
 def scratch_files(folder: Path) -> Iterator[None]:
     """While this is entered, this process writes into ``folder`` what it would write over, and reads that again."""
     files = _ScratchFiles(folder)
+    paths = getattr(pathlib, "_normal_accessor", None)  # before Python 3.11 a Path has the functions from here
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
             (builtins, "open", files.opening),
@@ -56,13 +58,22 @@ def scratch_files(folder: Path) -> Iterator[None]:
             (os, "rmdir", files.removing_a_folder),
             (os, "mkdir", files.making_a_folder),
             (shutil, "rmtree", files.removing_a_folder),
+            (paths, "open", files.opening),
+            (paths, "chmod", files.writing("path", 0)),
+            (paths, "unlink", files.removing),
+            (paths, "symlink", files.linking),
+            (paths, "rename", files.renaming),
+            (paths, "replace", files.renaming),
+            (paths, "rmdir", files.removing_a_folder),
+            (paths, "mkdir", files.making_a_folder),
             (torch, "save", files.writing("f", 1)),
             (torch, "from_file", files.mapping),
             (torch.jit, "save", files.writing("f", 1)),
             (RecursiveScriptModule, "save", files.writing("f", 1)),
             (safetensors.torch, "save_file", files.writing("filename", 1)),
         ):
-            stack.enter_context(replaced(owner, name, replacement))
+            if owner is not None:
+                stack.enter_context(replaced(owner, name, replacement))
         yield
 
 
