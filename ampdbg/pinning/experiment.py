@@ -127,8 +127,9 @@ def _is_same(one: PinSite, other: PinSite) -> bool:
 
 def on_further_batches(run: Run, failing: FailingStep, scales: ScaleRange) -> Iterator[PinnedReplays]:
     """The step on the batches that come after its own, where FP32 is finite on them."""
+    made = replace(failing.made, replays=failing.made.replays[:1])  # what others tell is of the step's own batch
     for snapshot in further_steps(run, failing, FURTHER_BATCHES):
-        case = PinnedReplays(run, replace(failing, snapshot=snapshot), scales)
+        case = PinnedReplays(run, replace(failing, snapshot=snapshot, made=made), scales)
         if is_finite(case.fp32_in_brief.replay):
             yield case
 

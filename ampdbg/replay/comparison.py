@@ -136,11 +136,12 @@ def compared_gradients(low: Replayed, fp32: Replayed, floor: Replayed | None = N
 @dataclass(frozen=True)
 class Noise:
     """FP32 on weights and inputs rounded to ``dtype``, made when it is first called for; ``replayed`` makes a replay
-    with its gradients."""
+    with its gradients. ``known`` is what an investigation of the same step has found of the floor."""
 
     fp32: Replayed
     dtype: str
     replayed: Callable[[Manner], Replayed]
+    known: Replay | None = None
 
     @property
     def floor(self) -> Replayed:
@@ -196,6 +197,8 @@ def held_against(
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return (replay,)
+    if noise.known is not None and not replay.lost:  # else its gradients tell which of these are noise
+        return replay, noise.known
     return replace(replay, **compared_gradients(low, fp32, noise.floor)), noise.floor.replay
 
 

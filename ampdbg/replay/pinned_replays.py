@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ampdbg.agreement import agrees, is_finite, keeps_its_gradients
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.record.run import Investigation, Replay
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, producers_of
@@ -133,7 +133,8 @@ class PinnedReplays:
 
     @cached_property
     def _floor(self) -> Noise:
-        return Noise(self.fp32_in_brief, self._low, functools.partial(self._replay, traced=None))
+        known = noise_floor(self.failing.made)
+        return Noise(self.fp32_in_brief, self._low, functools.partial(self._replay, traced=None), known)
 
     @cached_property
     def _references(self) -> tuple[Replayed, Replayed]:
