@@ -36,6 +36,7 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
     def run(**options: Any) -> None:
         debug = bool(options.get("debug", False))
         WRITTEN.set(None)
+        INTERRUPTED.set([])
         try:
             with interruptible() if takes_signals else contextlib.nullcontext():
                 code = command(**options)
@@ -43,15 +44,22 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
             code = _explain(error, debug)
             _keep(error, options)
         except KeyboardInterrupt:
-            path = WRITTEN.get()
-            what = f"what was found: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
-            say(f"interrupted: {what}")
-            code = EXIT_INTERRUPTED
+            code = _interrupted()
         except Exception as error:  # noqa: BLE001 - the last resort: a bug of ampdbg
-            code = _explain(_of_a_name(error), debug) if _is_of_a_name(error) else _confess(error, debug)
+            if INTERRUPTED.get([]):  # an import that an interrupt has left half done
+                code = _interrupted()
+            else:
+                code = _explain(_of_a_name(error), debug) if _is_of_a_name(error) else _confess(error, debug)
         raise typer.Exit(code)
 
     return run
+
+
+def _interrupted() -> int:
+    path = WRITTEN.get()
+    what = f"what was found: ampdbg report {shlex.quote(str(path))}" if path else "nothing was recorded"
+    say(f"interrupted: {what}")
+    return EXIT_INTERRUPTED
 
 
 def _is_of_a_name(error: Exception) -> TypeGuard[OSError]:

@@ -68,9 +68,11 @@ class UserCode:
         except (AmpdbgError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            if not _came_from_users(error):
+            # A generator of ampdbg's that theirs stands in makes this of a StopIteration.
+            raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+            if not _came_from_users(raised):
                 raise
-            raise UserCodeError(f"{doing} raised {_in_a_line(error)}", user_traceback(error)) from error
+            raise UserCodeError(f"{doing} raised {_in_a_line(raised)}", user_traceback(raised)) from raised
 
     @contextlib.contextmanager
     def _importable(self) -> Iterator[None]:

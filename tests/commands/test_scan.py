@@ -434,6 +434,17 @@ def test_an_interrupt_that_an_import_swallows_is_not_lost(
     assert result.stderr.endswith("interrupted: nothing was recorded\n")
 
 
+def test_an_error_behind_a_swallowed_interrupt_is_no_fault_of_ours(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scan(given: Given, **options: Any) -> Record:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setattr(api, "scan", scan)
+    result = here("scan", "c.yaml", "--quiet")
+    assert (result.code, result.stdout, result.stderr) == (130, "", "interrupted: nothing was recorded\n")
+
+
 def test_json_of_infinities_is_strict(here: Here, returns: Returns) -> None:
     returns(replace(healthy(), steps=(skipped_step(0, 65536.0, overflow(0)),)))
     assert json.loads(here("scan", "c.yaml", "--json").stdout)["steps"][0]["grad_norm"] == "inf"

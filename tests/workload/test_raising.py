@@ -176,6 +176,15 @@ def test_an_exception_is_theirs_wherever_it_is_raised(place: str, tmp_path: Path
     assert len(steps) == STEPS_BEFORE[place]
 
 
+@pytest.mark.parametrize("place", [place for place, steps in STEPS_BEFORE.items() if steps == 3])
+def test_a_stop_iteration_is_theirs_though_a_loop_of_ours_runs_above_it(place: str, tmp_path: Path) -> None:
+    error = failed(tmp_path, place, "raise StopIteration")
+    assert "raised StopIteration" in str(error)
+    assert "in boom" in error.user_traceback
+    assert isinstance(error.record, Record)
+    assert len(error.record.steps) == 3
+
+
 @pytest.mark.parametrize("name", RAISED)
 def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> None:
     raising, message = RAISED[name]
