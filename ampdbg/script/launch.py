@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
 from ampdbg.script.children import first_in_forked
+from ampdbg.script.timers import held_timers, take_timers
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
 LAUNCHERS = {
@@ -117,30 +118,11 @@ def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ende
             ended = _end_of(script, at_end)
             if script.ends_process:
                 _wait_for_threads()
-                _take_timers()
+                take_timers()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
         sys.path += [folder for folder in path if folder not in sys.path]
-
-
-@contextlib.contextmanager
-def held_timers() -> Iterator[None]:
-    """While this is entered no timer of the script's runs; afterwards it has as long to go as before."""
-    left = _take_timers()
-    try:
-        yield
-    finally:
-        for timer, (seconds, interval) in left.items():
-            if seconds:
-                signal.setitimer(timer, seconds, interval)
-
-
-def _take_timers() -> dict[int, tuple[float, float]]:
-    """Stops all timers that send signals; returns how long each had to go, and how long between two."""
-    names = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
-    timers = [getattr(signal, name) for name in names if hasattr(signal, name)]  # Windows has none
-    return {timer: signal.setitimer(timer, 0.0) for timer in timers}
 
 
 def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:

@@ -20,8 +20,8 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.script.captures import Captured, Captures
-from ampdbg.script.launch import held_timers
 from ampdbg.script.played_run import Half, run_of
+from ampdbg.script.timers import held_timers
 
 RUN_AGAIN = "FP16, FP32 and more"
 """What is told of a step before it is run again."""

@@ -2,8 +2,8 @@
 
 A script that has trained all night has left its log and its checkpoints, and may be training on; started again for a
 captured step it would begin them anew. What Python or torch opens for writing, removes or renames, and what was there
-before, stays as it is. New files are made where they belong. What a library writes from C, or another
-process, is not seen.
+before, stays as it is. New files are made where they belong. What a library writes from C, or another process,
+is not seen.
 """
 
 from __future__ import annotations
@@ -42,30 +42,26 @@ def scratch_files(folder: Path) -> Iterator[None]:
     """While this is entered, this process writes into ``folder`` what it would write over, and reads that again."""
     files = _ScratchFiles(folder)
     paths = getattr(pathlib, "_normal_accessor", None)  # before Python 3.11 a Path has the functions from here
+    of_paths = (
+        ("chmod", files.writing("path", 0)),
+        ("unlink", files.removing),
+        ("symlink", files.linking),
+        ("rename", files.renaming),
+        ("replace", files.renaming),
+        ("rmdir", files.removing_a_folder),
+        ("mkdir", files.making_a_folder),
+    )
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
+            *((owner, name, replacement) for owner in (os, paths) for name, replacement in of_paths),
             (builtins, "open", files.opening),
             (io, "open", files.opening),
+            (paths, "open", files.opening),
             (os, "open", files.opening_a_descriptor),
             (os, "truncate", files.writing("path", 0)),
-            (os, "chmod", files.writing("path", 0)),
             (os, "utime", files.writing("path", 0)),
             (os, "remove", files.removing),
-            (os, "unlink", files.removing),
-            (os, "symlink", files.linking),
-            (os, "rename", files.renaming),
-            (os, "replace", files.renaming),
-            (os, "rmdir", files.removing_a_folder),
-            (os, "mkdir", files.making_a_folder),
             (shutil, "rmtree", files.removing_a_folder),
-            (paths, "open", files.opening),
-            (paths, "chmod", files.writing("path", 0)),
-            (paths, "unlink", files.removing),
-            (paths, "symlink", files.linking),
-            (paths, "rename", files.renaming),
-            (paths, "replace", files.renaming),
-            (paths, "rmdir", files.removing_a_folder),
-            (paths, "mkdir", files.making_a_folder),
             (torch, "save", files.writing("f", 1)),
             (torch, "from_file", files.mapping),
             (torch.jit, "save", files.writing("f", 1)),
