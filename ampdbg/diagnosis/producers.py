@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
 from ampdbg.diagnosis.remedies import remedy_of
 from ampdbg.formats import FLOAT16, FORMATS, FloatFormat
 from ampdbg.ops import CASTS, POLES, WRITTEN_OUT, base_name
@@ -69,9 +69,18 @@ class Suspect:
 
     @property
     def is_pole(self) -> bool:
-        """Whether it has a pole, and FP32 keeps away from it."""
+        """Whether it has a pole, and FP32 keeps away from it. At a pole no loss scale helps."""
         in_range = self.value is not None and not self.overflows
-        return in_range and base_name(self.producer.op) in POLES and self.producer.finite_in_fp32 is True
+        is_near = base_name(self.producer.op) in POLES and self.producer.finite_in_fp32 is True
+        return in_range and is_near and not self.needs_only_a_scale
+
+    @property
+    def needs_only_a_scale(self) -> bool:
+        """Whether it goes wrong in the backward pass, and at a lower loss scale all gradients are FP32's."""
+        survived = survivor(self.made) if self.producer.phase == "backward" else None
+        if survived is None or not keeps_its_gradients(survived):
+            return False
+        return agrees(survived, self.made.replays[1], noise_floor(self.made))
 
     @property
     def is_constant(self) -> bool:

@@ -194,7 +194,9 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
         return True
     if _is_static(record) or _usable_scale(made) is None:
         return False
-    return is_finite(made.replays[1]) and CODES[cause_of(made, record).code].keeps_scale
+    suspect, code = culprit(made), CODES[cause_of(made, record).code]
+    is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
+    return is_finite(made.replays[1]) and (is_of_scale or code.keeps_scale)
 
 
 def _usable_scale(made: Investigation) -> float | None:
