@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from ampdbg import api
 from ampdbg.errors import EXIT_HEALTHY
 from ampdbg.record.file import LATEST, latest_record, write_atomically
+from ampdbg.record.run import Record
 from ampdbg.report.formats import FORMATS, written
 
 from . import options
@@ -36,6 +38,13 @@ def _known(name: str) -> str:
 def _formats(begun: str) -> list[str]:
     """For the shell's completion."""
     return [name for name in FORMATS if name.startswith(begun)]
+
+
+def _run_again(record: Record, path: Path) -> str:
+    """What the record's command takes to run it again: a script's command line, or the record, which has its config."""
+    if record.command == "run" and record.script is not None:
+        return shlex.join([record.script.name, *record.script.arguments])
+    return shlex.quote(str(path)) if record.config or record.script is not None else "CONFIG"
 
 
 def command(
@@ -65,7 +74,8 @@ def command(
         options.check_place("--output", output, CONTENTS[format], record=path, latest_record=LATEST)
     shown = api.read(path)
     look = look_of(sys.stdout) if output is None else PLAIN
-    text = written(shown, replace(typed_as("CONFIG", path), verbose=verbose), look, format)
+    typed = replace(typed_as(_run_again(shown, path), path), is_record=True, verbose=verbose)
+    text = written(shown, typed, look, format)
     if output is None:
         write_result(in_form(text, format), sys.stdout)
     else:

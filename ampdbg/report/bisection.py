@@ -280,8 +280,9 @@ def next_command(ended: EndedSearch) -> view.NextCommand | None:
         return view.NextCommand(ending.why, with_option(ended.again, "--steps", 10 * max(record.planned_steps, 1)))
     if ending.why and not ending.has_longer_run:
         return view.NextCommand(ending.why, ended.again)
-    counts = f"ampdbg report {typed.record_path} --format json"
-    return view.NextCommand("read why each trial failed", counts) if typed.record_path else None
+    if not record.trials or ending.tone == "good" or not typed.record_path:
+        return None
+    return view.NextCommand("read why each trial failed", f"ampdbg report {typed.record_path} --format json")
 
 
 def _patch(ended: EndedSearch) -> view.NextCommand | None:

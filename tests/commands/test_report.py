@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ampdbg.record.file import from_json, to_json, write_record
+from ampdbg.record.run import ScriptRun
 from ampdbg.report.formats import FORMATS
 from tests.commands.program import Here
 from tests.commands.suggestions import proven
-from tests.report.records import collapse, healthy
+from tests.report.records import collapse, healthy, healthy_step
 
 
 def test_without_a_record_it_shows_the_latest(here: Here) -> None:
@@ -40,6 +42,17 @@ def test_a_suggestion_is_shown_with_its_search_and_its_proof(here: Here) -> None
     text = here("report", "record.json", "-v").stdout
     assert text.index("The set") < text.index("The trials") < text.index("The proof")
     assert "the failing step (3)" in text
+
+
+def test_what_to_type_next_is_of_this_very_run(here: Here) -> None:
+    write_record(healthy(), Path("a record.json"))
+    assert "\n  ampdbg scan 'a record.json' --steps 500\n" in here("report", "a record.json").stdout
+    steps = tuple(healthy_step(number) for number in range(60))
+    script = replace(healthy(), command="run", steps=steps, script=ScriptRun("my train.py", ("--lr", "0.1")))
+    write_record(script, Path("r.json"))
+    assert "\n  ampdbg run --emulate --capture-step 50 'my train.py' --lr 0.1\n" in here("report", "r.json").stdout
+    write_record(replace(healthy(), config={}), Path("watched.json"))  # of a loop that was watched: no config
+    assert "ampdbg scan CONFIG --steps 500" in here("report", "watched.json").stdout
 
 
 def test_json_is_the_record(here: Here) -> None:

@@ -10,6 +10,8 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, ScriptRun
 from ampdbg.report.scan import next_command
 from ampdbg.report.view import Typed
+from tests.report.bisections import BISECTIONS
+from tests.report.pages import rendered
 from tests.report.records import healthy_step, run, skipped_step
 
 CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" for step in (1, 61, 62))
@@ -53,3 +55,11 @@ def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, ty
     assert command.command == typed
     assert next_command(replace(record, steps=record.steps[:40]), Typed("train.py 3")) is None
     assert next_command(replace(record, environment=replace(environment, policy="none")), Typed("train.py 3")) is None
+
+
+def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
+    script = ScriptRun("train.py", captures=CAPTURES)
+    nothing = replace(BISECTIONS["nothing_to_pin"](), script=script)
+    fails = replace(BISECTIONS["no_set_helps"](), script=script)
+    assert "Next:" not in rendered(nothing, config="step.safetensors", record_path="r.json")
+    assert "read why each trial failed" in rendered(fails, config="step.safetensors", record_path="r.json")
