@@ -59,8 +59,9 @@ def _sections(record: Record) -> Iterator[view.Section]:
     groups = group_table(record)
     if groups is not None:
         yield groups
-    if any(step.nonfinite for step in record.steps):
-        yield _tensor_table(record)
+    tensors = _tensor_table(record)
+    if tensors.rows:
+        yield tensors
 
 
 def raised(record: Record) -> Iterator[view.Section]:
@@ -322,12 +323,20 @@ def _tensor_table(record: Record) -> view.Table:
     tensors: dict[tuple[str, str], list[tuple[int, TensorCounts]]] = {}
     for step in record.steps:
         for counts in step.nonfinite:
+            if _is_mask(counts, step, record):
+                continue
             tensors.setdefault((counts.kind, counts.name), []).append((step.step, counts))
     rows = tuple(_tensor_row(len(shown), *shown[0]) for shown in tensors.values())
     below = more(len(rows) - MAX_TENSORS)
     seen = "" if len(record.steps) == record.steps_run else AMONG.format(len(record.steps))
     title = f"Non-finite tensors, before or after a step{seen}"
     return view.Table(title, TENSOR_COLUMNS, rows[:MAX_TENSORS], below=below)
+
+
+def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
+    """Whether it is a buffer that had its infinities, and no NaN, before the first step, as masks are."""
+    is_of_the_start = step is record.steps[0] and counts.when == "before"
+    return counts.kind == "buffer" and is_of_the_start and not counts.nan
 
 
 def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:
