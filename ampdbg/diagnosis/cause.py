@@ -10,7 +10,16 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
+from ampdbg.agreement import (
+    AGREEMENT,
+    LOST_ENERGY,
+    agrees,
+    is_finite,
+    is_same_run,
+    keeps_its_gradients,
+    losses_agree,
+    noise_floor,
+)
 from ampdbg.diagnosis.divergence import divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
@@ -23,6 +32,7 @@ from ampdbg.diagnosis.producers import (
     overflow,
     overflow_in,
     precision_cause,
+    survivor,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.ops import CHOOSES, base_name
@@ -37,6 +47,10 @@ makes them a few times as large."""
 
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
+
+SAME_DISTANCE = 0.01
+"""Gradients at two loss scales, both powers of two, round alike: their distances from FP32's differ by less than this
+share, but for what is next to zero."""
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
@@ -317,9 +331,16 @@ def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
 
 
 def _changes_nothing(suspect: Suspect) -> bool:
-    """Whether a gradient overflowed where FP32 makes a zero of it too, as behind a ReLU: all gradients still agree."""
-    distance = suspect.made.replays[0].gradient_distance
-    return suspect.producer.phase == "backward" and distance is not None and distance <= AGREEMENT
+    """Whether a gradient overflowed where FP32 makes a zero of it too, as behind a ReLU: all gradients still agree.
+
+    Where rounding alone leads further, they are as far from FP32's at a loss scale at which nothing overflows.
+    """
+    distance, lower = suspect.made.replays[0].gradient_distance, survivor(suspect.made)
+    if suspect.producer.phase != "backward" or distance is None:
+        return False
+    if distance <= AGREEMENT or lower is None or not keeps_its_gradients(lower):
+        return distance <= AGREEMENT
+    return math.isclose(distance, lower.gradient_distance or 0.0, rel_tol=SAME_DISTANCE)
 
 
 def _underflow(made: Investigation) -> Finding:

@@ -20,7 +20,14 @@ from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
+from ampdbg.replay.comparison import (
+    Noise,
+    compared_gradients,
+    first_far_op,
+    held_against,
+    overflows_on_the_way,
+    producers_of,
+)
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
@@ -31,6 +38,9 @@ CONTINUED_STEPS = 10
 """So many FP32 steps on the same batch tell a learning rate that diverges from an overflow of FP16."""
 
 ROUNDED = "FP32 on rounded weights"
+
+HEADROOM = 2.0
+"""FP16's own values are not FP32's: so far below its limit none of them overflows."""
 
 TRIES = 3
 """A step that does not go wrong again is replayed so often before that is said."""
@@ -103,11 +113,22 @@ class _Replays:
         noise = self._floor(fp32)
         replay, *floor = held_against(low, fp32, noise, self._at_scale)
         made = replace(made, replays=(replay, producers_of(fp32, fp32), *floor))
+        made = replace(made, replays=(*made.replays, *self._below_overflow(made, fp32)))
         if not floor or agrees(replay, fp32.replay, *floor) or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
         far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
         return replace(made, first_far=far)
+
+    def _below_overflow(self, made: Investigation, fp32: Replayed) -> Iterator[Replay]:
+        """Where a gradient overflows that FP32 has in range at a lower loss scale, the step at such a scale."""
+        hidden = overflow_in(made)
+        if hidden is None or hidden.producer.phase != "backward" or not hidden.value:
+            return
+        fitting = self._as_it_was.scale * hidden.format.largest / (HEADROOM * hidden.value)
+        if fitting >= 1.0:
+            low = self._at_scale(2.0 ** math.floor(math.log2(fitting)))
+            yield replace(low.replay, **compared_gradients(low, fp32))
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
