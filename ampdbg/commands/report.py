@@ -43,7 +43,7 @@ def _formats(begun: str) -> list[str]:
 def _run_again(record: Record, path: Path) -> str:
     """What the record's command takes to run it again: a script's command line, or the record, which has its config."""
     if record.command == "run" and record.script is not None:
-        return shlex.join([record.script.name, *record.script.arguments])
+        return record.script.command_line
     return shlex.quote(str(path)) if record.config or record.script is not None else "CONFIG"
 
 

@@ -338,9 +338,10 @@ def _changes_nothing(suspect: Suspect) -> bool:
     distance, lower = suspect.made.replays[0].gradient_distance, survivor(suspect.made)
     if suspect.producer.phase != "backward" or distance is None:
         return False
-    if distance <= AGREEMENT or lower is None or not keeps_its_gradients(lower):
-        return distance <= AGREEMENT
-    return math.isclose(distance, lower.gradient_distance or 0.0, rel_tol=SAME_DISTANCE)
+    if distance <= AGREEMENT:
+        return True
+    as_far = lower.gradient_distance if lower is not None and keeps_its_gradients(lower) else None
+    return as_far is not None and math.isclose(distance, as_far, rel_tol=SAME_DISTANCE)
 
 
 def _underflow(made: Investigation) -> Finding:

@@ -6,6 +6,7 @@ One run makes one record; every report is made from it alone.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -350,6 +351,11 @@ class ScriptRun:
     captures: tuple[str, ...] = ()
     rank: Count = 0
     processes: Count = 1
+
+    @property
+    def command_line(self) -> str:
+        """What was started, as a shell takes it."""
+        return shlex.join([self.name, *self.arguments])
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from ampdbg.agreement import agrees, is_finite
+from ampdbg.agreement import AGREEMENT, agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
-from ampdbg.diagnosis.producers import culprit, overflow_in
+from ampdbg.diagnosis.producers import culprit, overflow_in, suspects
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
@@ -121,14 +121,22 @@ class _Replays:
         return replace(made, first_far=far)
 
     def _below_overflow(self, made: Investigation, fp32: Replayed) -> Iterator[Replay]:
-        """Where a gradient overflows that FP32 has in range at a lower loss scale, the step at such a scale."""
-        hidden = overflow_in(made)
-        if hidden is None or hidden.producer.phase != "backward" or not hidden.value:
+        """The step at a lower loss scale, where gradients alone overflow, and there none does.
+
+        It is not made where the gradients agree with FP32's as they are.
+        """
+        beyond = [suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant]
+        is_near = (made.replays[0].gradient_distance or 0.0) <= AGREEMENT
+        if is_near or not beyond or overflows_on_the_way(made.replays[0]):
             return
-        fitting = self._as_it_was.scale * hidden.format.largest / (HEADROOM * hidden.value)
-        if fitting >= 1.0:
-            low = self._at_scale(2.0 ** math.floor(math.log2(fitting)))
-            yield replace(low.replay, **compared_gradients(low, fp32))
+        excess = max((suspect.value or 0.0) / suspect.format.largest for suspect in beyond)
+        fitting = self._as_it_was.scale / (HEADROOM * excess)
+        if fitting < 1.0:
+            return
+        low = self._at_scale(2.0 ** math.floor(math.log2(fitting)), traced=self._producers)
+        replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
+        if not any(one.finite_in_fp32 is not False and not one.is_constant for one in replay.producers):
+            yield replay
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
@@ -165,8 +173,9 @@ class _Replays:
             yield held_against(low, fp32, self._floor(fp32), at_scale)[0]
             return
 
-    def _at_scale(self, scale: float) -> Replayed:
-        return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
+    def _at_scale(self, scale: float, traced: TraceKind | None = None) -> Replayed:
+        manner = replace(self._as_it_was, scale=scale)
+        return self._replay(f"loss scale {scale:g}", manner, traced=traced, keep_gradients=True)
 
     def _continued(self) -> tuple[float, ...]:
         self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")

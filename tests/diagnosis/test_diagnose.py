@@ -317,6 +317,27 @@ def test_a_last_step_that_is_skipped_hides_nothing() -> None:
     assert codes(record) == [("scale-calibration", "backward", None)]
 
 
+@pytest.mark.parametrize(
+    ("distance", "at_lower", "severity"),
+    [
+        (0.04, None, "info"),
+        (0.12, None, "warning"),
+        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.12), "info"),
+        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.03), "warning"),
+        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.12, lost=("head.weight",)), "warning"),
+    ],
+)
+def test_what_erases_an_overflow_is_harmless_where_a_lower_scale_has_the_same_gradients(
+    distance: float, at_lower: Replay | None, severity: str
+) -> None:
+    producer = Producer("backward", "head", 0, "aten.mm.default", None, "float16", 9.0, 9.0, 1, 0, 4, fp32_largest=2.0)
+    low = Replay("float16", 65536.0, 1.0, 1.0, producers=(producer,), gradient_distance=distance, lost_energy=0.0)
+    lower = () if at_lower is None else (at_lower,)
+    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0), *lower), loss=1.0)
+    [finding] = diagnose(record_of(steps_of("..."), investigations=(made,))).findings
+    assert (finding.code, finding.severity) == ("silent-overflow", severity)
+
+
 def test_no_steps_and_no_error_is_no_finding() -> None:
     assert diagnose(record_of(())).findings == ()
 
