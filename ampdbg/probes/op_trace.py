@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
-from ampdbg.probes.seams import Seam, attached
+from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.source_lines import innermost_line, is_recomputing
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
 from ampdbg.source.ownership import Line
@@ -172,7 +172,7 @@ class PlacedOps(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and looks at it."""
         kwargs = kwargs or {}
-        if self._is_over:
+        if self._is_over or only_follows():
             return op(*args, **kwargs)
         traits = traits_of(op)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)

@@ -1,6 +1,7 @@
 """torch's functions that a training loop calls, replaced once while any watcher is attached.
 
-The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers.
+The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers,
+and the export of a model.
 Watchers may come and go in any order: the last one that leaves restores torch.
 """
 
@@ -15,9 +16,10 @@ from typing import Any, Literal
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.fx import _symbolic_trace
 from torch.optim.lr_scheduler import LRScheduler
 
-Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer"]
+Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer", "export"]
 
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
@@ -65,6 +67,7 @@ def _seams() -> Iterator[tuple[Any, str, Seam]]:
     yield from ((torch.nn.utils, name, "clip") for name in ("clip_grad_norm_", "clip_grad_value_"))
     yield from ((owner, "step", "schedule") for owner in classes_with_own(LRScheduler, "step"))
     yield torch.optim.Optimizer, "__init__", "optimizer"
+    yield torch.export, "export", "export"
 
 
 def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[None]:
@@ -77,7 +80,7 @@ def _seam_replaced(owner: Any, name: str, seam: Seam) -> AbstractContextManager[
 def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         run, outermost = original, None
-        for watcher in _watchers if _dispatch_mode(_FAKE) is None else ():
+        for watcher in () if only_follows() else _watchers:
             if outermost is not None:  # nearly always there is one watcher, and nothing is to be made
                 run = functools.partial(outermost, seam, run)
             outermost = watcher
@@ -86,7 +89,18 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
     return call
 
 
-_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+_FAKE, _PROXY = _KEYS.FAKE, _KEYS.PROXY
+_tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
+
+
+def only_follows() -> bool:
+    """Whether torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
+    ``make_fx`` and tensors without values. Such a call is no part of a loop, and whatever a probe computes in it would
+    stand in the graph."""
+    if _is_compiling() or _tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag:
+        return True
+    return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
 
 
 def computes_no_numbers() -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree
 
 from ampdbg.diagnosis.trend import reached_at
-from ampdbg.probes.seams import Seam, attached
+from ampdbg.probes.seams import Seam, attached, only_follows
 from ampdbg.probes.tensors import float_values, to_host
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Trend
@@ -77,7 +77,7 @@ class TrendSamples:
 
         def note(module: torch.nn.Module, args: Any, output: Any) -> None:
             name = names.get(id(module))
-            if name is not None and not self._watcher.is_paused:
+            if name is not None and not self._watcher.is_paused and not only_follows():
                 for tensor in _pytree.tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float16:
                         self._note(("activation", name), tensor)

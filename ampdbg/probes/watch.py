@@ -415,7 +415,7 @@ def watch(
 def _around(alive: weakref.ref[Watch], seam: Seam, original: Function, *args: Any, **kwargs: Any) -> Any:
     """Runs a function of torch's that the loop has called; a watch that is still alive notes the call."""
     watch = alive()
-    if watch is None:
+    if watch is None or seam not in _AROUND:
         return original(*args, **kwargs)
     watch._threads.add(threading.get_ident())
     call, inside = (seam, id(args[0]) if args else 0), watch._loop.inside

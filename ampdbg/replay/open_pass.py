@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
-from ampdbg.probes.seams import replaced
+from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
@@ -119,12 +119,12 @@ class OpenPass:
         self._leaving.close()
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        is_traced, is_compiling = torch.compiler.is_dynamo_compiling, torch.compiler.is_compiling
+        is_compiled = torch.compiler.is_dynamo_compiling
         guarded = self._guard.hooked
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
-            if is_traced() or self._is_inside or is_compiling() or not self._notes_this_one() or _hands_on(module):
+            if is_compiled() or self._is_inside or only_follows() or not self._notes_this_one() or _hands_on(module):
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:

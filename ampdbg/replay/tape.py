@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.seams import Seam, attached, replaced
+from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
@@ -44,10 +45,13 @@ class Tape(TorchFunctionMode):
     Args:
         model: calls of its modules begin the tape.
         device: the kind of device whose autocast counts.
+        given_up: called where torch is about to follow code and make a graph of it: the tape is to be left by then, for
+            torch would follow that too.
     """
 
-    def __init__(self, model: torch.nn.Module, device: str) -> None:
+    def __init__(self, model: torch.nn.Module, device: str, given_up: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self._given_up = given_up
         self.losses: list[Made] = []
         self.loss = 0.0
         """The sum of the losses."""
@@ -86,14 +90,18 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        is_no_part = self._inside or function in NO_PART or _only_asks(function)
+        is_no_part = self._inside or _is_transformed() or only_follows() or function in NO_PART or _only_asks(function)
         if is_no_part or not self._is_ours(args, kwargs):
             return function(*args, **kwargs)
         return self._taped(function, args, kwargs)
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_outer = not self._inside and self.is_of_this_thread and torch.is_grad_enabled()
+            is_outer = not self._inside and self.is_of_this_thread
+            if is_outer and only_follows():
+                self._given_up()
+                is_outer = False
+            is_outer = is_outer and torch.is_grad_enabled() and not _is_transformed()
             if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
                 return self._taped(module, args, kwargs)
             return original(module, *args, **kwargs)
@@ -102,6 +110,8 @@ class Tape(TorchFunctionMode):
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's; what a scaler scales is a loss, and what else goes backward."""
+        if seam == "export" and self.is_of_this_thread:
+            self._given_up()
         if seam not in ("scale", "engine") or not self.is_of_this_thread:
             return original(*args, **kwargs)
         is_scaled = seam == "scale" and args[0].is_enabled()
@@ -307,6 +317,11 @@ class _Taking:
 
 def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
     return function.parameters() if isinstance(function, torch.nn.Module) else ()
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` transforms what runs: what goes backward comes from no single call in there."""
+    return peek_interpreter_stack() is not None
 
 
 def _only_asks(function: Any) -> bool:

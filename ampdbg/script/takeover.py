@@ -193,7 +193,7 @@ class _Taking:
         self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        tape = Tape(model, device)
+        tape = Tape(model, device, self.end)
         self._entered.enter_context(run_eagerly())
         self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
 

@@ -75,11 +75,7 @@ class TracedSteps:
         traced = self._traced
         if traced is not None and (is_bad or not self._is_early):
             self.end()
-            self._waited += traced.waited
-            step = self._watcher.log.latest()
-            if step.found_inf or not math.isfinite(step.loss):
-                self._in_a_row += 1
-                self.found[:] = kept([*self.found, traced.investigation(step)])
+            self._keep(traced)
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
@@ -98,6 +94,16 @@ class TracedSteps:
         is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
         if is_due or (self.captures.is_wanted and self._traced is None):
             self._begin()
+
+    def _keep(self, traced: TracedStep) -> None:
+        """Keeps what was found in a step that has ended."""
+        self._waited += traced.waited
+        step = self._watcher.log.latest()
+        if traced.is_given_up:
+            self.captures.is_wanted |= traced.is_wanted
+        elif step.found_inf or not math.isfinite(step.loss):
+            self._in_a_row += 1
+            self.found[:] = kept([*self.found, traced.investigation(step)])
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
         """A record of the loop with what was traced and captured in it."""
@@ -160,15 +166,17 @@ class TracedStep:
     ) -> None:
         self.waited = 0.0
         """Seconds that the script has waited."""
+        self.is_given_up = False
+        """Whether torch was to make a graph of code in it: then nothing is known of the step."""
+        self.is_wanted = is_wanted
         self._may_wait = may_wait
-        self._is_wanted = is_wanted
         self._watcher = watcher
         self._captures = captures
         self._observer = observer
         self._model = watcher.models.together()
         parameters = list(self._model.parameters())
         self._device = parameters[0].device if parameters else torch.device("cpu")
-        self._tape = Tape(self._model, self._device.type)
+        self._tape = Tape(self._model, self._device.type, self._give_up)
         self._made: Investigation | None = None
         self._entered = ExitStack()
 
@@ -180,6 +188,10 @@ class TracedStep:
     def end(self) -> None:
         """Leaves torch and the models as they were."""
         self._entered.close()
+
+    def _give_up(self) -> None:
+        self.is_given_up = True
+        self.end()
 
     def investigation(self, step: Step) -> Investigation:
         """What was found in the step, which has ended and was not healthy."""
@@ -214,7 +226,7 @@ class TracedStep:
         is_alone = not is_in_group()
         may_be = is_bad and not is_spoilt
         has_room = may_be and self._captures.has_room
-        is_captured = self._is_wanted or (has_room and (is_alone or self._is_bad_itself()))
+        is_captured = self.is_wanted or (has_room and (is_alone or self._is_bad_itself()))
         is_free = is_alone and not hooks_half_weights(self._model)
         is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
@@ -240,7 +252,7 @@ class TracedStep:
             _why(loss) if is_bad else "end",
         )
         if is_captured:
-            step.capture(self._captures, loss, scaler, is_wanted=self._is_wanted)
+            step.capture(self._captures, loss, scaler, is_wanted=self.is_wanted)
         if is_run:
             self._observer.replay(self._watcher.log.closed(), RUN_AGAIN)  # here, for behind this nothing is shown
             # Whatever it raises, such as that there is no memory for it, the script goes on.

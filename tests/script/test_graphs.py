@@ -1,0 +1,169 @@
+"""Scripts that have torch make graphs or copies of the model they train: each gets what it would without ampdbg."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.script.test_run import alone, run
+from tests.siblings import slow_but_for
+
+GRAPHS = """\
+import copy, io, pickle, sys, warnings
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+warnings.showwarning = lambda message, category, *where: print(category.__name__, message)
+torch.manual_seed(0)
+wanted = sys.argv[1]
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8, track_running_stats=wanted == "trace")
+
+    def forward(self, x):
+        return x + self.b(torch.relu(self.norm(self.a(x))))
+
+net = nn.Sequential(Block(), Block(), nn.Linear(8, 4))
+probe = torch.linspace(-1, 1, 128).reshape(16, 8)
+
+def text(module):
+    graph = module.inlined_graph.copy()
+    torch._C._jit_pass_canonicalize(graph)
+    return str(graph).replace("\\n", "")
+
+def traced(**options):
+    module = torch.jit.trace(net, probe, **options)
+    return module(probe), text(module)
+
+def exported(**options):
+    made = torch.export.export(net, (probe,), **options)
+    return [node.format_node() for node in made.graph.nodes], made.module()(probe)
+
+def followed_by_name():
+    graph = torch.fx.symbolic_trace(net)
+    return graph.code, graph(probe)
+
+def loaded():
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)(probe), pickle.loads(pickle.dumps(net))(probe)
+
+def penalty(weights):
+    return torch.func.functional_call(net, weights, (probe,)).square().mean()
+
+def clipped():
+    return nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+
+WAYS = {
+    "trace": traced,
+    "export": exported,
+    "strict export": lambda: exported(strict=True),
+    "script": lambda: torch.jit.script(net)(probe),
+    "fx": followed_by_name,
+    "make_fx": lambda: make_fx(net)(probe).graph,
+    "compile": lambda: torch.compile(net, backend="eager")(probe),
+    "compiled clipping": lambda: torch.compile(clipped, backend="eager", fullgraph=True)(),
+    "func": lambda: torch.func.grad(penalty)({name: one.detach() for name, one in net.named_parameters()}),
+    "copies": lambda: (copy.deepcopy(net)(probe), loaded()),
+}
+
+def show(where):
+    kept = copy.deepcopy(net.state_dict())
+    made = WAYS[wanted]()
+    with torch.no_grad():
+        for name, value in net.state_dict().items():
+            value.data.copy_(kept[name])
+    print(where, made)
+
+print("begins")
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+show("before")
+for step in range(5):
+    x = torch.randn(16, 8) * (float("inf") if step in (1, 2) else 1.0)
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    if step == 2 and wanted != "trace":  # it writes what the backward pass needs
+        show("in a step")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if step in (0, 1, 4):
+        show("between steps")
+    torch.save(net.state_dict(), "weights.pt")
+print([value.tolist() for value in net.state_dict().values()])
+"""
+"""Step 2 is traced, for step 1 has gone wrong."""
+
+WAYS = (
+    "trace",
+    "export",
+    "strict export",
+    "script",
+    "fx",
+    "make_fx",
+    "compile",
+    "compiled clipping",
+    "func",
+    "copies",
+)
+
+
+RUNS = [(way, *options) for way in WAYS for options in ((), ("--emulate",))]
+QUICK = [("trace",), ("trace", "--emulate"), ("make_fx",)]
+
+
+@pytest.mark.parametrize("case", slow_but_for(QUICK, RUNS), ids="".join)
+def test_what_torch_makes_of_a_model_is_as_without_ampdbg(case: tuple[str, ...], tmp_path: Path) -> None:
+    way, *options = case
+    result, record = run(tmp_path, GRAPHS, way, options=tuple(options))
+    assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way)
+    assert result.stdout.count("between steps") == 3
+    assert (record.steps_run, record.error) == (5, "")
+
+
+TRACES_ITS_MODEL = """\
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b((self.a(x).abs() + 1) * GAIN) / GAIN
+
+torch.manual_seed(0)
+net = Net().cuda()
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=1e-3), torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(6):
+    x = torch.randn(16, 8).cuda()
+    if str(step) in sys.argv[1:]:
+        torch.jit.trace(net, x)
+    with torch.autocast("cuda"):
+        loss = net(x).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its product overflows with a gain of 1e5, and not with 1.0."""
+
+
+@pytest.mark.parametrize("gain", ["1.0", "1e5"])
+def test_a_step_in_which_a_model_is_traced_is_left_to_the_next(gain: str, tmp_path: Path) -> None:
+    _, record = run(tmp_path, TRACES_ITS_MODEL.replace("GAIN", gain), "1")
+    assert record.script is not None
+    if gain == "1.0":
+        assert (record.findings, record.script.captures) == ((), ())
+    else:
+        assert record.findings[0].code == "forward-overflow"
+        assert "step-2." in "".join(record.script.captures)
+        assert "step-1." not in "".join(record.script.captures)
