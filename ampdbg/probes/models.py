@@ -26,6 +26,8 @@ class Models:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._held: list[Callable[[], nn.Module | None]] = [] if model is None else [lambda: model]
+        self.called: Callable[[], Iterable[nn.Module]] = tuple
+        """The modules that the loop has called in the pass under way, those within others left out."""
 
     def learn(self, optimizer: torch.optim.Optimizer) -> None:
         """Finds the outermost modules that own parameters of the optimizer and adds those that are new.
@@ -36,7 +38,8 @@ class Models:
         known = {id(parameter) for _, parameter in self.named_parameters()}
         if not trained <= known:
             own = {id(root) for root in self._alive()}
-            self._held += [weakref.ref(root) for root in outermost_owners(trained) if id(root) not in own]
+            found = [root for root in outermost_owners(trained) if id(root) not in own]
+            self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
 
     def adopt(self, called: Iterable[nn.Module]) -> None:
         """Takes these for its models, where none is known."""
@@ -102,6 +105,20 @@ def outermost_owners(parameters: set[int]) -> list[nn.Module]:
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
     return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
+
+
+def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:
+    """The owners but for those whose trained parameters all belong to others, which are called while they are not.
+
+    Such is a model that ``torch.jit.script`` or ``torch.fx`` has made another one of, which trains in its place.
+    """
+    of_called = set(map(id, called))
+    run = [root for root in roots if any(id(module) in of_called for module in root.modules())]
+    covered = {id(parameter) for root in run for parameter in root.parameters()}
+    by_id = set(map(id, run))
+    return [
+        root for root in roots if id(root) in by_id or not trained.intersection(map(id, root.parameters())) <= covered
+    ]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

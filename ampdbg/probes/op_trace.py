@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+from torch._C import _should_allow_numbers_as_tensors as takes_numbers
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +33,8 @@ class OpTraits:
     """``written`` and ``numeric`` are argument names with their positions: tensors that the op writes into, and
     arguments whose plain numbers are values and not sizes or dimensions. ``allocates`` says that what it
     returns is memory as it was found, ``overwrites`` that it does not read what it writes over, ``keeps_the_rest``
-    that only the first of what it returns is its result."""
+    that only the first of what it returns is its result. ``strict`` are the positions of tensors for which it takes no
+    number."""
 
     name: str
     is_view: bool
@@ -41,6 +43,7 @@ class OpTraits:
     keeps_the_rest: bool
     written: tuple[tuple[int, str], ...]
     numeric: tuple[tuple[int, str], ...]
+    strict: tuple[int, ...]
 
 
 _TAKES_A_VALUE = ("number", "Tensor", "Optional[number]", "Optional[Tensor]", "float", "Optional[float]")
@@ -59,6 +62,7 @@ def traits_of(op: Any) -> OpTraits:
         keeps_the_rest=base_name in KEEPS_THE_REST,
         written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
         numeric=tuple((i, a.name) for i, a in arguments if str(a.type) in _TAKES_A_VALUE),
+        strict=() if takes_numbers(base_name) else tuple(i for i, a in arguments if str(a.type) == "Tensor"),
     )
 
 
@@ -75,6 +79,18 @@ def numbers_in(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any])
     """The plain numbers that were given as values."""
     values = (_argument(position, name, args, kwargs) for position, name in traits.numeric)
     return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+def as_it_takes_them(traits: OpTraits, args: Sequence[Any]) -> Sequence[Any]:
+    """What an op is given, with tensors in the place of numbers that it does not take: torch hands a dispatch mode the
+    number where TorchScript has made a tensor of one."""
+    numbers = [i for i in traits.strict if i < len(args) and type(args[i]) in _WHOLE]
+    if not numbers:  # nearly always
+        return args
+    return [torch.tensor(value, dtype=_WHOLE[type(value)]) if i in numbers else value for i, value in enumerate(args)]
+
+
+_WHOLE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def written_by(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -175,6 +191,7 @@ class PlacedOps(TorchDispatchMode):
         if self._is_over or only_follows():
             return op(*args, **kwargs)
         traits = traits_of(op)
+        args = as_it_takes_them(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         place, parameter = self._places.of_op(given)
         if traits.is_view:

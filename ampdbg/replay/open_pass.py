@@ -160,6 +160,11 @@ class OpenPass:
         return tuple(module for module in called if self._has_weights(module))
 
     @property
+    def called(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that were called, in order, those within others left out."""
+        return tuple(call.module for call in self._calls.values())
+
+    @property
     def lost_loss(self) -> float:
         """What was given for a loss since a module was called to train, where somebody holds it still and it is not
         finite; else 0.

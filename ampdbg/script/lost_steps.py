@@ -54,6 +54,7 @@ class LostSteps:
         watcher.withheld = self._withheld
         self.open_pass = OpenPass(watcher, self._next_begins)
         """Notes the step, and is to be entered while the script runs."""
+        watcher.models.called = lambda: self.open_pass.called
         watcher.log.poisoned = lambda: {name for name, _ in self._poisoned()}
         self._watcher = watcher
         self._captures = captures

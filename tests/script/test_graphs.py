@@ -167,3 +167,52 @@ def test_a_step_in_which_a_model_is_traced_is_left_to_the_next(gain: str, tmp_pa
         assert record.findings[0].code == "forward-overflow"
         assert "step-2." in "".join(record.script.captures)
         assert "step-1." not in "".join(record.script.captures)
+
+
+MADE_ANEW = """\
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b((self.a(x).abs() + 1) * 1e5) / 1e5
+
+torch.manual_seed(0)
+way, *trained = sys.argv[1:]
+net = Net()
+WAYS = {
+    "script": torch.jit.script,
+    "trace": lambda net: torch.jit.trace(net, torch.randn(16, 8)),
+    "fx": torch.fx.symbolic_trace,
+}
+made = WAYS[way](net)
+model = made if trained else net
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(6):
+    x = torch.randn(16, 8) * (1.0 if step in (0, 5) else FACTOR)
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print([value.tolist() for value in net.state_dict().values()])
+"""
+"""What shares its weights with a model trains in the model's place, or beside it where nothing trains that."""
+
+
+@pytest.mark.parametrize("trained", [(), ("made",)], ids=["the model", "what was made of it"])
+@pytest.mark.parametrize("way", slow_but_for(["trace"], ["script", "trace", "fx"]))
+@pytest.mark.parametrize("factor", ["1.0", "1e38"])
+def test_of_two_models_with_the_same_weights_the_one_that_runs_counts(
+    way: str, trained: tuple[str, ...], factor: str, tmp_path: Path
+) -> None:
+    result, record = run(tmp_path, MADE_ANEW.replace("FACTOR", factor), way, *trained, options=())
+    assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way, *trained)
+    assert (record.steps_run, record.error) == (6, "")
+    named = {one.name for step in record.steps for group in step.groups for one in group.parameters}
+    assert named == (set() if factor == "1.0" else {"a.weight", "a.bias", "b.weight", "b.bias"})
