@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
@@ -77,6 +78,8 @@ class StepLog:
         self._on_step = on_step
         self._losses: dict[str, Scalar] = {}
         self._unread: list[OpenStep] = []
+        self._changing = threading.RLock()
+        """Held where the lists change, for the loops of other threads; never while something of the user's runs."""
         self._steps: list[Step] = []
         self._telling: set[int] = set()
         self._seen_bad: set[tuple[str, str, bool]] = set()
@@ -125,7 +128,8 @@ class StepLog:
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
-        return (self._steps[-1].step + 1 if self._steps else 0) + len(self._unread)
+        with self._changing:
+            return (self._steps[-1].step + 1 if self._steps else 0) + len(self._unread)
 
     def latest(self) -> Step:
         """The last step that has ended; on a GPU this reads what is still unread (one sync)."""
@@ -149,7 +153,8 @@ class StepLog:
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
         step.each.clear()
-        self._unread.append(step)
+        with self._changing:
+            self._unread.append(step)
         is_known = are_on_host(step.scalars())
         if step.skipped or is_known or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
@@ -167,6 +172,10 @@ class StepLog:
         """Looks once more at parameters and buffers: a buffer can be poisoned while every loss is finite, and one that
         was may have been written anew since, as a queue is: nothing is left of that."""
         self._read()
+        with self._changing:
+            self._look_back()
+
+    def _look_back(self) -> None:
         if self._steps:
             self._steps[-1] = self._with_bad_tensors(self._steps[-1])
         if any(counts.kind == "buffer" for step in self._steps for counts in step.nonfinite):
@@ -176,18 +185,23 @@ class StepLog:
 
     def _read(self) -> None:
         """Turns the unread steps into Steps, with one transfer for all of them."""
-        unread, self._unread = self._unread, []
-        values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
-        for step in unread:
-            made = step.to_step(self.closed(), values)
-            if made.skipped or not math.isfinite(made.loss):
-                made = self._with_bad_tensors(made)
-            made = self._with_few_groups(made)
-            if self.journal is not None:
-                self.journal.step(made)
-            self._keep(made)
-            if self._on_step is not None:
-                self._on_step(made)
+        with self._changing:
+            unread, self._unread = self._unread, []
+            values = iter(to_host([scalar for step in unread for scalar in step.scalars()]))
+            made = [self._taken(step.to_step(self.closed(), values)) for step in unread]
+        if self._on_step is not None:
+            for step in made:
+                self._on_step(step)
+
+    def _taken(self, step: Step) -> Step:
+        """Adds a step that was read, with what else is to be known of it."""
+        if step.skipped or not math.isfinite(step.loss):
+            step = self._with_bad_tensors(step)
+        step = self._with_few_groups(step)
+        if self.journal is not None:
+            self.journal.step(step)
+        self._keep(step)
+        return step
 
     def _keep(self, step: Step) -> None:
         """Adds a step; where they are too many, some go."""

@@ -63,7 +63,7 @@ class Watch:
         for optimizer in optimizers:
             self.calls.add_optimizer(optimizer)
         self.backward_passes = 0
-        self._loop = Loop()
+        self._loop = Loop(set())
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._pause = Pause()
@@ -120,6 +120,11 @@ class Watch:
     def open_step(self) -> OpenStep:
         """The step that the loop of this thread has under way."""
         return self._loop.now
+
+    @property
+    def has_other_loops(self) -> bool:
+        """Whether threads that are alive, and not this one, have trained: they are not to find their models altered."""
+        return self._loop.has_others()
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -237,7 +242,7 @@ class Watch:
         step.stepped = True
         withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
-            self._note_groups(optimizer)
+            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
             if step.skipped < withheld:
                 self.withheld() if step.has_finite_loss() else self.lost(False)
         step.skipped |= withheld
@@ -275,11 +280,11 @@ class Watch:
 
     def _backward(self, original: Function, roots: Any, *args: Any, **kwargs: Any) -> Any:
         """torch.autograd's one way into the engine: (roots, gradients, retain_graph, create_graph, inputs, ...)."""
-        inside_the_engine = torch._C._current_graph_task_id() != -1
-        if inside_the_engine or are_meta(roots):
+        if torch._C._current_graph_task_id() != -1 or are_meta(roots):  # inside the engine, or without numbers
             return original(roots, *args, **kwargs)
         self.learn()
         self.backward_passes += 1
+        self._loop.goes_backward()
         if not kwargs.get("accumulate_grad", True):
             self.calls.grad(roots, creates_graph=bool(args[2]))
             return original(roots, *args, **kwargs)
@@ -329,14 +334,13 @@ class Watch:
         step.stepped = True
         self._measure(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
-            self._note_groups(optimizer)
+            step.note_groups(optimizer, self.optimizers.nonfinite_groups)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
             self._close()
 
     def _is_ignored(self, optimizer: Optimizer) -> bool:
-        if self.is_paused or self._loop.is_inside("step"):
-            return True
-        return optimizer not in self.optimizers or computes_no_numbers()
+        is_known = optimizer in self.optimizers
+        return self.is_paused or self._loop.is_inside("step") or not is_known or computes_no_numbers()
 
     def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
         """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
@@ -364,9 +368,6 @@ class Watch:
         """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
         if optimizer in self.optimizers:
             self._loop.now.measure(optimizer, divisor, self.optimizers.nonfinite_groups)
-
-    def _note_groups(self, optimizer: Optimizer) -> None:
-        self._loop.now.note_groups(optimizer, self.optimizers.nonfinite_groups)
 
     def _close(self) -> None:
         """Ends the step that is under way."""

@@ -102,7 +102,8 @@ class LostSteps:
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
         is_noted = is_given_up or self.open_pass.has_gone_backward
-        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST or not is_noted:
+        is_tried = self._traced.is_tracing or self._tries >= MOST_LOST or self._watcher.has_other_loops
+        if not is_first or is_tried or not is_noted:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
         with contextlib.suppress(Exception):

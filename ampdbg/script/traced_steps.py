@@ -134,8 +134,9 @@ class TracedSteps:
             traced.end()
 
     def _begin(self) -> None:
-        # A mode of the script's own that is entered now would be left before ours: torch pops them in order.
-        if torch._C._len_torch_dispatch_stack():
+        # A mode of the script's own that is entered now would be left before ours: torch pops them in order. A step
+        # that is run again takes the gradients of all models away for a while, also from loops of other threads.
+        if torch._C._len_torch_dispatch_stack() or self._watcher.has_other_loops:
             return
         is_wanted = self.captures.take_request()
         self._left -= not is_wanted
