@@ -8,12 +8,14 @@ is not seen.
 
 from __future__ import annotations
 
+import _io
 import builtins
 import contextlib
 import io
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ WRITES, CREATES_ONLY = os.O_WRONLY | os.O_RDWR, os.O_CREAT | os.O_EXCL
 
 CACHES = {"__pycache__", "site-packages"}
 """Folders of files that any process of Python's may write."""
+
+BELOW_OS = sys.modules.get("posix")
+"""Has the functions of ``os`` under their own names; None on Windows."""
 
 Function = Callable[..., Any]
 
@@ -51,16 +56,18 @@ def scratch_files(folder: Path) -> Iterator[None]:
         ("rmdir", files.removing_a_folder),
         ("mkdir", files.making_a_folder),
     )
+    of_os = (
+        *of_paths,
+        ("open", files.opening_a_descriptor),
+        ("truncate", files.writing("path", 0)),
+        ("utime", files.writing("path", 0)),
+        ("remove", files.removing),
+    )
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
-            *((owner, name, replacement) for owner in (os, paths) for name, replacement in of_paths),
-            (builtins, "open", files.opening),
-            (io, "open", files.opening),
-            (paths, "open", files.opening),
-            (os, "open", files.opening_a_descriptor),
-            (os, "truncate", files.writing("path", 0)),
-            (os, "utime", files.writing("path", 0)),
-            (os, "remove", files.removing),
+            *((owner, name, replacement) for owner in (os, BELOW_OS) for name, replacement in of_os),
+            *((paths, name, replacement) for name, replacement in of_paths),
+            *((owner, "open", files.opening) for owner in (builtins, io, _io, paths)),
             (shutil, "rmtree", files.removing_a_folder),
             (torch, "save", files.writing("f", 1)),
             (torch, "from_file", files.mapping),

@@ -103,6 +103,9 @@ def in_scratch(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 WAYS = {
     "written": "open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "by what open is made of": "import _io\n_io.open('a.txt', 'w').write('new')\nassert open('a.txt').read() == 'new'",
+    "by what os is made of": "import posix\nposix.write(posix.open('a.txt', os.O_WRONLY), b'new')\n"
+    "assert open('a.txt').read() == 'new'\nposix.remove('d/b')",
     "appended": "open('a.txt', 'a').write('+')\nassert Path('a.txt').read_text() == 'old+'",
     "by a path": "Path('a.txt').write_text('new')\nassert Path('a.txt').read_bytes() == b'new'",
     "by a descriptor": "os.write(os.open('a.txt', os.O_WRONLY), b'new')\nassert open('a.txt').read() == 'new'",
