@@ -11,18 +11,14 @@ import libcst as cst
 import torch
 from torch import nn
 
-from ampdbg.config.schema import THE_SCRIPT
 from ampdbg.patch.edits import Edited, Refused
+from ampdbg.patch.makers import FUNCTION, with_made_kept, with_model_kept
+from ampdbg.probes.makings import Making
 from ampdbg.record.pins import OWN
-from ampdbg.source.expressions import COMPREHENSIONS, SCOPES, assigned_codes, block_of, find, names_assigned, walk
+from ampdbg.source.expressions import names_assigned
 from ampdbg.source.imports import Statement, apart, imports_of, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
-MODEL = "model"
-LONG = 72
-"""An expression of more characters, or lines, is not put into a call as it stands."""
-
-FUNCTION = "_keep_in_fp32"
 MODULE_NAME = "ampdbg_pins"
 """What a file of :func:`module_text` is called; with ``.py`` behind it."""
 
@@ -44,8 +40,6 @@ import torch
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_LINEAR = "transformers.pytorch_utils.Conv1D"
 """GPT-2's Linear, by its name: transformers is not to be imported."""
-
-CONTAINERS = (cst.Tuple, cst.BaseList, cst.BaseSet, cst.BaseDict, *COMPREHENSIONS)
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -80,19 +74,25 @@ def module_text(names: Sequence[str], *, one_tensor: Collection[str] = ()) -> st
     return MODULE.format(name=MODULE_NAME, functions="\n\n\n".join(functions.values()))
 
 
-def edit_factory(source: bytes, name: str, pins: Sequence[str], *, one_tensor: Collection[str] = ()) -> Edited:
+def edit_factory(
+    source: bytes, maker: str | Making, pins: Sequence[str], *, one_tensor: Collection[str] = ()
+) -> Edited:
     """Adds a helper that pins modules to the user's file, and one call of it where the model is made.
 
     Args:
         source: the file's bytes.
-        name: what makes the model there: a function, an ``nn.Module`` class, or a variable that holds the model.
+        maker: what makes the model there: the name of a function, of an ``nn.Module`` class, or of a variable that
+            holds the model; or the line, counted in ``source``.
         pins: as the ``names`` of :func:`module_text`, which explains ``one_tensor`` too.
     """
     try:
         text = read_source(source)
         _check_names(text.module)
         functions = helper_functions(FUNCTION, pins, one_tensor)
-        place, module = _with_model_kept(text.module, name)
+        if isinstance(maker, Making):
+            place, module = with_made_kept(text, maker)
+        else:
+            place, module = with_model_kept(text.module, maker)
         module = _with_functions(module, functions, place)
         for package in ("torch", "functools"):
             module = with_imported(module, package)
@@ -138,112 +138,6 @@ def _parsed(text: str, indent: str) -> Statement:
     indented = leading.sub(lambda start: indent * (len(start[0]) // len(INDENT)), text)
     (node,) = cst.parse_module(indented + "\n").body
     return node
-
-
-# The call, where the file makes the model
-
-
-def _with_model_kept(module: cst.Module, name: str) -> tuple[int, cst.Module]:
-    """The module with the model that ``name`` makes passed through the helper.
-
-    A function's returned model is, a class calls it at the end of ``__init__``, a variable's model behind its
-    assignment.
-
-    Returns:
-        The index of the statement that makes the model, and the module.
-
-    Raises:
-        EditError: there is no ``name``, or no plain place for the call.
-    """
-    found = [index for index, node in enumerate(module.body) if name in _bound(node)]
-    if not found and name == THE_SCRIPT:
-        raise EditError("no line of it is to blame alone, and where the script makes its model is not known")
-    if not found:
-        raise EditError(f"{name} is not defined at the top of this file; it may be imported, or made in a condition")
-    index = found[-1]
-    edited = _edited(module.body[index], name)
-    return index, module.with_changes(body=[*module.body[:index], *edited, *module.body[index + 1 :]])
-
-
-def _bound(node: Statement) -> set[str]:
-    if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
-        return {node.name.value}
-    return assigned_codes(node) if isinstance(node, cst.SimpleStatementLine) else set()
-
-
-def _edited(node: Statement, name: str) -> list[Statement]:
-    """The statements in the place of the one that makes the model."""
-    if isinstance(node, cst.FunctionDef):
-        return [_function(node)]
-    if isinstance(node, cst.ClassDef):
-        return [_class(node)]
-    if any(isinstance(item.value, cst.Lambda) for item in find(node, cst.Assign)):
-        raise EditError(f"{name} is a lambda; write it as a function")
-    return [node, _call_line(name)]
-
-
-def _function(function: cst.FunctionDef) -> cst.FunctionDef:
-    """The function with the one model that it returns passed through the helper."""
-    name, inside = function.name.value, _own_nodes(function.body)
-    if function.asynchronous is not None:
-        raise EditError(f"{name} is a coroutine; call the helper where its model is awaited")
-    if any(isinstance(node, cst.Yield) for node in inside):
-        raise EditError(f"{name} is a generator; call the helper where its model is used")
-    returns = {node.value: node for node in inside if isinstance(node, cst.Return) and node.value is not None}
-    if not returns:
-        raise EditError(f"{name} returns no model")
-    value, node = next(iter(returns.items()))
-    if len(returns) > 1 or isinstance(value, cst.IfExp):
-        raise EditError(f"{name} returns one thing here and another there; make the model in a function of its own")
-    if isinstance(value, CONTAINERS):
-        raise EditError(f"{name} returns more than the model; call the helper on the model in it")
-    edited = _with_return_kept(function, node, value)
-    assert isinstance(edited, cst.FunctionDef)
-    return edited
-
-
-def _own_nodes(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """Every node but those of nested functions and classes."""
-    inner = {id(below) for item in walk(node) if isinstance(item, SCOPES) for below in walk(item)}
-    return [item for item in walk(node) if id(item) not in inner]
-
-
-def _with_return_kept(function: cst.FunctionDef, node: cst.Return, value: cst.BaseExpression) -> cst.CSTNode:
-    """Passes what one ``return`` gives through the helper; a model whose making is long gets a name first."""
-    code = cst.Module([]).code_for_node(value)
-    shared = {item.name.value for item in find(function, cst.NameItem)}  # of global and nonlocal
-    line = next((line for line in find(function, cst.SimpleStatementLine) if line.body[0] is node), None)
-    if line is None or MODEL in shared or not ("\n" in code or len(code) > LONG):
-        return function.with_deep_changes(node, value=_kept(value), whitespace_after_return=cst.SimpleWhitespace(" "))
-    made = line.with_changes(body=[cst.Assign([cst.AssignTarget(cst.Name(MODEL))], value)])
-    returned = cst.SimpleStatementLine([cst.Return(_kept(cst.Name(MODEL)))])
-    return function.deep_replace(line, cst.FlattenSentinel([made, returned]))  # type: ignore[arg-type]
-
-
-def _kept(value: cst.BaseExpression) -> cst.Call:
-    return cst.Call(cst.Name(FUNCTION), [cst.Arg(value)])
-
-
-def _class(node: cst.ClassDef) -> cst.ClassDef:
-    """The class with a call of the helper at the end of its ``__init__``."""
-    methods = [item for item in block_of(node.body).body if isinstance(item, cst.FunctionDef)]
-    method = next((method for method in methods if method.name.value == "__init__"), None)
-    if method is None:
-        raise EditError(f"{node.name.value} has no __init__ of its own; make the model in a function")
-    first = [*method.params.posonly_params, *method.params.params][:1]
-    if not first:
-        raise EditError("its __init__ does not name self")
-    if any(isinstance(item, cst.Return) for item in _own_nodes(method.body)):
-        raise EditError("its __init__ returns early; call the helper where the model is made")
-    block = block_of(method.body)
-    longer = block.with_changes(body=[*block.body, _call_line(first[0].name.value)])
-    edited = node.with_deep_changes(method, body=longer)
-    assert isinstance(edited, cst.ClassDef)
-    return edited
-
-
-def _call_line(argument: str) -> cst.SimpleStatementLine:
-    return cst.SimpleStatementLine([cst.Expr(_kept(cst.parse_expression(argument)))])
 
 
 # The text of the helper, for code that has nothing but torch

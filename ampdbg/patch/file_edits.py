@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -35,6 +36,17 @@ class FileEdit:
     path: Path
     before: bytes
     after: bytes
+
+
+def counterpart(line: int, here: bytes, there: bytes) -> int:
+    """Which line of ``there`` is line ``line`` of ``here``, be it indented in another way; 0 where none is."""
+    return next((at + line - start for start, at, size in _common(here, there) if start < line <= start + size), 0)
+
+
+@lru_cache(maxsize=8)
+def _common(here: bytes, there: bytes) -> Sequence[tuple[int, int, int]]:
+    one, other = ([line.strip() for line in source.split(b"\n")] for source in (here, there))
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
 
 
 def base_folder(edits: Sequence[FileEdit], config_folder: Path) -> tuple[Path, bool]:

@@ -18,12 +18,13 @@ from ampdbg.config.targets import parse_target
 from ampdbg.patch.by_name import edit_factory, layers_of_one_tensor
 from ampdbg.patch.constants import edit_constants
 from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin, edit_source
-from ampdbg.patch.file_edits import FileEdit
+from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
 from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
+from ampdbg.probes.makings import Making, Makings, within
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PatchUnit, Pin, in_words
 from ampdbg.source.ownership import is_users_file
@@ -37,13 +38,17 @@ FEW = 2
 
 @dataclass(frozen=True)
 class Materials:
-    """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them."""
+    """What a plan is made from: the model, its pins, the lines to wrap, and what holds half tensors on them.
+
+    ``makings`` tell where the model is made, where no target of the config does.
+    """
 
     config: Config
     model: torch.nn.Module
     pins: tuple[Pin, ...]
     lines: OwnLines
     names: NamesByLine
+    makings: Makings | None = None
 
     def edited(self, file: str, sources: Sequence[SourcePin]) -> Edited:
         """A file with edits, made with what was seen in it."""
@@ -159,11 +164,12 @@ def _call(pin: Pin, materials: Materials) -> Iterator[Placement]:
 
 
 def _helper(pin: Pin, materials: Materials) -> Iterator[Placement]:
-    """The helper, by the module's name, where the config's own file makes the model."""
-    file = _file_that_makes_the_model(materials.config)
+    """The helper, by the module's name, in the file that makes the model."""
+    making = _making((pin.name,), materials)
+    file = making.file if making is not None else _file_of_the_target(materials.config)
     if not is_users_file(file) or pin.source:
         return
-    refused = _in_file(file, _with_helper(Path(file).read_bytes(), (pin.name,), materials).refused)
+    refused = _in_file(file, _with_helper(file, Path(file).read_bytes(), (pin.name,), materials).refused)
     yield Placement(f"{in_words(pin.name)}, by name", file, None, (pin.name,), refused=refused)
 
 
@@ -194,13 +200,24 @@ def _in_file(file: str, refused: Iterable[Refused]) -> tuple[Refused, ...]:
     return tuple(replace(one, file=file) for one in refused)
 
 
-def _with_helper(source: bytes, names: Sequence[str], materials: Materials) -> Edited:
-    """The file that makes the model, with the helper that pins modules by name."""
-    makes = parse_target(materials.config.model.target).name
-    return edit_factory(source, makes, names, one_tensor=layers_of_one_tensor(names, materials.model))
+def _with_helper(file: str, source: bytes, names: Sequence[str], materials: Materials) -> Edited:
+    """The file that makes the model, which may be edited by now, with the helper that pins modules by name."""
+    one_tensor = layers_of_one_tensor(names, materials.model)
+    if (making := _making(names, materials)) is None:
+        return edit_factory(source, parse_target(materials.config.model.target).name, names, one_tensor=one_tensor)
+    line = counterpart(making.line, Path(file).read_bytes(), source)
+    if not line:
+        reason = "the line that makes the model is edited already; call the helper by hand"
+        return Edited(source, (Refused(making.line, reason),), changed=False)
+    own, simple = ([within(making.path, name) for name in some] for some in (names, one_tensor))
+    return edit_factory(source, replace(making, line=line), own, one_tensor=simple)
 
 
-def _file_that_makes_the_model(config: Config) -> str:
+def _making(names: Sequence[str], materials: Materials) -> Making | None:
+    return materials.makings.of(materials.model, names) if materials.makings is not None else None
+
+
+def _file_of_the_target(config: Config) -> str:
     target = parse_target(config.model.target)
     if target.file:
         return str(target.path(config.folder))
@@ -417,7 +434,7 @@ def _applied(placements: Sequence[Placement], materials: Materials) -> tuple[tup
         here_refused = list(edited.refused)
         names = [name for place in here if place.source is None for name in place.pins]
         if names:
-            edited = _with_helper(edited.source, names, materials)
+            edited = _with_helper(file, edited.source, names, materials)
             here_refused += edited.refused
         refused += (replace(one, file=file) for one in here_refused)
         if edited.source != before:

@@ -266,7 +266,7 @@ def _materials(ended: Bisected) -> Materials:
     edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
     with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)
-    return Materials(run.config, model, pins, lines, names)
+    return Materials(run.config, model, pins, lines, names, run.makings)
 
 
 def _refuse_stale(known: Record | None) -> None:

@@ -20,19 +20,24 @@ from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode, mode_of
+from ampdbg.probes.makings import Makings
 from ampdbg.replay.random_state import seeded
 from ampdbg.workload.build import Workload, build_workload
 
 
 @dataclass(frozen=True)
 class Run:
-    """A workload on its device, and the config it is trained by."""
+    """A workload on its device, and the config it is trained by.
+
+    ``makings`` tell where the model was made, where that was noted: a config's target says it.
+    """
 
     config: Config
     workload: Workload
     device: torch.device
     mode: PrecisionMode
     started: float
+    makings: Makings | None = None
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler of the run; a dynamic one goes on from the checkpoint's."""

@@ -22,6 +22,7 @@ from ampdbg.environment import environment_of
 from ampdbg.errors import first_line, named_error
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.tensors import bad_in_batch
 from ampdbg.probes.watch import Watch
@@ -127,7 +128,7 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
         stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
-        with taking.watcher, taking.open_pass:
+        with taking.watcher, taking.open_pass, taking.makings:
             taking.begin_when_known()
             try:
                 ended = run_script(script, taking.script_ended)
@@ -156,6 +157,7 @@ class _Taking:
 
     def __init__(self, capture: Capture, use: Use) -> None:
         self.watcher = Watch(None, ())
+        self.makings = Makings()
         self.is_used = False
         self._capture = capture
         self._use = use
@@ -256,7 +258,7 @@ class _Taking:
         device = next(model.parameters()).device
         notes = capture.put_into(model, optimizers)
         captured = capture.played(played, device)
-        run = run_of(captured, model, optimizers, device, capture.head.half)
+        run = replace(run_of(captured, model, optimizers, device, capture.head.half), makings=self.makings)
         snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
         before = _of_capture(capture, captured)
         if capture.head.is_broken_off and not losses_of(captured):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import io
+import itertools
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class SourceFile:
         suite = self._parents[line]
         body: Sequence[cst.CSTNode] = suite.body if isinstance(suite, (cst.Module, cst.IndentedBlock)) else ()
         return [self.span(node)[0] for node in reversed(body[: body.index(line)])]
+
+    def loops_around(self, node: cst.CSTNode) -> list[cst.For | cst.While]:
+        """The loops around a node in its own function, the innermost first."""
+        around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
+        return [item for item in around if isinstance(item, (cst.For, cst.While))]
 
     def functions_named(self, function: str) -> list[cst.FunctionDef]:
         """The functions of a qualified name."""

@@ -120,6 +120,41 @@ def test_a_patch_of_a_capture_cures_the_script(tmp_path: Path) -> None:
     assert not record.steps[-1].skipped
 
 
+LIBRARYS = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+net = nn.DataParallel(net).cuda()
+with torch.no_grad():
+    net.module[2].weight.mul_(float(sys.argv[1]))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cuda", init_scale=16.0)
+for step in range(6):
+    x, y = torch.randn(8, 16, device="cuda"), torch.randint(4, (8,), device="cuda")
+    with torch.autocast("cuda"):
+        loss = nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its third layer, which torch's own code calls, overflows with a factor of 3e5, and not with 1."""
+
+
+def test_a_librarys_module_is_kept_where_the_script_makes_the_model(tmp_path: Path) -> None:
+    run(tmp_path, LIBRARYS, "3e5")
+    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
+    assert (result.code, [pin.name for pin in record.pins]) == (0, ["2"])
+    text = (tmp_path / "train.py").read_text(encoding="utf-8")
+    made = next(line for line in LIBRARYS.splitlines() if line.startswith("net = nn.Seq"))
+    assert f"{made}\n_keep_in_fp32(net)\n" in text
+    for factor in ("3e5", "1"):
+        patched, record = run(tmp_path, text, factor)
+        assert (patched.code, record.verdict) == (0, "healthy")
+
+
 @pytest.mark.slow
 def test_calls_in_the_wrong_order_hide_no_overflow(tmp_path: Path) -> None:
     early = scripts.PLAIN.replace("        scaler.unscale_(optimizer)\n", "")

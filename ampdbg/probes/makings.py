@@ -1,0 +1,174 @@
+"""Where a script makes its model: the lines of the user's code that modules were put into one another on."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ampdbg.record.pins import OWN
+from ampdbg.source.ownership import by_code, is_ampdbgs, is_users_file
+
+FORWARD = "_call_impl"
+"""torch's name of what calls a forward: what is put into a model there is no part of its making."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """The line of the user's code that has made a model what the pins take it for, from outside of the model.
+
+    ``known`` are expressions that gave the model there before; none where the model begins there. ``path`` is its name
+    where the pins are of several models in one.
+    """
+
+    file: str
+    line: int
+    known: tuple[str, ...] = ()
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """A frame of the user's code: the modules that it was given, and those that names of it stand for."""
+
+    file: str
+    line: int
+    given: tuple[weakref.ref[nn.Module], ...]
+    known: tuple[tuple[str, weakref.ref[nn.Module]], ...]
+
+
+@dataclass(frozen=True)
+class _Event:
+    """Something was put into a module; ``callers`` are the user's, the innermost first."""
+
+    number: int
+    callers: tuple[_Caller, ...]
+
+
+class Makings:
+    """Notes, while it is entered, where the user's code puts modules and parameters into modules.
+
+    What is unpickled or copied is put nowhere: of that nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._events: dict[int, tuple[weakref.ref[nn.Module], dict[str, _Event]]] = {}
+        self._number = 0
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Makings:
+        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+            self._entered.callback(register(self._put).remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._entered.close()
+
+    def of(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
+        """Where ``model`` has got the last of what leads to the pinned modules; None where no one place is known.
+
+        It may be several models in one, as :meth:`Models.together` makes: then the one that the pins are of.
+        """
+        if type(model) is not nn.Module or self._of(model):
+            return self._of_one(model, pins)
+        paths = {pin.removesuffix(OWN).partition(".")[0] for pin in pins}
+        if len(paths) > 1 or "" in paths:
+            return None
+        (path,) = paths
+        making = self._of_one(model.get_submodule(path), [within(path, pin) for pin in pins])
+        return making if making is None else replace(making, path=path)
+
+    def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
+        events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
+        own = self._of(model).values()
+        if not own or None in events:
+            return None
+        last = max((event for event in events if event is not None), key=_number_of)
+        begun = next(iter(_outside(min(own, key=_number_of), model)), None)
+        for caller in _outside(last, model):
+            known = tuple(name for name, held in caller.known if held() is model)
+            if known or (begun is not None and (caller.file, caller.line) == (begun.file, begun.line)):
+                return Making(caller.file, caller.line, known)
+        return None
+
+    def _leading_to(self, path: str, model: nn.Module) -> Iterator[_Event | None]:
+        """What has put the module at the path into its parent, that one into its own, and so on."""
+        if not path:
+            yield from self._of(model).values()
+        for name in path.split(".") if path else ():
+            yield self._of(model).get(name)
+            model = model.get_submodule(name)
+
+    def _of(self, module: nn.Module) -> dict[str, _Event]:
+        held, events = self._events.get(id(module), (None, {}))
+        return events if held is not None and held() is module else {}  # else it was one that is gone
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        callers = _callers(sys._getframe(1))
+        if callers:
+            if not (events := self._of(module)):
+                self._events[id(module)] = weakref.ref(module), events
+            self._number += 1
+            events[name] = _Event(self._number, callers)
+
+
+def within(path: str, pin: str) -> str:
+    """A pin as a model has it that is a part of others: ``1.fc:own`` of ``net.1.fc:own``."""
+    return pin.removeprefix(path).removeprefix(".")
+
+
+def _number_of(event: _Event) -> int:
+    return event.number
+
+
+def _outside(event: _Event, model: nn.Module) -> Iterator[_Caller]:
+    """The callers that were not given the model, as its own methods are."""
+    return (caller for caller in event.callers if not any(held() is model for held in caller.given))
+
+
+def _callers(frame: FrameType | None) -> tuple[_Caller, ...]:
+    """The frames of the user's code, the innermost first; none within a forward, or where ampdbg is the caller."""
+    found: list[_Caller] = []
+    while frame is not None and not is_ampdbgs(frame):
+        if frame.f_code.co_name == FORWARD:
+            return ()
+        if _is_users(frame):
+            found.append(_caller(frame))
+        frame = frame.f_back
+    return tuple(found)
+
+
+@by_code
+def _is_users(frame: FrameType) -> bool:
+    return is_users_file(frame.f_code.co_filename)
+
+
+def _caller(frame: FrameType) -> _Caller:
+    code, values = frame.f_code, frame.f_locals
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = dict(_modules_in(values))
+    if code.co_argcount and parameters[0] not in known:  # of a method outside of any module
+        own = _modules_in(getattr(values.get(parameters[0]), "__dict__", None))
+        known |= {f"{parameters[0]}.{name}": value for name, value in own}
+    return _Caller(
+        code.co_filename,
+        frame.f_lineno,
+        tuple(weakref.ref(known[name]) for name in parameters if name in known),
+        tuple((name, weakref.ref(value)) for name, value in known.items()),
+    )
+
+
+def _modules_in(held: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in list(held.items()) if issubclass(type(held), Mapping) else ():
+        if issubclass(type(value), nn.Module):  # to ask the value for its class may run code of it
+            yield name, value

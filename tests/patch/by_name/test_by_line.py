@@ -1,0 +1,115 @@
+"""The helper where a script makes its model: `NAME.in.py` is run, and becomes `NAME.out.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ampdbg.patch.by_name import edit_factory
+from ampdbg.patch.edits import Edited
+from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.models import unwrapped
+from tests.conftest import Golden
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "by_line"
+
+Scope = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The pins of a fixture's model, and how a test finds that in what the file has defined."""
+
+    pins: tuple[str, ...] = ("0",)
+    find: Callable[[Scope], nn.Module] = lambda scope: scope["model"]
+
+
+CASES = {
+    "top_level": Case(),
+    "main_block": Case(("layers.0", "head")),
+    "attribute": Case(("1",), lambda scope: scope["trainer"].model),
+    "loop_and_with": Case(("1",), lambda scope: scope["net"]),
+    "wrapped": Case(),
+    "branches": Case(),
+    "new_head": Case(("0", "2")),
+    "layer_by_layer": Case(("0", "4")),
+    "returned": Case(("1",)),
+}
+
+
+def run(path: Path, text: bytes) -> tuple[Scope, Makings]:
+    """What a script of this text at a path defines, and what was noted while it ran."""
+    scope: Scope = {"__name__": "__main__"}
+    with Makings() as makings:
+        exec(compile(text, path, "exec"), scope)
+    return scope, makings
+
+
+def made(name: str, end: str = "in") -> tuple[nn.Module, Making]:
+    case, path = CASES[name], FIXTURES / f"{name}.{end}.py"
+    scope, makings = run(path, path.read_bytes())
+    model = unwrapped(case.find(scope))
+    making = makings.of(model, case.pins)
+    assert making is not None
+    return model, making
+
+
+def edited(text: bytes, making: Making, *pins: str) -> Edited:
+    return edit_factory(text, making, pins, one_tensor=pins)
+
+
+def test_every_fixture_has_a_case() -> None:
+    assert {path.name.removesuffix(".in.py") for path in FIXTURES.glob("*.in.py")} == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_call_stands_where_a_person_would_have_put_it(name: str, golden: Golden) -> None:
+    _, making = made(name)
+    path = FIXTURES / f"{name}.in.py"
+    assert making.file == str(path)
+    result = edited(path.read_bytes(), making, *CASES[name].pins)
+    assert result.refused == ()
+    golden(FIXTURES / f"{name}.out.py", result.source.decode())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_edited_script_makes_the_same_model_with_its_pins(name: str) -> None:
+    (before, _), (after, _) = made(name), made(name, "out")
+    assert list(after.state_dict()) == list(before.state_dict())
+    pinned = {name for name, module in after.named_modules() if "forward" in vars(module)}
+    assert pinned == set(CASES[name].pins)
+
+
+REFUSED = {
+    "one of several": ("model, steps = {}, 1", "the model gets no name of its own there"),
+    "no name": ("print((model := {}))", "the model gets no name of its own there"),
+    "in a list": ("models = [{}]\nmodel = models[0]", "it is not one call that makes the model there"),
+    "or another": ("model = {} if True else None", "it is not one call that makes the model there"),
+    "beside another statement": ("steps = 1; model = {}", "several statements are on the line"),
+    "behind a colon": ("if True: model = {}", "it stands behind a colon"),
+    "in a head": ("for model in [{}]:\n    pass", "it is the head of a compound statement"),
+    "with a helper there": (
+        "def _keep_in_fp32(model):\n    return model\nmodel = {}",
+        "it has a function _keep_in_fp32 already",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_there_is_no_plain_place_it_says_why(name: str, tmp_path: Path) -> None:
+    body, reason = REFUSED[name]
+    path = tmp_path / "train.py"
+    path.write_text("from torch import nn\n" + body.format("nn.Sequential(nn.Linear(4, 1))") + "\n", encoding="utf-8")
+    scope, makings = run(path, path.read_bytes())
+    making = makings.of(scope["model"], ["0"])
+    assert making is not None
+    result = edited(path.read_bytes(), making, "0")
+    assert (result.source, result.changed) == (path.read_bytes(), False)
+    (refused,) = result.refused
+    assert re.match(reason, refused.reason)

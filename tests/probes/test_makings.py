@@ -1,0 +1,126 @@
+"""Where the user's code makes a model: from outside of the model, the last line that its pins depend on."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.probes.makings import Making, Makings
+from ampdbg.probes.models import Models
+
+
+class Net(nn.Module):
+    """Makes its parts in methods of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_body()
+        self.head = nn.Linear(4, 1)
+
+    def add_body(self) -> None:
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def here(back: int = 0) -> int:
+    """The line of the caller, or so many lines before it."""
+    return sys._getframe(1).f_lineno - back
+
+
+def found(makings: Makings, model: nn.Module, *pins: str) -> tuple[int, tuple[str, ...]]:
+    making = makings.of(model, pins)
+    assert making is not None
+    assert making.file == __file__
+    return making.line, making.known
+
+
+@pytest.mark.parametrize("pin", ["head", "body.0", "body:own", ":own", ""])
+def test_a_model_is_made_where_its_class_is_called(pin: str) -> None:
+    with Makings() as makings:
+        model = Net().train()
+        line = here(1)
+    assert found(makings, model, pin) == (line, ())
+
+
+def test_a_layer_alone_is_a_model_too() -> None:
+    with Makings() as makings:
+        model = nn.Linear(4, 1)
+        line = here(1)
+    assert found(makings, model, "") == (line, ())
+
+
+def test_a_part_that_comes_later_counts_for_the_pins_in_it() -> None:
+    with Makings() as makings:
+        net = Net()
+        made = here(1)
+        net.body[0] = nn.Linear(4, 4, bias=False)
+        changed = here(1)
+        parts = nn.Sequential(net)
+        whole = here(1)
+    assert found(makings, net, "head") == (made, ())
+    assert found(makings, net, "head", "body.0") == (changed, ("net",))
+    assert found(makings, parts, "0.head") == (whole, ())
+
+
+def changed(block: nn.Sequential) -> None:
+    block[0] = nn.Linear(4, 4)
+
+
+def test_a_function_that_does_not_know_the_model_is_passed_over() -> None:
+    with Makings() as makings:
+        net = Net()
+        changed(net.body)
+        line = here(1)
+    assert found(makings, net, "body.0") == (line, ("net",))
+
+
+def test_of_what_was_copied_nothing_is_known() -> None:
+    with Makings() as makings:
+        model = copy.deepcopy(Net())
+    assert makings.of(model, ["head"]) is None
+
+
+class Late(nn.Module):
+    """Makes a layer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.second = nn.Linear(4, 4)
+        return self.second(self.first(x))
+
+
+def test_what_a_forward_makes_has_no_place() -> None:
+    with Makings() as makings:
+        model = Late()
+        line = here(1)
+        model(torch.ones(1, 4))
+    assert makings.of(model, ["second"]) is None
+    assert found(makings, model, "first") == (line, ())
+
+
+def test_of_several_models_it_is_the_one_of_the_pins() -> None:
+    with Makings() as makings:
+        first, second = Net(), Net()
+        line = here(1)
+        models = Models()
+        models.adopt([first, second])
+        whole = models.together()
+    names = [name for name, _ in whole.named_children()]
+    assert makings.of(whole, [f"{names[1]}.body.0"]) == Making(__file__, line, (), names[1])
+    assert makings.of(whole, [f"{names[0]}.head", f"{names[1]}.head"]) is None
+    assert makings.of(whole, [":own"]) is None
+
+
+def test_it_ends_with_an_error(tmp_path: Path) -> None:
+    makings = Makings()
+    with pytest.raises(ZeroDivisionError), makings:
+        raise ZeroDivisionError
+    assert makings.of(Net(), ["head"]) is None
