@@ -12,6 +12,7 @@ from typing import Literal
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
 from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.quantities import listed, number
+from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
 from ampdbg.record.run import Investigation, Replay
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
@@ -228,5 +229,11 @@ def _what(low: Replay) -> str:
 def _reaches(suspect: Suspect) -> str:
     producer = suspect.producer
     value = f" reaches {number(suspect.value)}" if suspect.value is not None else ""
-    line = f" ({PurePath(producer.source.file).name}:{producer.source.line})" if producer.source else ""
-    return f"{named(producer)}{line}{value}"
+    return f"{named(producer)}{_place(producer.source)}{value}"
+
+
+def _place(source: Source | None) -> str:
+    if source is None:
+        return ""
+    name = PurePath(source.file).name
+    return f" ({name}:{source.line})" if source.line else f" ({name})"  # in a line that only a patch has

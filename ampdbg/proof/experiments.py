@@ -23,14 +23,25 @@ from ampdbg.errors import AmpdbgError, WorkloadError, first_line, named_error
 from ampdbg.files import replace_file
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
-from ampdbg.pinning.experiment import gradients_far, judged, on_further_batches
+from ampdbg.pinning.experiment import gradients_far, health_of, judged, on_further_batches
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.proof.jobs import CapturedStep, Job, Seen, StepUse, Trained, Tried, overlaid, pinned_by, prepared_with
+from ampdbg.proof.jobs import (
+    CapturedStep,
+    Job,
+    Patched,
+    Seen,
+    StepUse,
+    Trained,
+    Tried,
+    overlaid,
+    pinned_by,
+    prepared_with,
+)
 from ampdbg.proof.processes import own_stdout
 from ampdbg.proof.step_file import load_steps
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Producer, Record, Step
 from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -183,8 +194,9 @@ def _each_tried(run: Run, steps: Sequence[FailingStep], job: Job) -> Iterator[Tr
 
 
 def _tried(replays: PinnedReplays, job: Job) -> Tried:
-    health, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
+    _, made = judged(replays, (), "unhealthy" if job.kind == "patched" else "always", is_silent=job.is_silent)
     low, fp32 = made.replays[:2]
+    health = health_of(on_disk(made, job.patched), is_silent=job.is_silent)
     # A constant that was moved is another number in half than in FP32: that it does no harm has to be seen.
     why = health.why or (gradients_far(made) if job.patched.moves_constants else "")
     return Tried(
@@ -196,6 +208,18 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
         fp32_loss=fp32.loss,
         fp32_grad_norm=fp32.grad_norm,
     )
+
+
+def on_disk(made: Investigation, patched: Patched) -> Investigation:
+    """The investigation of a patched step with the lines of its first replay as the user's files have them."""
+    line_of = functools.cache(patched.line_on_disk)  # many ops have one line
+
+    def moved(one: Producer) -> Producer:
+        at = one.source
+        return one if at is None else replace(one, source=replace(at, line=line_of(at.file, at.line)))
+
+    low, *others = made.replays
+    return replace(made, replays=(replace(low, producers=tuple(map(moved, low.producers))), *others))
 
 
 def _further(

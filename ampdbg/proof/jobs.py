@@ -17,6 +17,7 @@ from typing import Literal
 from unittest.mock import patch
 
 from ampdbg.config.schema import Config
+from ampdbg.patch.file_edits import counterpart
 from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
@@ -55,6 +56,11 @@ class Patched:
     def changes_nothing(self) -> bool:
         """Whether the files hold these bytes anyway, and nothing is pinned besides."""
         return not self.pins and all(path.exists() and path.read_bytes() == now for path, now in self.files.items())
+
+    def line_on_disk(self, file: str, line: int) -> int:
+        """Which line of a file, as its user has it, is ``line`` of the patched one; 0 where only the patch has it."""
+        path = next((path for path in self.files if _key(path) == _key(file)), None)
+        return counterpart(line, self.files[path], path.read_bytes()) if path is not None and path.exists() else line
 
 
 @dataclass(frozen=True)

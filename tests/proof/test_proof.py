@@ -101,6 +101,27 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     assert len(set((tmp_path / "processes").read_text().split())) == 3
 
 
+MOVED = {
+    "a line that only moved": ("        large = (GAIN * x) @", "        large = (GAIN * x) @", "(net.py:15)"),
+    "one that is indented": (OVERFLOWS, "        if True:\n    " + OVERFLOWS, "(net.py:15)"),
+    "one that the patch has written": ("(GAIN * x) @", "(1.0 * GAIN * x) @", "(net.py)"),
+}
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("name", MOVED)
+def test_a_proof_names_lines_as_the_user_has_them(name: str, tmp_path: Path) -> None:
+    before, after, place = MOVED[name]
+    config = written(tmp_path)
+    failing = failing_steps(config)
+    shifted = "import functools\n\n" + NET.replace(before, after)
+    path = tmp_path / "net.py"
+    (*_, step) = proven(config, {path: shifted.encode()}, failing=failing).steps
+    assert (step.passed, step.detail.partition(" reaches")[0]) == (False, f"loss NaN: mm {place}")
+    proof = proven(config, {path: GOOD.encode()}, {TITLE: {path: shifted.encode()}}, failing=failing)
+    assert f"loss NaN: mm {place}" in step_of(proof, f"without {TITLE}").detail
+
+
 def pins_file(config: Config, *names: str) -> Patched:
     path = config.folder / "ampdbg_pins.py"
     return Patched({path: module_text(names).encode()}, pins_file=path)
@@ -172,7 +193,7 @@ RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)
 @pytest.mark.parametrize(
     ("patch", "name", "detail"),
     [
-        (UNCURED, "the failing step (0)", "loss NaN: mm (net.py:16)"),
+        (UNCURED, "the failing step (0)", "loss NaN: mm (net.py)"),
         (OTHER_FUNCTION, "the model's function", "changed: in FP32 the loss of step 0 is"),
         (DETACHED, "the model's function", "changed: in FP32 the gradients' norm of step 0 is"),
         (RENAMED, "the patched code", "other parameters than the failing step"),
