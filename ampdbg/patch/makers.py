@@ -164,7 +164,7 @@ def with_made_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
     elif not isinstance(value, cst.Call):
         raise EditError("it is not one call that makes the model there; write it as one, as in model = Net()", number)
     else:
-        edited = _with_value_kept(text.module, located, value, names)
+        edited = _with_value_kept(text.module, located, value, names, making)
     assert isinstance(edited, cst.Module)
     return index, edited
 
@@ -177,10 +177,14 @@ def _assigned(small: cst.BaseSmallStatement) -> tuple[list[str], cst.BaseExpress
     return list(map(code_of, whole)), small.value
 
 
-def _with_value_kept(module: cst.Module, located: Located, value: cst.Call, names: Sequence[str]) -> cst.CSTNode:
+def _with_value_kept(
+    module: cst.Module, located: Located, value: cst.Call, names: Sequence[str], making: Making
+) -> cst.CSTNode:
     inner, small, function = _innermost(value, imports_of(module.body)), located.line.body[0], located.function
     if inner is not value:
         return module.deep_replace(inner, _kept(inner))
+    if making.is_wrapped:
+        raise EditError("the line wraps the model that it makes; make that on a line of its own first", making.line)
     if isinstance(small, cst.Return) and function is not None:
         return module.deep_replace(function, _with_return_kept(function, small, value))
     return _followed(module, located.line, names[0])

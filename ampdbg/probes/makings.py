@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
@@ -27,13 +28,14 @@ FORWARD = "_call_impl"
 class Making:
     """The line of the user's code that has made a model what the pins take it for, from outside of the model.
 
-    ``known`` are expressions that gave the model there before; none where the model begins there. ``path`` is its name
-    where the pins are of several models in one.
+    ``known`` are expressions that gave the model there before; none where the model begins there. It ``is_wrapped``
+    where the line has put it into another module. ``path`` is its name where the pins are of several models in one.
     """
 
     file: str
     line: int
     known: tuple[str, ...] = ()
+    is_wrapped: bool = False
     path: str = ""
 
 
@@ -63,6 +65,7 @@ class Makings:
 
     def __init__(self) -> None:
         self._events: dict[int, tuple[weakref.ref[nn.Module], dict[str, _Event]]] = {}
+        self._held: dict[int, tuple[weakref.ref[nn.Module], _Event]] = {}
         self._number = 0
         self._entered = ExitStack()
 
@@ -98,8 +101,14 @@ class Makings:
         for caller in _outside(last, model):
             known = tuple(name for name, held in caller.known if held() is model)
             if known or (begun is not None and (caller.file, caller.line) == (begun.file, begun.line)):
-                return Making(caller.file, caller.line, known)
+                return Making(caller.file, caller.line, known, self._is_wrapped(model, caller))
         return None
+
+    def _is_wrapped(self, model: nn.Module, by: _Caller) -> bool:
+        if id(model) not in self._held:
+            return False
+        held, event = self._held[id(model)]
+        return held() is model and any((caller.file, caller.line) == (by.file, by.line) for caller in event.callers)
 
     def _leading_to(self, path: str, model: nn.Module) -> Iterator[_Event | None]:
         """What has put the module at the path into its parent, that one into its own, and so on."""
@@ -114,12 +123,17 @@ class Makings:
         return events if held is not None and held() is module else {}  # else it was one that is gone
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
-        callers = _callers(sys._getframe(1))
-        if callers:
-            if not (events := self._of(module)):
-                self._events[id(module)] = weakref.ref(module), events
-            self._number += 1
-            events[name] = _Event(self._number, callers)
+        with contextlib.suppress(Exception):  # whatever the names of a script stand for, it goes on
+            if callers := _callers(sys._getframe(1)):
+                self._note(module, name, value, callers)
+
+    def _note(self, module: nn.Module, name: str, value: Any, callers: tuple[_Caller, ...]) -> None:
+        if not (events := self._of(module)):
+            self._events[id(module)] = weakref.ref(module), events
+        self._number += 1
+        events[name] = event = _Event(self._number, callers)
+        if isinstance(value, nn.Module):
+            self._held[id(value)] = weakref.ref(value), event
 
 
 def within(path: str, pin: str) -> str:
@@ -154,7 +168,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def _caller(frame: FrameType) -> _Caller:
-    code, values = frame.f_code, frame.f_locals
+    code, values = frame.f_code, dict(frame.f_locals)
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     known = dict(_modules_in(values))
     if code.co_argcount and parameters[0] not in known:  # of a method outside of any module
@@ -169,6 +183,6 @@ def _caller(frame: FrameType) -> _Caller:
 
 
 def _modules_in(held: Any) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in list(held.items()) if issubclass(type(held), Mapping) else ():
+    for name, value in list(held.items()) if isinstance(held, dict) else ():
         if issubclass(type(value), nn.Module):  # to ask the value for its class may run code of it
             yield name, value

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ampdbg.patch.file_edits import unified_diff
+from ampdbg.patch.file_edits import counterpart, unified_diff
 
 needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed")
 
@@ -122,3 +122,10 @@ def test_applied_and_reversed_any_change_gives_the_old_bytes(before: bytes, afte
         assert file.read_bytes() == after
         apply_with_git(Path(folder), diff, "-R")
         assert file.read_bytes() == before
+
+
+def test_a_line_is_found_again_where_an_edit_has_moved_or_indented_it() -> None:
+    before = b"a = 1\nb = 2\nc = 3\nd = 4\n"
+    after = b"import x\na = 1\nwith x:\n    b = 2\nc = 30\nd = 4\n"
+    assert [counterpart(line, before, after) for line in range(1, 5)] == [2, 4, 0, 6]
+    assert [counterpart(line, after, before) for line in range(1, 7)] == [0, 1, 0, 2, 0, 4]

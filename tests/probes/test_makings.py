@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampdbg.probes.makings import Making, Makings
-from ampdbg.probes.models import Models
+from ampdbg.probes.models import Models, unwrapped
 
 
 class Net(nn.Module):
@@ -106,6 +106,15 @@ def test_what_a_forward_makes_has_no_place() -> None:
     assert found(makings, model, "first") == (line, ())
 
 
+def test_a_wrapper_counts_on_the_line_that_makes_the_model() -> None:
+    with Makings() as makings:
+        first, second = Net(), nn.DataParallel(Net())
+        line = here(1)
+        whole = nn.DataParallel(first)
+    assert makings.of(unwrapped(whole), ["head"]) == Making(__file__, line)
+    assert makings.of(unwrapped(second), ["head"]) == Making(__file__, line, is_wrapped=True)
+
+
 def test_of_several_models_it_is_the_one_of_the_pins() -> None:
     with Makings() as makings:
         first, second = Net(), Net()
@@ -114,7 +123,7 @@ def test_of_several_models_it_is_the_one_of_the_pins() -> None:
         models.adopt([first, second])
         whole = models.together()
     names = [name for name, _ in whole.named_children()]
-    assert makings.of(whole, [f"{names[1]}.body.0"]) == Making(__file__, line, (), names[1])
+    assert makings.of(whole, [f"{names[1]}.body.0"]) == Making(__file__, line, path=names[1])
     assert makings.of(whole, [f"{names[0]}.head", f"{names[1]}.head"]) is None
     assert makings.of(whole, [":own"]) is None
 

@@ -124,8 +124,14 @@ LIBRARYS = """
 import sys, torch
 from torch import nn
 
+class Mix(nn.Module):
+    def forward(self, x):
+        large = x * float(sys.argv[1]) * 2e-3
+        similar = large @ large.transpose(-1, -2)
+        return x + similar.mean(-1, keepdim=True) / 1e7
+
 torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+net = nn.Sequential(nn.Linear(16, 16), Mix(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 net = nn.DataParallel(net).cuda()
 with torch.no_grad():
     net.module[2].weight.mul_(float(sys.argv[1]))
@@ -140,13 +146,21 @@ for step in range(6):
     scaler.step(optimizer)
     scaler.update()
 """
-"""Its third layer, which torch's own code calls, overflows with a factor of 3e5, and not with 1."""
+"""With a factor of 3e5 a layer overflows, which torch's own code calls, and so do lines above it; not with 1."""
 
 
 def test_a_librarys_module_is_kept_where_the_script_makes_the_model(tmp_path: Path) -> None:
     run(tmp_path, LIBRARYS, "3e5")
     result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--apply")
-    assert (result.code, [pin.name for pin in record.pins]) == (0, ["2"])
+    assert (result.code, [pin.name for pin in record.pins]) == (0, ["1", "2"])
+    assert record.handover is not None
+    assert [unit.title for unit in record.handover.units] == ["Mix.forward in train.py", "module 2, by name"]
+    assert record.verification is not None
+    of_layer = next(step.detail for step in record.verification.steps if step.name == "without module 2, by name")
+    assert (
+        f"train.py:{LIBRARYS.splitlines().index('        loss = nn.functional.cross_entropy(net(x), y)') + 1})"
+        in of_layer
+    )
     text = (tmp_path / "train.py").read_text(encoding="utf-8")
     made = next(line for line in LIBRARYS.splitlines() if line.startswith("net = nn.Seq"))
     assert f"{made}\n_keep_in_fp32(net)\n" in text

@@ -43,6 +43,12 @@ CASES = {
 }
 
 
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module = inner
+
+
 def run(path: Path, text: bytes) -> tuple[Scope, Makings]:
     """What a script of this text at a path defines, and what was noted while it ran."""
     scope: Scope = {"__name__": "__main__"}
@@ -91,6 +97,10 @@ REFUSED = {
     "no name": ("print((model := {}))", "the model gets no name of its own there"),
     "in a list": ("models = [{}]\nmodel = models[0]", "it is not one call that makes the model there"),
     "or another": ("model = {} if True else None", "it is not one call that makes the model there"),
+    "in a wrapper": (
+        "from tests.patch.by_name.test_by_line import Wrapper\nmodel = Wrapper({})",
+        "the line wraps the model that it makes",
+    ),
     "beside another statement": ("steps = 1; model = {}", "several statements are on the line"),
     "behind a colon": ("if True: model = {}", "it stands behind a colon"),
     "in a head": ("for model in [{}]:\n    pass", "it is the head of a compound statement"),
@@ -107,7 +117,7 @@ def test_where_there_is_no_plain_place_it_says_why(name: str, tmp_path: Path) ->
     path = tmp_path / "train.py"
     path.write_text("from torch import nn\n" + body.format("nn.Sequential(nn.Linear(4, 1))") + "\n", encoding="utf-8")
     scope, makings = run(path, path.read_bytes())
-    making = makings.of(scope["model"], ["0"])
+    making = makings.of(unwrapped(scope["model"]), ["0"])
     assert making is not None
     result = edited(path.read_bytes(), making, "0")
     assert (result.source, result.changed) == (path.read_bytes(), False)
