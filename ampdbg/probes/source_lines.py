@@ -24,7 +24,7 @@ from ampdbg.source.ownership import (
 )
 
 # By their names, for they stand on a higher floor: what notes the calls of the user's code while it makes them.
-_TAPES = ("ampdbg.replay.tape", "ampdbg.replay.open_pass")
+_TAPES = ("ampdbg.replay.tape", "ampdbg.replay.narrowings", "ampdbg.replay.open_pass")
 
 # ampdbg's code that stands between the user's and an op; what of ampdbg's else comes above an op runs the user's code,
 # and frames above that belong to whoever has started ampdbg, a program or a script.

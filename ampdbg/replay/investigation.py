@@ -15,6 +15,7 @@ from ampdbg.agreement import AGREEMENT, agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in, suspects
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
+from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
@@ -87,7 +88,7 @@ class _Replays:
         self._snapshot = snapshot
         self._observer = observer
         self._as_it_was = Manner(run.mode.format.name, scale, is_lifted=False)
-        self._producers = functools.partial(ProducerTrace, batches=snapshot.batches)
+        self._producers = functools.partial(ProducerTrace, batches=_data_of(snapshot))
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """The replays of a step whose loss or gradients are not finite."""
@@ -189,15 +190,29 @@ class _Replays:
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:
     """For each numeric leaf of the batches, its largest finite magnitude and where that stands.
 
-    As float32 has it: what a model casts is that, whatever the batch holds.
+    As float32 has it: what a model casts is that, whatever the batch holds. An additive mask is no data: its numbers
+    are to be others, not to be normalised.
     """
-    for batch in snapshot.batches:
+    for batch in _data_of(snapshot):
         for path, leaf in leaves_of(batch):
             values = _numbers_of(distinct(leaf))
-            if values is not None and values.numel():
+            if values is not None and values.numel() and not _is_mask(values):
                 finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
                 at = torch.unravel_index(finite.argmax(), finite.shape)
                 yield path, (float(finite.max()), tuple(int(index) for index in at))
+
+
+def _data_of(snapshot: Snapshot) -> tuple[Any, ...]:
+    return snapshot.batches if snapshot.data is None else snapshot.data
+
+
+def _is_mask(values: torch.Tensor) -> bool:
+    """Whether all that it holds is one negative number beyond FP16, several times, and zeros."""
+    low, high = (float(end) for end in torch.aminmax(values.detach()))
+    if high > 0.0 or not -math.inf < low <= -FLOAT16.overflow_threshold:
+        return False
+    lowest = values == low
+    return int(lowest.sum()) > 1 and bool((lowest | (values == 0.0)).all())
 
 
 def _numbers_of(leaf: torch.Tensor) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ import torch
 
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying
+from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.random_state import RandomState
 from ampdbg.source.ownership import Line
 
@@ -84,6 +85,17 @@ class PlayedStep:
         calls = (call for given in self.given for number, call in given.items() if not self.calls[number].reads)
         parts = [part for call in calls for part in call if part]
         return parts[0] if len(parts) == 1 else tuple(parts)
+
+    @property
+    def data(self) -> tuple[Given, ...]:
+        """``given`` without what only casts and moves take that lead into no module: it may be the script's own."""
+        return tuple(map(self._data_of, self.given))
+
+    def _data_of(self, part: Given) -> Given:
+        of_modules = [self.calls[n].reads for n in part if isinstance(self.calls[n].function, torch.nn.Module)]
+        moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in NARROWS_OR_MOVES}
+        aside = moves.difference(*of_modules)
+        return {n: given for n, given in part.items() if n not in aside}
 
     def loss(self, given: Given) -> torch.Tensor:
         """The sum of the losses of one part, of shape ().

@@ -205,7 +205,8 @@ def _are_equal(one: Any, other: Any) -> bool:
 class Snapshot:
     """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
 
-    They are copies that belong to the snapshot. ``weights`` are copies of the model's parameters, in order, where
+    They are copies that belong to the snapshot. ``data`` are the parts of them that are data; all, where it is None.
+    ``weights`` are copies of the model's parameters, in order, where
     the step is to be run again later.
     """
 
@@ -214,6 +215,7 @@ class Snapshot:
     random_state: RandomState
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
+    data: tuple[Any, ...] | None = None
 
 
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -> Snapshot:

@@ -26,6 +26,7 @@ from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
@@ -71,6 +72,7 @@ class Tape(TorchFunctionMode):
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._are_stepped_on = False
         self._scaled: set[int] = set()
+        self._narrowings = Narrowings(device)
         self._alive: list[Any] = []  # or else an id is given to another tensor
         self._inside = 0
         self._guard = Guard()
@@ -90,10 +92,14 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        is_no_part = self._inside or _is_transformed() or only_follows() or function in NO_PART or _only_asks(function)
-        if is_no_part or not self._is_ours(args, kwargs):
+        if self._inside or _is_transformed() or only_follows() or function in NO_PART or _only_asks(function):
             return function(*args, **kwargs)
-        return self._taped(function, args, kwargs)
+        if self._is_ours(args, kwargs):
+            return self._taped(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if getattr(function, "__name__", "") in NARROWS_OR_MOVES and not self._guard.failure:
+            self._guard.hooked(self._narrowings.add, result, function, args, kwargs)
+        return result
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -178,34 +184,51 @@ class Tape(TorchFunctionMode):
             self._inside -= 1
 
     def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        given, number, random_state = _Taking(self), len(self._calls), RandomState.now()
-        if number == 0:
+        given, random_state = _Taking(self), RandomState.now()
+        if not self._calls:
             self.state = ModelState.now(self._model)
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
         result = run(function, *args, **kwargs)
         writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
-        made = list(leaves_of(args[0] if writes else result))
+        weights = [(weight, weight._version) for weight in (*given.own, *_weights_of(function))]
+        call = TapedCall(
+            function,
+            line,
+            lowers,
+            has_gradients,
+            random_state,
+            frozenset(given.reads),
+            writes,
+            given.is_whole,
+            weights,
+        )
+        self._put(call, taken, args[0] if writes else result)
+        return result
+
+    def _put(self, call: TapedCall, taken: tuple[Any, Any], result: Any) -> None:
+        made = list(leaves_of(result))
         if made:
-            reads = frozenset(given.reads)
-            self._calls.append(
-                TapedCall(
-                    function,
-                    line,
-                    lowers,
-                    has_gradients,
-                    random_state,
-                    reads,
-                    writes,
-                    given.is_whole,
-                    [(weight, weight._version) for weight in (*given.own, *_weights_of(function))],
-                )
-            )
+            number = len(self._calls)
+            self._calls.append(call)
             self._given.append(taken)
             self._made.update((id(tensor), (Made(number, path), tensor.requires_grad)) for path, tensor in made)
             self._alive.append([tensor for _, tensor in made])
-        return result
+
+    def narrowed(self, tensor: torch.Tensor) -> Made | None:
+        """What stands for a half tensor that the loop has made of a wider one: the call, which is on the tape now."""
+        known = self._narrowings.of(tensor)
+        if known is None:
+            return None
+        given = _Taking(self)
+        taken = given.copying.of((known.args, known.kwargs))
+        reads, state = frozenset(given.reads), RandomState.now()
+        call = TapedCall(
+            known.function, known.line, known.lowers, known.has_gradients, state, reads, is_whole=given.is_whole
+        )
+        self._put(call, taken, tensor)
+        return self._made[id(tensor)][0]
 
     def placeholder(self, tensor: torch.Tensor) -> Made | Own | None:
         """What stands for a tensor on the tape; None where it is neither made there nor the model's own."""
@@ -309,6 +332,9 @@ class _Taking:
             self.reads.add(known.call)
         elif isinstance(known, Own):
             self.own.append(value)
+        elif (made := self._tape.narrowed(value)) is not None:
+            self.reads.add(made.call)
+            return made
         else:
             self.is_whole &= value.is_leaf
             return self._tape.copy_of(value)

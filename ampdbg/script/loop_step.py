@@ -59,7 +59,9 @@ class LoopStep:
         """
         watcher = self.watcher
         run = run_of(self.played, self.model, tuple(watcher.optimizers), self.device, self.half)
-        snapshot = Snapshot(watcher.log.closed(), self.played.given, RandomState.now(), self.state)
+        snapshot = Snapshot(
+            watcher.log.closed(), self.played.given, RandomState.now(), self.state, data=self.played.data
+        )
         grew = watcher.optimizers.weights_grew
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)

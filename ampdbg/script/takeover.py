@@ -259,7 +259,13 @@ class _Taking:
         notes = capture.put_into(model, optimizers)
         captured = capture.played(played, device)
         run = replace(run_of(captured, model, optimizers, device, capture.head.half), makings=self.makings)
-        snapshot = Snapshot(capture.head.step, captured.given, capture.random_state(device), capture.state(device))
+        snapshot = Snapshot(
+            capture.head.step,
+            captured.given,
+            capture.random_state(device),
+            capture.state(device),
+            data=captured.data,
+        )
         before = _of_capture(capture, captured)
         if capture.head.is_broken_off and not losses_of(captured):
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ampdbg.probes.seams import attached
+from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.tape import Tape
 
@@ -122,6 +125,21 @@ def evaluates_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     plain(model, scaler)
 
 
+def casts_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    weights = (torch.arange(3.0).expand(4, 3) + 1).half()
+    shifts = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.half).to("cpu").repeat(1, 6)
+    output = model(x().half().float() + shifts) * weights[:, :3].view(4, 3)
+    scaler.scale(output.mean()).backward()
+
+
+def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    wide = torch.ones(4, 3)
+    weights, others = wide.half(), wide.type(torch.half)
+    others *= 2
+    wide *= 3
+    scaler.scale((model(x()) * weights * others).mean()).backward()
+
+
 PLAYED: dict[str, Loop] = {
     function.__name__: function
     for function in (
@@ -140,6 +158,8 @@ PLAYED: dict[str, Loop] = {
         tied,
         asks_for_its_gradients,
         evaluates_before,
+        casts_its_own,
+        casts_and_writes,
     )
 }
 
@@ -178,6 +198,52 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, expected[name])
     assert expected.keys() == gradients(model).keys()
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda wide: wide.to(torch.half),
+        lambda wide: wide.half(),
+        lambda wide: wide.type(torch.half),
+        lambda wide: wide.half().unsqueeze(0)[0],
+        lambda wide: torch.stack([each.half() for each in wide]),
+    ],
+    ids=["to", "half", "type", "moved", "stacked"],
+)
+def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(cast: Callable[[torch.Tensor], Any]) -> None:
+    wide = torch.full((4, 3), 1e5)
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        scaler.scale((model(x()) * cast(wide)).square().exp().neg().mean()).backward()
+
+    tape, _ = taped(net(), loop)
+    played = tape.played()
+    assert played is not None, tape.why_not
+    assert math.isnan(tape.loss) or math.isinf(tape.loss)
+    given = played.given[0]
+    tensors = {tensor.dtype for _, tensor in leaves_of(tuple(given.values()))}
+    assert tensors == {torch.float32}
+    assert not any(1e5 in tensor for _, tensor in leaves_of(played.data))  # it may be the loop's own number
+
+
+def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
+    beside = nn.Linear(6, 6).to(torch.bfloat16)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        wide = x()
+        kept.append(weakref.ref(wide))
+        with torch.no_grad():
+            encoded = beside(wide.to(torch.bfloat16))
+        del wide
+        assert kept[0]() is None  # nothing of it is held when what was cast is gone
+        scaler.scale(model(encoded.float()).square().mean()).backward()
+
+    tape, _ = taped(net(), loop)
+    played = tape.played()
+    assert played is not None, tape.why_not
+    assert not any(call.function is beside for call in played.calls)
 
 
 def test_micro_batches_are_played_one_after_another() -> None:

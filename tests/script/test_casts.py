@@ -1,0 +1,58 @@
+"""What a script's own loss code casts to half beside its modules: FP16's fault, and no mathematics that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.script.test_run import run
+
+SCRIPT = """
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(4):
+    x, y, far = torch.randn(32, 8).cuda(), torch.randint(0, 2, (32, 4)).cuda(), torch.full((32, 4), {far}).cuda()
+    y[:, 0] = 1
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = net(x)
+        mask = (1.0 - y.float()) * -1e5
+        loss = {loss}
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+BY_A_DISTANCE = "(torch.relu(out) * far.to(out.dtype)).float().neg().exp().mean()"
+TWICE_MASKED = "torch.softmax(out + mask.to(out.dtype) - mask.to(out.dtype), -1).square().mean()"
+MASKED = "torch.softmax(out + mask.to(out.dtype), -1).square().mean()"
+
+
+@pytest.mark.parametrize(
+    ("loss", "far", "verdict", "code"),
+    [
+        (BY_A_DISTANCE, 1e10, "precision", "forward-overflow"),
+        (BY_A_DISTANCE, 1e2, "healthy", None),
+        (TWICE_MASKED, 1.0, "other", "mask-constant"),
+        (MASKED, 1.0, "healthy", None),
+    ],
+    ids=["a distance", "a near distance", "a mask", "a harmless mask"],
+)
+def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(
+    tmp_path: Path, loss: str, far: float, verdict: str, code: str | None
+) -> None:
+    result, record = run(tmp_path, SCRIPT.format(loss=loss, far=far))
+    assert (result.code, record.verdict) == (int(verdict != "healthy"), verdict), result.stderr
+    if code is None:
+        assert record.findings == ()
+        return
+    found = record.findings[0]
+    assert found.code == code
+    assert found.op == "aten._to_copy.default"
+    assert found.source is not None
+    assert found.source.text == f"loss = {loss}"
