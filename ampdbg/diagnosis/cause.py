@@ -16,7 +16,6 @@ from ampdbg.agreement import (
     agrees,
     is_finite,
     is_same_run,
-    keeps_its_gradients,
     losses_agree,
     noise_floor,
 )
@@ -26,13 +25,13 @@ from ampdbg.diagnosis.producers import (
     UNKNOWN,
     Suspect,
     culprit,
+    erased_in,
     finding_at,
     format_of,
     named,
     overflow,
     overflow_in,
     precision_cause,
-    survivor,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.ops import CHOOSES, base_name
@@ -47,10 +46,6 @@ makes them a few times as large."""
 
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
-
-SAME_DISTANCE = 0.01
-"""Gradients at two loss scales, both powers of two, round alike: their distances from FP32's differ by less than this
-share, but for what is next to zero."""
 
 LARGE = 1e15
 """Some such values, multiplied or squared and summed, are beyond FP32."""
@@ -307,9 +302,11 @@ def _faults(made: Investigation) -> Iterator[Finding]:
     low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
     # Without its noise floor a difference says nothing.
     is_far = floor is not None and not agrees(low, fp32, floor)
-    hidden = overflow_in(made)
+    hidden, erased = overflow_in(made), erased_in(made)
     if hidden is not None:
         yield _silent_overflow(hidden, is_far)
+    elif erased is not None:
+        yield _erased_overflow(erased)
     if (low.lost_energy or 0.0) > LOST_ENERGY:
         yield _underflow(made)
     elif is_far and hidden is None and not _chooses_otherwise(made, floor):
@@ -318,30 +315,25 @@ def _faults(made: Investigation) -> Iterator[Finding]:
 
 def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
     low, fp32 = suspect.made.replays[:2]
-    harmless = not is_far and _changes_nothing(suspect)
+    if not is_far and suspect.producer.phase == "backward" and _agree(low):
+        return _erased_overflow(suspect)
     result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
     message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
-    if harmless:
-        message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
     evidence = {"value": suspect.value, **_against_fp32(low, fp32)}
     found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
-    if harmless:
-        return replace(found, severity="info", remedy="")
     return found if is_far else replace(found, severity="warning")
 
 
-def _changes_nothing(suspect: Suspect) -> bool:
-    """Whether a gradient overflowed where FP32 makes a zero of it too, as behind a ReLU: all gradients still agree.
+def _agree(low: Replay) -> bool:
+    return low.gradient_distance is not None and low.gradient_distance <= AGREEMENT
 
-    Where rounding alone leads further, they are as far from FP32's at a loss scale at which nothing overflows.
-    """
-    distance, lower = suspect.made.replays[0].gradient_distance, survivor(suspect.made)
-    if suspect.producer.phase != "backward" or distance is None:
-        return False
-    if distance <= AGREEMENT:
-        return True
-    as_far = lower.gradient_distance if lower is not None and keeps_its_gradients(lower) else None
-    return as_far is not None and math.isclose(distance, as_far, rel_tol=SAME_DISTANCE)
+
+def _erased_overflow(suspect: Suspect) -> Finding:
+    """A gradient overflowed where FP32 makes a zero of it too, as behind a ReLU."""
+    message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
+    evidence = {"value": suspect.value, **_against_fp32(*suspect.made.replays[:2])}
+    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
+    return replace(found, severity="info", remedy="")
 
 
 def _underflow(made: Investigation) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ampdbg.agreement import agrees, is_finite, keeps_its_gradients, noise_floor
@@ -110,13 +110,29 @@ NOTHING_IN_COMMON = 1.0
 
 
 def suspects(made: Investigation) -> list[Suspect]:
-    """The ops that go wrong in FP16, those behind a NaN loss first; what FP32 shows too is meant to be."""
-    return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
+    """The ops that go wrong in FP16, those behind a NaN loss first; what FP32 shows too is meant to be.
+
+    What is erased before any gradient has it is none.
+    """
+    return [suspect for suspect in _unlike_fp32(made) if not suspect.producer.is_erased]
 
 
 def overflow_in(made: Investigation) -> Suspect | None:
     """The first suspect that FP32 shows to be beyond the range; a constant, such as a mask, is meant to be there."""
-    return next((suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant), None)
+    return _first_beyond(suspects(made))
+
+
+def erased_in(made: Investigation) -> Suspect | None:
+    """The first overflow that no gradient has anything of."""
+    return _first_beyond(suspect for suspect in _unlike_fp32(made) if suspect.producer.is_erased)
+
+
+def _unlike_fp32(made: Investigation) -> list[Suspect]:
+    return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
+
+
+def _first_beyond(found: Iterable[Suspect]) -> Suspect | None:
+    return next((suspect for suspect in found if suspect.overflows and not suspect.is_constant), None)
 
 
 def culprit(made: Investigation) -> Suspect | None:

@@ -16,6 +16,7 @@ from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SATURATES, SCALINGS, WRI
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
 from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
+from ampdbg.record.run import Producer
 
 BEYOND_COMPUTING = 1e30
 """Nothing that a model computes is as large: it is the lowest number of a wider format, as a mask."""
@@ -147,6 +148,35 @@ class ProducerTrace(OpTrace):
             return False
         values = [found for found in map(float_values, made) if found is not None]
         return not any(bool((found == torch.inf).any() | found.isnan().any()) for found in values)
+
+
+class Mended(OpTrace):
+    """Puts a finite number, as large as what else the op makes, in the place of the inf and NaN of one producer."""
+
+    def __init__(self, model: torch.nn.Module, paths: ModulePaths, producer: Producer) -> None:
+        super().__init__(model, paths)
+        self._producer = producer
+        self._number = producer.output_largest or 1.0
+
+    def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
+        """Mends what the op has made, where it is that producer."""
+        if seen.produces and is_at(self._producer, seen):
+            for tensor in filter(torch.is_floating_point, made):
+                tensor.nan_to_num_(self._number, self._number, self._number)
+                self.known.forget(tensor)
+
+
+def is_at(producer: Producer, seen: OpSeen) -> bool:
+    """Whether an op of a replay is the producer of another replay of the same step."""
+    place, source = seen.place, producer.source
+    line = (source.file, source.line) if source else None
+    return (producer.phase, producer.module, producer.call, producer.op, line) == (
+        place.phase,
+        place.module,
+        place.call,
+        seen.op,
+        place.line[:2] if place.line else None,
+    )
 
 
 class SampleTrace(OpTrace):

@@ -171,8 +171,9 @@ class Producer:
 
     ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
     divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
-    where the op casts values of that leaf and nothing else. ``distance`` is set where the op is not infinite but
-    far from FP32: the norm of the difference over that of the FP32 result.
+    where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
+    makes a finite number in the place of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
+    infinite but far from FP32: the norm of the difference over that of the FP32 result.
     """
 
     phase: Phase
@@ -193,6 +194,7 @@ class Producer:
     divides_by_zero: bool = False
     leaf: str | None = None
     distance: float | None = None
+    is_erased: bool = False
 
 
 @dataclass(frozen=True)

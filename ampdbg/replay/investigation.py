@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,17 +13,16 @@ import torch
 
 from ampdbg.agreement import AGREEMENT, agrees, is_finite
 from ampdbg.diagnosis.divergence import may_have_risen
-from ampdbg.diagnosis.producers import culprit, overflow_in, suspects
+from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
-from ampdbg.probes.producer_trace import ProducerTrace, SampleTrace
+from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
 from ampdbg.replay.comparison import (
     Noise,
-    compared_gradients,
     first_far_op,
     held_against,
     overflows_on_the_way,
@@ -40,8 +39,8 @@ CONTINUED_STEPS = 10
 
 ROUNDED = "FP32 on rounded weights"
 
-HEADROOM = 2.0
-"""FP16's own values are not FP32's: so far below its limit none of them overflows."""
+MOST_ERASED = 5
+"""So many producers of a backward pass are tried, each by a replay."""
 
 TRIES = 3
 """A step that does not go wrong again is replayed so often before that is said."""
@@ -99,6 +98,7 @@ class _Replays:
         fp32 = self._fp32(traced=self._producers, keep_gradients=why == "gradients")
         replays = [producers_of(low, fp32), producers_of(fp32, fp32)]
         if why == "gradients" and is_finite(fp32.replay):
+            replays[0] = self._with_erased(low, replays[0])
             replays += self._at_lower_scales(fp32, None if overflows_on_the_way(replays[0]) else self._at_scale)
         replays.append(self._wider(fp32.replay))
         may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
@@ -113,35 +113,36 @@ class _Replays:
         fp32 = self._fp32(traced=self._producers if overflows else None, keep_gradients=True)
         noise = self._floor(fp32)
         replay, *floor = held_against(low, fp32, noise, self._at_scale)
+        if (replay.gradient_distance or 0.0) > AGREEMENT:
+            replay = self._with_erased(low, replay)
         made = replace(made, replays=(replay, producers_of(fp32, fp32), *floor))
-        made = replace(made, replays=(*made.replays, *self._below_overflow(made, fp32)))
         if not floor or agrees(replay, fp32.replay, *floor) or overflow_in(made):  # which is why it is far
             return made
         low, fp32 = self._low(traced=SampleTrace), self._fp32(traced=SampleTrace)
         far = first_far_op(low, fp32, self._replay(ROUNDED, noise.manner, traced=SampleTrace))
         return replace(made, first_far=far)
 
-    def _below_overflow(self, made: Investigation, fp32: Replayed) -> Iterator[Replay]:
-        """The step at a lower loss scale, where gradients alone overflow, and there none does.
+    def _with_erased(self, low: Replayed, replay: Replay) -> Replay:
+        """The replay with those producers marked of which no gradient has anything, up to the first that is none.
 
-        It is not made where the gradients agree with FP32's as they are.
+        For each the step runs once more with a finite number in the place of its inf and NaN: of what a closed ReLU
+        makes zeros all gradients are the same then, to the last bit.
         """
-        beyond = [suspect for suspect in suspects(made) if suspect.overflows and not suspect.is_constant]
-        is_near = (made.replays[0].gradient_distance or 0.0) <= AGREEMENT
-        if is_near or not beyond or overflows_on_the_way(made.replays[0]):
-            return
-        excess = max((suspect.value or 0.0) / suspect.format.largest for suspect in beyond)
-        fitting = self._as_it_was.scale / (HEADROOM * excess)
-        if fitting < 1.0:
-            return
-        low = self._at_scale(2.0 ** math.floor(math.log2(fitting)), traced=self._producers)
-        replay = replace(producers_of(low, fp32), **compared_gradients(low, fp32))
-        if not any(one.finite_in_fp32 is not False and not one.is_constant for one in replay.producers):
-            yield replay
+        producers = list(replay.producers)
+        if overflows_on_the_way(replay):
+            return replay
+        found = [one for one in enumerate(producers) if one[1].phase == "backward" and one[1].inf + one[1].nan]
+        for place, producer in found[:MOST_ERASED] if replay.gradients == () or len(found) > 1 else ():
+            mended = functools.partial(Mended, producer=producer)
+            other = self._replay("a gradient's inf mended", self._as_it_was, traced=mended, keep_gradients=True)
+            if not _are_same(low.gradients, other.gradients):
+                break
+            producers[place] = replace(producer, is_erased=True)
+        return replace(replay, producers=tuple(producers))
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
         for number in range(1, TRIES + 1):
-            low = self._low(traced=self._producers, stops_at_loss=why == "loss")
+            low = self._low(traced=self._producers, stops_at_loss=why == "loss", keep_gradients=why == "gradients")
             if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
                 return low, True, number
         return low, False, TRIES
@@ -185,6 +186,13 @@ class _Replays:
     def _replay(self, doing: str, manner: Manner, traced: TraceKind | None = None, **how: bool) -> Replayed:
         self._observer.replay(self._snapshot.step, doing)
         return replay_step(self._run, self._snapshot, manner, traced=traced, **how)
+
+
+def _are_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all gradients are the same to the last bit, with inf and NaN in the same places."""
+    if one.keys() != other.keys():
+        return False
+    return all(torch.allclose(one[name], other[name], rtol=0.0, atol=0.0, equal_nan=True) for name in one)
 
 
 def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[int, ...]]]]:

@@ -36,6 +36,9 @@ ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emula
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
 
 
+OVERFLOWS = Producer("backward", "head", 0, "aten.mm.default", None, "float16", 9.0, 9.0, 1, 0, 4, fp32_largest=2.0)
+
+
 def group(index: int) -> GroupOverflow:
     return GroupOverflow(index, GROUPS[index], (ParameterCounts(GROUPS[index], inf=1, nan=0, size=4),))
 
@@ -318,24 +321,36 @@ def test_a_last_step_that_is_skipped_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("distance", "at_lower", "severity"),
-    [
-        (0.04, None, "info"),
-        (0.12, None, "warning"),
-        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.12), "info"),
-        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.03), "warning"),
-        (0.12, Replay("float16", 16.0, 1.0, 1.0, gradient_distance=0.12, lost=("head.weight",)), "warning"),
-    ],
+    ("distance", "is_erased", "severity"), [(0.04, False, "info"), (0.12, False, "warning"), (0.12, True, "info")]
 )
-def test_what_erases_an_overflow_is_harmless_where_a_lower_scale_has_the_same_gradients(
-    distance: float, at_lower: Replay | None, severity: str
+def test_an_overflow_of_which_no_gradient_has_anything_is_harmless(
+    distance: float, is_erased: bool, severity: str
 ) -> None:
-    producer = Producer("backward", "head", 0, "aten.mm.default", None, "float16", 9.0, 9.0, 1, 0, 4, fp32_largest=2.0)
+    producer = replace(OVERFLOWS, is_erased=is_erased)
     low = Replay("float16", 65536.0, 1.0, 1.0, producers=(producer,), gradient_distance=distance, lost_energy=0.0)
-    lower = () if at_lower is None else (at_lower,)
-    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0), *lower), loss=1.0)
+    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0)), loss=1.0)
     [finding] = diagnose(record_of(steps_of("..."), investigations=(made,))).findings
     assert (finding.code, finding.severity) == ("silent-overflow", severity)
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_an_overflow_that_is_erased_does_not_hide_lost_precision(is_erased: bool) -> None:
+    producer = replace(OVERFLOWS, is_erased=is_erased)
+    low = Replay("float16", 65536.0, 1.0, 1.0, producers=(producer,), gradient_distance=0.9, lost_energy=0.0)
+    floor = Replay("float32", 1.0, 1.0, 1.0, rounded=True, gradient_distance=0.01)
+    made = Investigation(2, "end", (low, Replay("float32", 1.0, 1.0, 1.0), floor), loss=1.0)
+    found = diagnose(record_of(steps_of("..."), investigations=(made,))).findings
+    assert [one.code for one in found] == ["precision-loss" if is_erased else "silent-overflow"]
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_erased: bool) -> None:
+    first = replace(OVERFLOWS, is_erased=is_erased)
+    last = replace(OVERFLOWS, module="body", parameter="body.weight")
+    low = Replay("float16", 65536.0, 1.0, math.inf, gradients=("body.weight",), producers=(first, last))
+    made = Investigation(2, "gradients", (low, Replay("float32", 1.0, 1.0, 1.0)))
+    found = diagnose(record_of(steps_of("..x"), investigations=(made,))).findings
+    assert found[0].module == ("body" if is_erased else "head")
 
 
 def test_no_steps_and_no_error_is_no_finding() -> None:

@@ -1,0 +1,43 @@
+"""A root's ``eps`` rounds to zero, and its gradient is infinite where a ReLU is closed, which makes a zero of it.
+
+No loss scale holds that gradient, and rounding alone leads the others further from FP32's than 0.05; yet none of them
+would be another one with a finite number in its place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.case import Case
+
+CASE = Case(
+    follows=("silent-overflow",),
+    config={"precision": {"loss_scale": 1024.0}},
+)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+        self.head = nn.Linear(2, 1)
+        self.coarse = nn.Linear(4, 8)
+        # The first unit is closed for every sample.
+        nn.init.constant_(self.body.bias, 4.0)
+        self.body.bias.data[0] = -100.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rounded = (self.coarse(x) + 300.0) - 300.0  # to quarters
+        root = torch.sqrt(F.relu(self.body(x)) + 1e-8)
+        return self.head(root) + (rounded * rounded).sum(-1, keepdim=True) * 0.3
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+
+
+def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output.float(), target)
