@@ -32,7 +32,7 @@ suite: setup
 slow: setup ## the tests that take long, or stand beside a quicker one of their kind
 	@$(PYTEST) $(WORKERS) -m slow
 
-fuzz: setup ## 20,000 configs, 5,000 records, 500 workloads and 300 signals that are meant to break it: hours
+fuzz: setup ## 20,000 configs, 5,000 records, 500 workloads and 300 signals that are meant to break it, 10,000 models: hours
 	@$(PYTEST) tests/fuzz --hypothesis-profile=fuzz --hypothesis-show-statistics --numprocesses=4 --dist=load
 
 matrix: setup ## the suite on every Python found, each with the oldest torch, a middle and the newest (gigabytes)

@@ -1,4 +1,5 @@
-"""Whatever ampdbg is given, it ends with a result or one message, nothing is lost and nothing is left behind.
+"""Whatever ampdbg is given, it ends with a result or one message, nothing is lost and nothing is left behind; and what
+it says of a random model holds beside a plain FP32 loop.
 
 A small share of the attacks here; ``make fuzz`` makes all of them.
 """
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.commands.program import Here, start
-from tests.fuzz import configs, records, signals, workloads
+from tests.fuzz import configs, models, records, signals, workloads
 from tests.fuzz.outcome import attack, rounds
 
 Run = tuple[str, int, str]
@@ -45,6 +46,14 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
         (tmp_path / name).write_text(text, encoding="utf-8")
     with attack(tmp_path) as ended:
         ended.result = start(tmp_path, arguments[0], "config.yaml", "--quiet", *arguments[1:])
+
+
+@given(st.integers(0, 2**31))
+@rounds(12)
+def test_a_model(tmp_path: Path, seed: int) -> None:
+    plain = models.Plain.of(seed)
+    record = models.scanned(tmp_path, seed)
+    assert models.faults(record, plain) == [], (record.findings, plain)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for processes in /proc")
