@@ -56,6 +56,10 @@ TOO_LARGE = (
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
 MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
 LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
+GROWS = (
+    "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
+    "since FP32 fails too"
+)
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -267,13 +271,17 @@ def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, err
     largest = producer.input_largest if producer and producer.input_largest > LARGE else None
     of = f" on values of up to {number(largest)}" if largest else ""
     low = format_of(made.replays[0].dtype).short
+    overflows = producer is not None and producer.inf > 0 and not (producer.nan or producer.divides_by_zero)
+    is_beyond = largest is not None or overflows
     limit = (
-        f"its values exceed FP32's range, not only {low}'s" if largest else f"FP32 rounds too coarsely, not only {low}"
+        f"its values exceed FP32's range, not only {low}'s"
+        if is_beyond
+        else f"FP32 rounds too coarsely, not only {low}"
     )
     why = f"FP64 raised an error: {error}" if error else f"it is finite in FP64: {limit}"
     message = f"the step is not finite in FP32 either{where}{of}; {why}"
     found = finding_at(UNKNOWN, made, message, producer, finite_in_fp32=False, largest=largest)
-    return replace(found, remedy=TOO_LARGE if largest else TOO_COARSE)
+    return replace(found, remedy=TOO_LARGE if largest else GROWS if is_beyond else TOO_COARSE)
 
 
 def _starts_in(made: Investigation) -> Producer | None:

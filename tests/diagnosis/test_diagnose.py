@@ -353,6 +353,28 @@ def test_what_no_gradient_has_anything_of_is_not_why_others_are_infinite(is_eras
     assert found[0].module == ("body" if is_erased else "head")
 
 
+@pytest.mark.parametrize(
+    ("changes", "says", "remedy"),
+    [
+        ({"inf": 3}, "exceed FP32's range", "logsumexp"),
+        ({"inf": 3, "divides_by_zero": True}, "rounds too coarsely", "divides or cancels"),
+        ({"nan": 3}, "rounds too coarsely", "divides or cancels"),
+        ({"inf": 3, "input_largest": 1e20}, "exceed FP32's range", "bring these values down"),
+    ],
+)
+def test_what_only_fp64_holds_is_beyond_fp32s_range_or_its_rounding(
+    changes: dict[str, Any], says: str, remedy: str
+) -> None:
+    begins = Producer("forward", "head", 0, "aten.exp.default", None, "float32", 114.0, 1.0, 0, 0, 4)
+    fp32 = Replay("float32", 1.0, math.nan, math.nan, producers=(replace(begins, **changes),))
+    low, fp64 = Replay("float16", 65536.0, math.nan, math.nan), Replay("float64", 1.0, 1.0, 1.0)
+    made = Investigation(2, "loss", (low, fp32, fp64), loss=math.nan)
+    found = diagnose(record_of(steps_of("..I"), investigations=(made,))).findings[0]
+    assert found.code == "unknown"
+    assert says in found.message
+    assert remedy in found.remedy
+
+
 def test_no_steps_and_no_error_is_no_finding() -> None:
     assert diagnose(record_of(())).findings == ()
 
