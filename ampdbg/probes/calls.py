@@ -9,6 +9,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from inspect import signature
 from itertools import count, islice
 from typing import Any
 
@@ -100,8 +102,13 @@ class Calls:
             self._note(kind, (place,), **facts)
             self._marks[place].note(self._marks[place].now())
 
-    def scheduled(self, scheduler: Any) -> None:
-        """A learning-rate scheduler of one of the optimizers is about to move; its start does not count."""
+    def scheduled(self, scheduler: Any, *told: Any) -> None:
+        """A learning-rate scheduler of one of the optimizers is about to move by a step; its start does not count.
+
+        One that is ``told`` something counts no steps: a score, as ReduceLROnPlateau, or the place it is to move to.
+        """
+        if any(one is not None for one in told) or _takes_score(type(scheduler).step):
+            return
         place = self._places.get(id(getattr(scheduler, "optimizer", None)))
         if place is not None and getattr(scheduler, "_step_count", 1) > 0:
             self._note("schedule", (place,), actor=self.number_of(scheduler))
@@ -247,6 +254,17 @@ class Calls:
         """Whose number that is; None of 0, and of one that has gone."""
         alive = self._actors.get(number)
         return None if alive is None else alive()
+
+
+@lru_cache(maxsize=64)
+def _takes_score(step: Callable[..., Any]) -> bool:
+    """Whether a class of schedulers must be told something at each ``step``: one that a script makes while it is
+    watched is seen only where that calls the base's, and may hand on nothing."""
+    try:
+        _, *others = signature(step).parameters.values()
+    except (TypeError, ValueError):  # none of Python's own, or a function that takes nothing
+        return False
+    return any(one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in others)
 
 
 def _in_autocast(roots: Sequence[Any]) -> bool:

@@ -307,7 +307,7 @@ class Watch:
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
     def _schedule(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.calls.scheduled(scheduler)
+        self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
     def _before_bare_step(self, optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +168,67 @@ def test_no_graph_or_loss_is_kept_alive() -> None:
         del out, scaled
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
+
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+def scheduler_misuses(make: Callable[[torch.optim.Optimizer], Any], *told: Any, every: int = 1) -> int:
+    """How often a scheduler is blamed that moves, told this, after each of ``every`` steps; the first three are
+    skipped, and it is made while the loop is watched, as that of a script is."""
+    models, [optimizer, _] = two_models()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with watch(models, optimizer) as seen:
+        scheduler = make(optimizer)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(models[0](torch.ones(3, 2)).mean() * (1e38 if step < 3 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step % every == every - 1:
+                scheduler.step(*told)
+    assert [step.skipped for step in seen.steps] == [True] * 3 + [False] * 3
+    assert {misuse.code for misuse in seen.misuses} <= {"misuse-scheduler-on-skip"}
+    return sum(misuse.count for misuse in seen.misuses)
+
+
+def own_scheduler(optimizer: torch.optim.Optimizer) -> Scheduler:
+    """One that counts steps."""
+
+    class Own(torch.optim.lr_scheduler.StepLR):
+        def step(self, epoch: int | None = None, *rest: Any, quiet: bool = True) -> None:
+            super().step(epoch)
+
+    return Own(optimizer, 2)
+
+
+def own_scheduler_of_a_score(optimizer: torch.optim.Optimizer) -> Scheduler:
+    """One that calls what it is derived from without the score that it takes."""
+
+    class OnScore(torch.optim.lr_scheduler.StepLR):
+        def step(self, score: float) -> None:  # type: ignore[override]
+            super().step()
+
+        def _initial_step(self) -> None:
+            self._step_count = 1  # it begins without a score, and so without a move
+
+    return OnScore(optimizer, 2)
+
+
+def test_a_scheduler_that_counts_steps_has_to_leave_out_skipped_ones() -> None:
+    rates = torch.optim.lr_scheduler
+    assert scheduler_misuses(lambda optimizer: rates.StepLR(optimizer, 2)) == 3
+    assert scheduler_misuses(lambda optimizer: rates.StepLR(optimizer, 2), None) == 3
+    assert scheduler_misuses(lambda optimizer: rates.LambdaLR(optimizer, lambda step: 0.9**step)) == 3
+    assert scheduler_misuses(own_scheduler) == 3
+    assert scheduler_misuses(lambda optimizer: rates.StepLR(optimizer, 2), every=3) == 0  # an epoch's
+
+
+def test_a_scheduler_that_is_told_a_score_or_a_place_counts_no_steps() -> None:
+    rates = torch.optim.lr_scheduler
+    assert scheduler_misuses(rates.ReduceLROnPlateau, 1.0) == 0
+    assert scheduler_misuses(own_scheduler_of_a_score, 1.0) == 0
+    assert scheduler_misuses(lambda optimizer: rates.CosineAnnealingWarmRestarts(optimizer, 4), 0.5) == 0
 
 
 def test_frames_are_walked_for_the_first_calls_of_each_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,14 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
             scheduler = method(moved, "step") if moved is not None else None
-            if scheduler is not None and facts.is_scheduler(scheduler):
+            if scheduler is not None and facts.is_scheduler(scheduler) and not _is_told(moved):
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")
+
+
+def _is_told(call: ast.expr | None) -> bool:
+    """Whether the scheduler is told a score or the place it is to move to: then it counts no steps."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)] if isinstance(call, ast.Call) else []
+    return any(not (isinstance(one, ast.Constant) and one.value is None) for one in given)
 
 
 _HEAD = """
@@ -70,5 +76,6 @@ RULE = Rule(
             scheduler.step()
 """,
         _HEAD + "        scaler.update()\n    scheduler.step()\n",
+        _HEAD + "        scaler.update()\n        scheduler.step(loss.item())\n",
     ),
 )
