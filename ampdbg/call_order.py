@@ -24,6 +24,8 @@ class Call(NamedTuple):
         actor: which scaler, or for ``schedule`` which scheduler, counted from 1. 0 for a ``backward`` or
             ``grad`` from a loss that no scaler has scaled.
         rewritten: optimizers whose gradients were cleared, or written by unknown hands, since the last call.
+        added: of a ``backward`` those optimizers whose gradients from before it has added to, and these were known not
+            to be zero: nobody had cleared them in a way that is not seen. Looked at for :attr:`CallOrder.doubtful`.
         in_autocast: autocast was on.
         lowered_to: the 16-bit dtypes in the loss's graph; empty where nobody looked.
         creates_graph: the gradients can be part of a loss.
@@ -37,6 +39,7 @@ class Call(NamedTuple):
     line: tuple[str, int, str] | None = None
     actor: int = 0
     rewritten: tuple[int, ...] = ()
+    added: tuple[int, ...] = ()
     in_autocast: bool = False
     lowered_to: tuple[str, ...] = ()
     creates_graph: bool = False
@@ -61,7 +64,8 @@ class GradientState:
     ``mixed`` says that gradients of another scale were added since. ``half`` is an unscaled backward pass
     through FP16. ``kept`` says that the gradients of a skipped step are still there, ``stale`` is the
     backward pass that added to them. ``by_hand`` says that the loop has asked for the scale, and may have
-    divided by it. ``used`` says that the scaler's step has used or withheld them, and that they are still there.
+    divided by it. ``used`` says that the scaler's step has used or withheld them, and that they are still there;
+    ``piled`` is the backward pass that added scaled ones to those that a step had unscaled and used.
     """
 
     scaled: Call | None = None
@@ -74,6 +78,7 @@ class GradientState:
     stale: Call | None = None
     by_hand: bool = False
     used: bool = False
+    piled: Call | None = None
 
 
 @dataclass
@@ -92,6 +97,9 @@ class CallOrder:
     def __init__(self) -> None:
         self.gradients: list[GradientState] = []
         self.progress: list[StepCount] = []
+        self.doubtful: set[int] = set()
+        """The optimizers stepped on gradients that seem to have been added to used ones: whether those were zero is
+        worth a look from now on. For others, as a discriminator that a generator's loss reaches, it is not."""
         self.penalty: Call | None = None
         self.scale_is_known = False
         self.bare = False
@@ -155,6 +163,8 @@ def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
 
 
 def _written(held: GradientState, call: Call) -> Iterator[Hit]:
+    if held.used and not held.kept and call.actor:
+        held.piled = call
     held.used = False
     if held.kept:
         held.stale = call
@@ -197,6 +207,10 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
         yield from _scale_has_changed(held)
         if call.skipped and held.stale is not None:
             yield Hit("misuse-stale-gradients", held.stale)
+        if held.piled is not None:
+            order.doubtful.add(index)
+            if index in held.piled.added:
+                yield Hit("misuse-accumulate", held.piled)
         order.gradients[index] = GradientState(kept=call.skipped, used=True)
         _count_step(order.progress[index], call.skipped)
 

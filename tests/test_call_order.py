@@ -9,6 +9,7 @@ from ampdbg.probes.torch_errors import misuse_of_refusal
 
 SCALED = Call("backward", optimizers=(0,), actor=1)
 FRESH = Call("backward", optimizers=(0,), actor=1, rewritten=(0, 1))
+ADDED = Call("backward", optimizers=(0,), actor=1, added=(0,))
 UNSCALED = Call("backward", optimizers=(0,), rewritten=(0, 1))
 CLIP = Call("clip", optimizers=(0,))
 UNSCALE = Call("unscale", optimizers=(0,))
@@ -48,6 +49,15 @@ RIGHT: dict[str, tuple[Call, ...]] = {
     "other gradients behind the scaler's step": (FRESH, STEP, UPDATE, UNSCALED, BARE),
     "a step behind the scaler's, without gradients": (FRESH, STEP, Call("bare step", optimizers=(0,), rewritten=(0,))),
     "stale gradients that do no harm": (FRESH, SKIP, UPDATE, SCALED, STEP),
+    "gradients that only seem to be left behind a step": (FRESH, STEP, UPDATE, SCALED, STEP, UPDATE),
+    "gradients of another's loss, cleared before their own": (FRESH, STEP, UPDATE, ADDED, FRESH, STEP, UPDATE),
+    "unscaled gradients on top of used ones": (
+        FRESH,
+        STEP,
+        UPDATE,
+        Call("backward", optimizers=(0,), added=(0,)),
+        STEP,
+    ),
     "what torch says that nobody knows": (refused("step", "out of memory"),),
 }
 
@@ -60,6 +70,8 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "unscale between": ((FRESH, UNSCALE, SCALED), Hit("misuse-accumulate", UNSCALE)),
     "unscale and update between": ((FRESH, UNSCALE, UPDATE, SCALED), Hit("misuse-accumulate", UNSCALE)),
     "update between": ((FRESH, UPDATE, SCALED, STEP), Hit("misuse-accumulate", UPDATE)),
+    "a step between": ((FRESH, STEP, UPDATE, ADDED, UNSCALE, STEP), Hit("misuse-accumulate", ADDED)),
+    "a step between windows": ((FRESH, STEP, UPDATE, ADDED, SCALED, STEP), Hit("misuse-accumulate", ADDED)),
     "update before the step": ((FRESH, UPDATE, STEP), Hit("misuse-many-updates", UPDATE)),
     "update before unscale": ((FRESH, UPDATE, UNSCALE, STEP), Hit("misuse-many-updates", UPDATE)),
     "stale": ((FRESH, SKIP, UPDATE, SCALED, SKIP), Hit("misuse-stale-gradients", SCALED)),
@@ -113,6 +125,17 @@ def test_one_root_is_told_once() -> None:
     assert [hit.code for hit in hits(bare)] == ["misuse-bare-step"]
     accumulated = (FRESH, UNSCALE, SCALED, refused("unscale", AGAIN))
     assert [hit.code for hit in hits(accumulated)] == ["misuse-accumulate"]
+
+
+def test_only_gradients_that_a_step_was_taken_on_again_are_worth_a_look() -> None:
+    order = CallOrder()
+    order.add_optimizer()
+    order.add_optimizer()
+    for call in (FRESH, STEP, UPDATE, SCALED, FRESH, STEP, UPDATE, SCALED, UNSCALE):
+        assert order.hits(call) == ()
+        assert order.doubtful == set()
+    assert order.hits(STEP) == ()
+    assert order.doubtful == {0}
 
 
 def test_what_one_optimizer_does_is_not_blamed_on_another() -> None:

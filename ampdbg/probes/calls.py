@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
 from ampdbg.probes.source_lines import innermost_line, source_of
-from ampdbg.probes.tensors import HALVES
+from ampdbg.probes.tensors import HALVES, hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
 from ampdbg.source.ownership import Line, line_of_error
@@ -156,21 +156,25 @@ class Calls:
             halves = ()
         in_autocast, before = _in_autocast(roots), self._marks_now()
         rewritten = self._rewritten(before)
+        filled = self._filled(rewritten) if scaler else ()
         try:
             result = engine(roots, starts, *args, **kwargs)
         except Exception as error:
             self.failed(error)
             raise
-        written = []
+        written, added = [], []
         for place, (marks, state) in enumerate(zip(self._marks, before, strict=False)):
             marks.note(marks.now())
             if marks.noted != state:
                 written.append(place)
+                if place in filled and marks.have_grown(state):
+                    added.append(place)
         self._note(
             "backward",
             tuple(written),
             actor=scaler,
             rewritten=rewritten,
+            added=tuple(added),
             in_autocast=in_autocast,
             lowered_to=halves,
         )
@@ -230,6 +234,11 @@ class Calls:
         """Whose gradients were cleared, or written by someone, since they were noted."""
         pairs = enumerate(zip(self._marks, now, strict=False))
         return tuple(place for place, (marks, state) in pairs if marks.are_rewritten(state))
+
+    def _filled(self, rewritten: Sequence[int]) -> tuple[int, ...]:
+        """Of the optimizers in doubt, those whose gradients a step has used, and which are still there."""
+        used = (place for place in tuple(self._order.doubtful) if self._order.gradients[place].used)
+        return tuple(place for place in used if place not in rewritten and not self._marks[place].are_cleared())
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
@@ -363,6 +372,7 @@ class GradientMarks:
         self._parameters = tuple(map(weakref.ref, _sample(optimizer)))
         self.noted = self.now()
         """The state that was last noted."""
+        self._is_cleared_unseen = False
 
     def now(self) -> Marks:
         """The identity and version of each gradient of the sample; None where there is none."""
@@ -379,6 +389,26 @@ class GradientMarks:
     def are_rewritten(self, now: Marks) -> bool:
         """Whether the gradients of ``now`` were cleared, or written by someone, since they were noted."""
         return now != self.noted or not any(now)
+
+    def are_cleared(self) -> bool:
+        """Whether the gradients are zero though nobody was seen to write them, as by ``p.grad.data.zero_()`` or by the
+        optimizer's own step: a loop that clears them so once does so always. On a GPU this syncs, until it is so."""
+        if not self._is_cleared_unseen:
+            found = (getattr(alive(), "grad", None) for alive in self._parameters)
+            gradients = [gradient for gradient in found if gradient is not None]
+            if any(map(_is_captured, gradients)):
+                return True
+            self._is_cleared_unseen = not hold_values(gradients)
+        return self._is_cleared_unseen
+
+    def have_grown(self, before: Marks) -> bool:
+        """Whether any gradient that was there before has been written since, as one that is added to."""
+        return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
+
+
+def _is_captured(gradient: torch.Tensor) -> bool:
+    """Whether what is done with it now becomes part of a CUDA graph, where nothing may be read."""
+    return gradient.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

@@ -44,6 +44,12 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
 
 
+@torch.no_grad()
+def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of the tensors has a value other than zero, such as NaN. On a GPU one sync tells of all of them."""
+    return any(value != 0.0 for value in to_host([one for one in map(_largest, tensors) if one is not None]))
+
+
 def _largest(tensor: torch.Tensor) -> torch.Tensor | None:
     """The largest magnitude of a tensor, a scalar on its device; inf and NaN count, and None where it has no values."""
     values = float_values(distinct(tensor))

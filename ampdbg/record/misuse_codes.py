@@ -61,8 +61,8 @@ MISUSES = (
         "misuse-accumulate",
         CALLS,
         "optimizer",
-        "the code calls unscale_ or update between micro-batches whose gradients add up: their sum mixes scales",
-        "call unscale_, clipping, step and update only after the last micro-batch of each step",
+        "the code lets gradients add up across unscale_, step or update: their sum mixes scales",
+        "call unscale_, clipping, step and update only after the last micro-batch of each step, and then zero_grad()",
     ),
     _misuse(
         "misuse-bare-step",

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.probes import calls, source_lines
 from ampdbg.probes.seams import classes_with_own
+from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.watch import watch
 from ampdbg.source.ownership import Line
 
@@ -168,6 +169,40 @@ def test_no_graph_or_loss_is_kept_alive() -> None:
         del out, scaled
         gc.collect()
         assert [ref() for ref in kept] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("clear", "reads", "blamed"),
+    [
+        (lambda optimizer: optimizer.zero_grad(), 0, 0),
+        (lambda optimizer: optimizer.zero_grad(set_to_none=False), 0, 0),
+        (lambda optimizer: [one.grad.data.zero_() for one in optimizer.param_groups[0]["params"]], 1, 0),
+        (lambda optimizer: None, 4, 4),
+    ],
+    ids=["none", "in place", "unseen", "never"],
+)
+def test_gradients_are_read_only_where_they_seem_to_add_up(
+    monkeypatch: pytest.MonkeyPatch, clear: Callable[[Any], None], reads: int, blamed: int
+) -> None:
+    seen_values: list[bool] = []
+
+    def look(gradients: Any) -> bool:
+        seen_values.append(hold_values(gradients))
+        return seen_values[-1]
+
+    monkeypatch.setattr(calls, "hold_values", look)
+    models, optimizers = two_models()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    with watch(models, optimizers) as seen:
+        for _ in range(6):
+            scaler.scale(models[0](torch.ones(3, 2)).square().mean()).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+            clear(optimizers[0])
+    assert len(seen_values) == reads
+    assert [(misuse.code, misuse.step, misuse.count) for misuse in seen.misuses] == (
+        [("misuse-accumulate", 2, blamed)] if blamed else []
+    )
 
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.probes.tensors import is_finite, magnitude_of, nonfinite_in_batch, nonfinite_in_model, scalar_of, to_host
+from ampdbg.probes.tensors import (
+    hold_values,
+    is_finite,
+    magnitude_of,
+    nonfinite_in_batch,
+    nonfinite_in_model,
+    scalar_of,
+    to_host,
+)
 from ampdbg.record.run import TensorCounts
 
 ANY_FLOAT = st.floats(width=16, allow_nan=True, allow_infinity=True)
@@ -29,6 +37,14 @@ def test_counts_agree_with_python(values: list[float], dtype: torch.dtype) -> No
     inf, nan = sum(map(math.isinf, values)), sum(map(math.isnan, values))
     assert counts(tensor) == (inf, nan)
     assert is_finite(tensor) == (inf + nan == 0)
+
+
+def test_zero_is_no_value_and_nan_is_one() -> None:
+    zeros = [torch.zeros(3), -torch.zeros(2, dtype=torch.float16), torch.zeros(0), torch.zeros(2).to_sparse()]
+    assert not hold_values([])
+    assert not hold_values(zeros)
+    for value in (1e-45, -1.0, math.inf, math.nan):
+        assert hold_values([*zeros, torch.tensor([0.0, value])])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.zoo_misuse.parts import Parts, amp, scaler_of
+from tests.zoo_misuse.parts import Parts, amp, scaler_of, train_and_clear
 
 
 def plain(parts: Parts) -> None:
@@ -193,13 +193,76 @@ def cleared_after_a_skip(parts: Parts) -> None:
         scaler.update()
 
 
-def never_cleared_and_never_skipped(parts: Parts) -> None:
-    """Gradients that add up for ever are wrong in FP32 too: no misuse of mixed precision."""
-    scaler = scaler_of(parts)
+def never_cleared_without_a_scaler(parts: Parts) -> None:
+    """Gradients that add up for ever mix no scales: wrong they are in FP32 too."""
     for x in parts.batches:
+        parts.model(x).square().mean().backward()
+        parts.optimizer.step()
+
+
+def cleared_after_each_step(parts: Parts) -> None:
+    train_and_clear(parts, parts.optimizer.zero_grad)
+
+
+def cleared_by_the_model(parts: Parts) -> None:
+    train_and_clear(parts, lambda: parts.model.zero_grad(set_to_none=False))
+
+
+def cleared_one_by_one(parts: Parts) -> None:
+    def clear() -> None:
+        for parameter in parts.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+
+    train_and_clear(parts, clear)
+
+
+def cleared_by_leaving_none(parts: Parts) -> None:
+    def clear() -> None:
+        for parameter in parts.model.parameters():
+            parameter.grad = None
+
+    train_and_clear(parts, clear, micro_batches=2)
+
+
+def cleared_unseen(parts: Parts) -> None:
+    """Torch does not count what is written through ``data``: only the values tell."""
+
+    def clear() -> None:
+        for parameter in parts.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.zero_()
+
+    train_and_clear(parts, clear)
+
+
+def cleared_by_the_optimizer_itself(parts: Parts) -> None:
+    """In its own step: nobody writes the gradients between the step and the next backward pass."""
+    parts.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=False))
+    train_and_clear(parts, lambda: None)
+
+
+def optimizers_that_share_parameters(parts: Parts) -> None:
+    """They take turns, and each clears what it has stepped on, for the other too."""
+    scaler, turns = scaler_of(parts), [parts.optimizer, torch.optim.Adam(parts.model.parameters(), lr=0.01)]
+    for number, x in enumerate(parts.batches):
         scaler.scale(parts.model(x).square().mean()).backward()
-        scaler.step(parts.optimizer)
+        scaler.step(turns[number % 2])
         scaler.update()
+        turns[number % 2].zero_grad()
+
+
+def one_loss_again_and_again(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for _ in range(2):
+        loss = parts.model(parts.batches[0]).square().mean()
+        for last in (False, False, True):
+            parts.optimizer.zero_grad(set_to_none=last)
+            scaler.scale(loss).backward(retain_graph=not last)
+            if last:
+                scaler.step(parts.optimizer)
+                scaler.update()
+    plain(parts)
 
 
 def bfloat16_without_scaler(parts: Parts) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +57,14 @@ def scaler_of(parts: Parts) -> GradScaler:
 def amp(dtype: torch.dtype = torch.float16) -> torch.autocast:
     """Autocast, as a script would write it for a GPU; the zoo runs it emulated."""
     return torch.autocast("cuda", dtype=dtype)
+
+
+def train_and_clear(parts: Parts, clear: Callable[[], None], micro_batches: int = 1) -> None:
+    """A scaled step after so many micro-batches, and what clears the gradients behind it."""
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches, start=1):
+        scaler.scale(parts.model(x).square().mean()).backward()
+        if number % micro_batches == 0:
+            scaler.step(parts.optimizer)
+            scaler.update()
+            clear()

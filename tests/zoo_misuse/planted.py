@@ -157,6 +157,38 @@ def update_in_the_window_of_another(parts: Parts) -> None:
         scaler.update()  # misuse-accumulate
 
 
+def never_cleared(parts: Parts) -> None:
+    """No step is skipped: each step's gradients, unscaled, are added to the next one's, which are not yet."""
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        scaler.scale(parts.model(x).square().mean()).backward()  # misuse-accumulate
+        scaler.step(parts.optimizer)
+        scaler.update()
+
+
+def never_cleared_windows(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches):
+        loss = parts.model(x).square().mean() / 2
+        if number % 2 == 0:
+            scaler.scale(loss).backward()  # misuse-accumulate
+            continue
+        scaler.scale(loss).backward()
+        scaler.unscale_(parts.optimizer)
+        clip_grad_norm_(parts.model.parameters(), 1.0)
+        scaler.step(parts.optimizer)
+        scaler.update()
+
+
+def cleared_by_the_wrong_model(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.other.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()  # misuse-accumulate
+        scaler.step(parts.optimizer)
+        scaler.update()
+
+
 def stale_gradients(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for number, x in enumerate(parts.batches):
