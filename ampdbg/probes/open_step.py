@@ -25,10 +25,12 @@ class OpenStep:
     """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
 
     ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the
-    optimizers (by ``id``) whose own step was called by the loop itself, and ``before_closure`` how many losses there
-    were by then. Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
-    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
-    carried the scale, ``sound`` those that a scaler has found finite, and whose norm nobody has asked for.
+    optimizers (by ``id``) whose own step was called by the loop itself; of the one whose step is ``running``, else 0,
+    ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
+    that it has run its closure. Of gradients as the backward pass left them, by the ``id`` of their optimizer:
+    ``norms``, on a CPU the ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were
+    measured while they still carried the scale, ``sound`` those that a scaler has found finite, and whose norm nobody
+    has asked for.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
@@ -46,13 +48,31 @@ class OpenStep:
     scale: Scalar | None = None
     skipped: bool = False
     stepped: bool = False
+    running: int = 0
     before_closure: int = 0
+    first_closure: list[Scalar] = field(default_factory=list)
+
+    def begin_bare(self, optimizer: int) -> None:
+        """The loop calls the own step of the optimizer of this ``id``, which may run a closure."""
+        self.bare.add(optimizer)
+        self.running = optimizer
+        self.before_closure, self.first_closure = len(self.scaled), []
 
     def add_losses(self, outputs: Any) -> None:
-        """Adds what goes backward: scalar losses as they are, other tensors as their sum."""
+        """Adds what goes backward: scalar losses as they are, other tensors as their sum.
+
+        Of all the times that an optimizer's step runs its closure the first counts: that is the loss of the weights
+        before the step, and what ``optimizer.step(closure)`` returns. But a last one that is not finite is what the
+        step ends in.
+        """
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        if isinstance(tensors, (list, tuple)):
-            self.scaled += [scalar_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        given = tensors if isinstance(tensors, (list, tuple)) else ()
+        losses = [scalar_of(tensor) for tensor in given if isinstance(tensor, torch.Tensor)]
+        if self.running:
+            self.first_closure = self.first_closure or losses
+            del self.scaled[self.before_closure :]
+            losses = list(map(_first_unless_lost, self.first_closure, losses))
+        self.scaled += losses
 
     def has_finite_loss(self) -> bool:
         """Whether all losses are finite. On a GPU this syncs."""
@@ -124,6 +144,13 @@ class OpenStep:
             losses=losses if len(losses) > 1 else {},
             scaler=self.number,
         )
+
+
+def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
+    """Not synced."""
+    if isinstance(last, float):
+        return first if math.isfinite(last) else last
+    return torch.where(torch.isfinite(last), first, last)
 
 
 def is_finite_scalar(norm: Scalar | None) -> bool:

@@ -310,8 +310,10 @@ class Watch:
         self.calls.scheduled(scheduler, *args, *kwargs.values())
         return original(scheduler, *args, **kwargs)
 
-    def _before_bare_step(self, optimizer: Optimizer) -> None:
+    def _before_bare_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._loop.fired.add(id(optimizer))
+        if has_closure and not self.is_paused and not computes_no_numbers():
+            self.learn()  # the loop's first backward pass is that of the closure, inside this step
         if self._is_ignored(optimizer):
             return
         if id(optimizer) in self._loop.now.bare:
@@ -323,15 +325,13 @@ class Watch:
         self.calls.bare_step(optimizer, bad)
         if step.scaler is None and not step.bare and not step.is_known_finite():
             self.lost(True)
-        step.bare.add(id(optimizer))
-        step.before_closure = len(step.scaled)
+        step.begin_bare(id(optimizer))
 
-    def _after_bare_step(self, optimizer: Optimizer) -> None:
+    def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
         if self._is_ignored(optimizer):
             return
         step = self._loop.now
-        step.bare.add(id(optimizer))  # where its closure has begun a step
-        step.stepped = True
+        step.stepped, step.running = True, 0
         self._measure(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             step.note_groups(optimizer, self.optimizers.nonfinite_groups)
@@ -358,10 +358,10 @@ class Watch:
         if self._loop.now.scaler is not None:
             return
         if self._loop.now.stepped:
+            running = self._loop.now.running
             self._close()
-        elif self._loop.now.bare:
-            # A closure, inside optimizer.step: of all the times that it runs, the last one counts.
-            del self._loop.now.scaled[self._loop.now.before_closure :]
+            if running:
+                self._loop.now.begin_bare(running)  # its closure has begun a step
         self._loop.now.add_losses(roots)
 
     def _measure(self, optimizer: Optimizer, divisor: Scalar) -> None:
@@ -434,7 +434,7 @@ def _hooked(alive: weakref.ref[Watch], note: Function, optimizer: Optimizer, arg
     """Stands before or behind every step of an optimizer."""
     watch = alive()
     if watch is not None:
-        watch.guard.hooked(note, watch, optimizer)
+        watch.guard.hooked(note, watch, optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
 
 
 _AROUND: Mapping[Seam, Function] = {

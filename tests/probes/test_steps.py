@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -38,6 +39,24 @@ def run(hits: list[list[GroupOverflow]], total: int) -> Record:
     names = tuple(group(index).name for index in range(total))
     steps = tuple(replace(step, loss=0.5, scale=1024.0) for step in log.steps)
     return replace(healthy(), steps=steps, groups=names, unseen=Unseen(notes=log.notes))
+
+
+def losses_of_closure(runs: list[float], device: str = "cpu") -> list[Any]:
+    """Those of a step in which 1.0 went backward before its optimizer ran the closure so often."""
+    step = OpenStep(scaled=[1.0])
+    step.begin_bare(1)
+    for loss in runs:
+        step.add_losses(torch.tensor(loss, device=device))
+    return step.scaled
+
+
+def test_of_the_losses_of_a_closure_the_first_counts_unless_the_last_is_lost() -> None:
+    assert losses_of_closure([5.0]) == [1.0, 5.0]
+    assert losses_of_closure([5.0, 4.0, 3.0]) == [1.0, 5.0]
+    assert losses_of_closure([5.0, math.inf, 3.0]) == [1.0, 5.0]  # a line search may have tried too long a step
+    assert losses_of_closure([5.0, 4.0, math.inf]) == [1.0, math.inf]
+    one, other = losses_of_closure([5.0, 4.0], device="meta")
+    assert (one, other.shape, other.is_meta) == (1.0, (), True)  # as on a GPU: nothing is read
 
 
 def test_thousands_of_bad_steps_of_thousands_of_parameters_stay_under_5_mb() -> None:

@@ -416,21 +416,54 @@ def test_a_closure_is_a_part_of_its_step() -> None:
     assert all(step.grad_norm for step in watcher.steps)
 
 
-def test_the_loss_of_a_closure_that_runs_many_times_is_the_last_one() -> None:
-    model, losses = small_model(), list[float]()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+def lbfgs_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    """What each step returns; the closure of each runs several times."""
+    runs = []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 3)).square().mean()
-        losses.append(loss.item())
         loss.backward()
+        runs.append(loss.item())
         return loss
 
+    returned = [float(optimizer.step(closure)) for _ in range(steps)]  # type: ignore[arg-type]
+    assert len(runs) >= 2 * len(returned)
+    return returned
+
+
+def test_the_loss_of_a_closure_that_runs_many_times_is_the_first_one() -> None:
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
     with watch(model, optimizer) as watcher:
-        optimizer.step(closure)
-    assert len(losses) > 1
-    assert [step.loss for step in watcher.steps] == pytest.approx(losses[-1:])
+        returned = lbfgs_steps(model, optimizer)
+    assert [step.loss for step in watcher.steps] == pytest.approx(returned)
+    assert all(step.grad_norm for step in watcher.steps)
+
+
+def test_a_closure_inside_the_first_step_that_a_script_takes_is_a_part_of_it() -> None:
+    with Watch(None, ()) as watcher:
+        model = small_model()
+        returned = lbfgs_steps(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5))
+    assert [step.loss for step in watcher.steps] == pytest.approx(returned)
+    assert all(step.grad_norm for step in watcher.steps)
+
+
+def test_closures_of_optimizers_that_take_turns_are_parts_of_their_own_steps() -> None:
+    models = [small_model(), small_model()]
+    optimizers = [torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5) for model in models]
+    with watch(torch.nn.ModuleList(models), optimizers) as watcher:
+        returned = [lbfgs_steps(*turn, 1)[0] for turn in 3 * list(zip(models, optimizers, strict=True))]
+    assert [step.loss for step in watcher.steps] == pytest.approx(returned)
+
+
+def test_an_optimizer_that_only_makes_its_state_has_no_step() -> None:
+    with Watch(None, ()) as watcher:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.step()
+        bare_step(model, optimizer)
+    assert len(watcher.steps) == 1
 
 
 def test_optimizers_with_closures_of_their_own_have_steps_of_their_own() -> None:
