@@ -102,7 +102,7 @@ def test_the_scan_sees_a_code_wherever_it_stands(source: str) -> None:
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_a_headline_names_known_facts_and_is_a_sentence(code: Code) -> None:
-    facts = dict.fromkeys(FACTS, "") | {"step": "3", "skips": "none of 6 steps skipped"}
+    facts = dict.fromkeys(FACTS, "") | {"step": "3", "skips": "none of 6 steps skipped", "verdict": "Healthy"}
     for headline in filter(None, (code.headline, code.information)):
         said = headline.format(**facts)
         assert said.endswith(".")

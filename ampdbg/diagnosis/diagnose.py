@@ -129,7 +129,8 @@ def _is_of_precision(finding: Finding) -> bool:
 
 def _verdict(record: Record, faults: list[Finding]) -> Verdict:
     if not faults:
-        return "inconclusive" if record.error or (record.script and not record.steps) else "healthy"
+        shows_nothing = record.took_no_step or (record.script and not record.steps)
+        return "inconclusive" if record.error or shows_nothing else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if faults[0].code == UNKNOWN and _was_in_fp32(record):
         return "other"

@@ -63,6 +63,7 @@ class Code:
     harmless_share: float = 0.0
 
 
-FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles")
+FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles", "verdict")
 """What a headline may name: the finding's step, phase and module; how many steps were skipped; what losses are not
-finite; how far the loss scale fell; the first and the last scale; and whether it has settled."""
+finite; how far the loss scale fell; the first and the last scale; whether it has settled; and, where nothing is wrong,
+the verdict."""

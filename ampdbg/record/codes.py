@@ -114,7 +114,7 @@ _ALL = (
         "other",
         "use a dynamic loss scale, which finds the right one by itself",
         "The static loss scale {last} is too large: {skips}.",
-        information="Healthy: {skips} while the loss scale {settles}.",
+        information="{verdict}: {skips} while the loss scale {settles}.",
         why_no_pin="Nothing to pin: the static loss scale is too large for the gradients of {step}.",
         passes=True,
     ),

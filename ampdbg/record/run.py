@@ -432,3 +432,8 @@ class Record:
     def steps_skipped(self) -> int:
         """How many steps were skipped, those that are left out as well."""
         return sum(step.skipped for step in self.steps) + self.left_out.skipped
+
+    @property
+    def took_no_step(self) -> bool:
+        """Whether steps ended, and every one of them was skipped: the weights are those of the start."""
+        return 0 < self.steps_run == self.steps_skipped

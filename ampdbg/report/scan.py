@@ -16,7 +16,7 @@ from ampdbg.record.run import EXITED, GroupOverflow, ParameterCounts, Record, St
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .script_run import after_script, captures_of, pin_may_help
+from .script_run import after_script, captures_of, only_settles, pin_may_help
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -105,12 +105,18 @@ def _sentence(record: Record) -> str:
     if not record.steps:
         return "No optimizer has stepped." if record.script else "The run ended before its first step."
     in_fp32 = ", and none that was looked at ran in half precision" if record.environment.policy == "none" else ""
-    return f"{'Healthy' if record.verdict == 'healthy' else 'Inconclusive'}: {_skips(record)}{in_fp32}."
+    return f"{_verdict(record)}: {_skips(record)}{in_fp32}."
+
+
+def _verdict(record: Record) -> str:
+    """Where nothing is wrong; a run whose every step was skipped has not shown that it is healthy."""
+    return "Healthy" if record.verdict == "healthy" else "Inconclusive"
 
 
 def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
     """What a headline may name (:data:`ampdbg.record.codes.FACTS`)."""
     facts = dict.fromkeys(FACTS, "") | {"step": str(finding.step), "phase": finding.phase, "skips": "no step ran"}
+    facts["verdict"] = _verdict(record)
     if finding.module:
         facts["where"] = f" in {finding.module}"
     steps = of_one_scaler(record).steps
@@ -375,7 +381,7 @@ def next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     again = f"ampdbg {record.command if record.command in SEARCHES else 'scan'} {typed.config}"
     if record.error and not pin_may_help(record):
         return view.NextCommand("run it again once that is repaired", again)
-    if record.verdict == "healthy":
+    if record.verdict == "healthy" or only_settles(record):
         longer = with_option(again, "--steps", 10 * max(record.planned_steps, 1))
         return view.NextCommand("run it for longer", longer)
     has_bad_tensors = any(step.nonfinite for step in record.steps)

@@ -28,6 +28,11 @@ def pin_may_help(record: Record) -> bool:
     return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1])
 
 
+def only_settles(record: Record) -> bool:
+    """Whether nothing is wrong, and no step was taken yet: nothing is to be cured, and a longer run shows more."""
+    return record.took_no_step and all(finding.severity == "info" for finding in record.findings)
+
+
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
     is_in_fp32 = record.environment.policy == "none" and record.findings and record.verdict == "inconclusive"
@@ -43,7 +48,7 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if captures and record.command == "run" and not record.investigations:
         what = "the step that was captured, run again in FP32 too"
         return view.NextCommand(what, f"ampdbg replay {_to_type(captures[0], typed.folder)}")
-    if record.findings and record.verdict != "healthy":
+    if record.findings and record.verdict != "healthy" and not only_settles(record):
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return _closer_look(record, typed)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
+from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.quantities import number
@@ -30,7 +31,8 @@ from ampdbg.record.run import (
     Step,
     TensorCounts,
 )
-from ampdbg.report.scan import headline
+from ampdbg.report.scan import headline, next_command
+from ampdbg.report.view import Typed
 
 ENVIRONMENT = Environment("0", "3", "2", "Linux", "cpu", "x86_64", "cuda", emulated=True)
 GROUPS = ("block1.0.attn.qkv.weight", "block1.0.attn.proj.weight", "head.weight")
@@ -79,13 +81,26 @@ def codes(record: Record) -> list[tuple[str, str, int | None]]:
         "x" * 11 + ".",
         "." * 100 + "x" + "." * 100,
         "." * 60 + "x" + "." * 60 + "x" + "." * 60,
-        "xxx",
+        "xxx.",
     ],
 )
 def test_skips_that_are_calibration_are_healthy(pattern: str) -> None:
     record = diagnose(record_of(steps_of(pattern)))
     assert record.verdict == "healthy"
     assert codes(record) == ([("scale-calibration", "backward", None)] if "x" in pattern else [])
+
+
+def test_a_run_that_took_no_step_is_not_shown_to_be_healthy() -> None:
+    record = diagnose(record_of(steps_of("xxx")))
+    assert (record.verdict, codes(record)) == ("inconclusive", [("scale-calibration", "backward", None)])
+    said = headline(record)
+    assert said.sentence == "Inconclusive: 3 of 3 steps skipped while the loss scale settles; it has not yet."
+    assert said.tone == "doubtful"
+    assert exit_code(record, "warning") == 0
+    told = next_command(replace(record, planned_steps=3), Typed("config.yaml"))
+    assert told is not None
+    assert told.command == "ampdbg scan config.yaml --steps 30"
+    assert next_command(replace(record, script=ScriptRun("train.py"), command="run"), Typed("train.py")) is None
 
 
 def test_a_scale_that_is_still_falling_is_not_called_settled() -> None:
@@ -439,7 +454,8 @@ def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -
     found = diagnose(record)
     assert diagnose(found) == found
     assert all(step.skipped for step in new_lows(record.steps, record.steps_run))
-    assert (found.verdict == "healthy") == all(finding.severity == "info" for finding in found.findings)
+    is_sound = all(finding.severity == "info" for finding in found.findings)
+    assert (found.verdict == "healthy") == (is_sound and not record.took_no_step)
     assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None
     if "N" in pattern or "I" in pattern:
