@@ -229,6 +229,7 @@ class Equal(torch.optim.SGD):
 def train(net, x, scaler):
     optimizer = Equal(net.parameters(), lr=1e-3)
     for _ in range(4):
+        optimizer.zero_grad()
         with torch.autocast("cuda"):
             loss = net(x).square().mean()
         scaler.scale(loss).backward()
