@@ -116,13 +116,17 @@ class PinnedReplays:
         return keeps_its_gradients(self._held_against_fp32(low, pins)[0])
 
     def _held_against_fp32(self, low: Replayed, pins: Sequence[str], most: int = SUSPECTS) -> tuple[Replay, ...]:
-        # Without a trace nobody knows what overflows.
-        at_scale = functools.partial(self._at_scale, pins) if low.trace else None
-        return held_against(low, self._reference(low), self._floor, at_scale, most)
+        """The replay against FP32. Whether a gradient is lost is told by a trace alone, of a brief replay too: without
+        one nobody knows what overflows, and so whether a gradient that is zero at any scale was flushed."""
+        at_scale = functools.partial(self._at_scale, pins)
+        held = held_against(low, self._reference(low), self._floor, at_scale if low.trace else None, most)
+        if low.trace is None and not keeps_its_gradients(held[0]):
+            return self._held_against_fp32(at_scale(low.replay.scale, ProducerTrace), pins, most)
+        return held
 
-    def _at_scale(self, pins: Sequence[str], scale: float) -> Replayed:
+    def _at_scale(self, pins: Sequence[str], scale: float, traced: TraceKind | None = None) -> Replayed:
         with self._pinned(pins):
-            return self._replay(Manner(self._low, scale, is_lifted=False), None)
+            return self._replay(Manner(self._low, scale, is_lifted=False), traced)
 
     def _scales(self) -> Iterator[float]:
         scale = self.failing.scale if self.scales.is_lossless else self.scale

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +37,16 @@ class Spike(Steady):
 
 
 class BackwardSpike(torch.autograd.Function):
-    """The identity, whose gradient takes a detour of 1e9 times its size in the dtype that it comes in."""
+    """The identity, whose gradient takes a detour of ``gain`` times its size in the dtype that it comes in."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, gain: float = 2.0**30) -> torch.Tensor:
+        ctx.gain = gain
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return (gradient * 2.0**30) * 2.0**-30
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (gradient * ctx.gain) / ctx.gain, None
 
 
 class SpikeInGradients(Steady):
@@ -52,6 +54,13 @@ class SpikeInGradients(Steady):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(BackwardSpike.apply(x @ self.weight), (WIDTH,))
+
+
+class MildSpikeInGradients(Steady):
+    """Its backward pass overflows at a loss scale of 1,024, and at one of 64 no more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(BackwardSpike.apply(x @ self.weight, 2.0**14), (WIDTH,))
 
 
 class Erased(Steady):
@@ -132,6 +141,34 @@ class SizeOfItsInput(Steady):
 
     def forward(self, x: torch.Tensor, size: float = 1.0) -> torch.Tensor:
         return F.layer_norm((x @ (size * self.weight)) @ (size * torch.eye(WIDTH)), (WIDTH,)) * size
+
+
+class Choice(nn.Module):
+    """Adds a part of its input where a product is above 2,048, by ``excess``: one of 0.4 is below FP16's precision, and
+    the weight of that part then has no gradient at any loss scale. The weight is 0, so the output is the same."""
+
+    height: torch.Tensor
+
+    def __init__(self, excess: float) -> None:
+        super().__init__()
+        self.register_buffer("height", torch.tensor([[2048.0], [excess]]))
+        self.part = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_above = torch.ones(1, 2) @ self.height > 2048.0
+        return x + torch.where(is_above, self.part * x, 0.0)
+
+
+class Chooser(nn.Module):
+    """With the spike in FP32 gradients are finite at a lower loss scale, and FP16 may choose otherwise than FP32."""
+
+    def __init__(self, excess: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.choice, self.spike, self.mild = Choice(excess), SpikeInGradients(), MildSpikeInGradients()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mild(self.spike(self.choice(x)))
 
 
 class Alternatives(nn.Module):

@@ -252,3 +252,11 @@ def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
         step.loss for step in second.steps if math.isfinite(step.loss)
     ]
     assert [(t.pins, t.healthy, t.why) for t in first.trials] == [(t.pins, t.healthy, t.why) for t in second.trials]
+
+
+@pytest.mark.parametrize("excess", [pytest.param(0.4, id="FP16 chooses otherwise"), pytest.param(2.0, id="healthy")])
+def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(excess: float, tmp_path: Path) -> None:
+    record = bisected(tmp_path, "Chooser", {"excess": excess})
+    assert_found(record, "spike")
+    assert record.search is not None
+    assert (record.search.repeats, record.search.set_scale) == (1, 64.0)
