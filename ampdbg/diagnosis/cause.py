@@ -6,6 +6,7 @@ only then which FP16 op is the producer and which code its numbers mean.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
@@ -89,7 +90,7 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     if replayed:
         yield _spoilt_by_a_step(bad[0], record)
         return
-    if record.script is not None and _batch_is_blamed_before(bad[0], record):
+    if record.script is not None and _batch_is_blamed_by(bad[0], record):
         return  # of a script the batch of a step is known only where that was run again
     unskipped = sum(1 for step in bad if not step.skipped)
     lost = len(bad) + record.left_out.lost
@@ -104,8 +105,11 @@ def nonfinite_loss(record: Record) -> Iterator[Finding]:
     )
 
 
-def _batch_is_blamed_before(step: Step, record: Record) -> bool:
-    return any(blamed_in_batch(other, record) is not None for other in record.steps if other.step < step.step)
+def _batch_is_blamed_by(step: Step, record: Record) -> bool:
+    """Whether the batch of an earlier step is to blame, or that of another in the same row of bad losses."""
+    bad = {other.step for other in record.steps if not math.isfinite(other.loss)}
+    last = next(number for number in itertools.count(step.step) if number + 1 not in bad)
+    return any(blamed_in_batch(other, record) is not None for other in record.steps if other.step <= last)
 
 
 def _is_of_scale(step: Step, record: Record) -> bool:

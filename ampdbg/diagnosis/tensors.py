@@ -38,7 +38,7 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
                 "data-nonfinite",
                 step.step,
                 "data",
-                f"the batch of step {step.step} holds {_counted(bad)} in {bad.name or 'its tensor'}{sample}",
+                f"the batch of step {step.step} holds {counted_values(bad)} in {bad.name or 'its tensor'}{sample}",
                 evidence=_evidence(bad),
             )
             return
@@ -73,7 +73,7 @@ def weights_nonfinite(record: Record) -> Iterator[Finding]:
                 WEIGHTS,
                 step.step,
                 "forward",
-                f"{bad[0].kind} {bad[0].name} holds {_counted(bad[0])} before the forward pass of step "
+                f"{bad[0].kind} {bad[0].name} holds {counted_values(bad[0])} before the forward pass of step "
                 f"{step.step}" + (f", and so do {len(bad) - 1} more" if len(bad) > 1 else ""),
                 severity="error" if not all(map(_is_healthy, record.steps)) else "warning",
                 parameter=bad[0].name,
@@ -173,7 +173,7 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
                 "buffer-poisoned",
                 step.step,
                 "forward",
-                f"buffer {bad[0].name} holds {_counted(bad[0])} after step {step.step} and stays so: "
+                f"buffer {bad[0].name} holds {counted_values(bad[0])} after step {step.step} and stays so: "
                 "skipping a step does not restore buffers, and evaluation will use this one",
                 parameter=bad[0].name,
                 module=bad[0].name.rpartition(".")[0],
@@ -217,7 +217,8 @@ def _named(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more half parameters"
 
 
-def _counted(counts: TensorCounts) -> str:
+def counted_values(counts: TensorCounts) -> str:
+    """How many of a tensor's values are inf and NaN, in words."""
     parts = [f"{number} {name}" for number, name in ((counts.inf, "inf"), (counts.nan, "NaN")) if number]
     return f"{' and '.join(parts)} among {counts.size} values"
 

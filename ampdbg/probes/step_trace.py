@@ -37,10 +37,17 @@ class StepTrace(ProducerTrace):
         self._received: set[int] = set()
         self._is_of_others = False
         self._bad_phases: set[str] = set()
+        self._spoilt: set[int] = set()
+        self._reads_spoilt = False
 
     def is_bad_itself(self, phase: OpPhase) -> bool:
         """Whether an op of this process made inf or NaN in the phase, of what no other process has sent."""
         return phase in self._bad_phases
+
+    def has_spoilt(self, tensor: torch.Tensor) -> bool:
+        """Whether the inf or NaN that a tensor holds goes back to an op of the step that has made it of finite
+        numbers; copies count."""
+        return storage_of(tensor) in self._spoilt
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; looks at it where it belongs to training."""
@@ -63,6 +70,7 @@ class StepTrace(ProducerTrace):
         for tensor in received:
             self.known.forget(tensor)
         self._is_of_others = not all(self.known.of(tensor).is_finite for tensor in received)
+        self._reads_spoilt = bool(self._spoilt) and any(storage_of(tensor) in self._spoilt for tensor in given)
         return super().before(traits, given, numbers)
 
     def after(
@@ -76,6 +84,10 @@ class StepTrace(ProducerTrace):
         else:
             self._received -= storages
             self._bad_phases |= {place.phase} if is_bad else set()
+        if is_bad and (before.is_finite or self._reads_spoilt):
+            self._spoilt |= storages - {0}
+        else:
+            self._spoilt -= storages
         self._call = None
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:

@@ -161,11 +161,17 @@ def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
     return tuple(_counts("batch", leaves_of(batch)))
 
 
-def bad_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
-    """Those of them that hold NaN or inf; what holds no more than -inf may be a mask."""
-    values = {path: float_values(leaf) for path, leaf in leaves_of(batch)}
-    infinite = {path for path, held in values.items() if held is not None and bool((held == math.inf).any())}
-    return tuple(counts for counts in nonfinite_in_batch(batch) if counts.nan or counts.name in infinite)
+def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, ...]:
+    """What is counted of those that hold NaN or inf; what holds no more than -inf may be a mask."""
+    return tuple(
+        counts for name, tensor in named if may_be_bad(tensor) for counts in _counts("batch", [(name, tensor)])
+    )
+
+
+def may_be_bad(tensor: torch.Tensor) -> bool:
+    """Whether it holds NaN or inf; what holds no more than -inf may be a mask."""
+    values = float_values(tensor)
+    return values is not None and bool((values.isnan() | (values == math.inf)).any())
 
 
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -176,7 +176,7 @@ _ALL = (
         DATA,
         "other",
         "filter or repair these samples; no precision setting helps",
-        "Bad data: the batch of step {step} holds inf or NaN before the model reads it.",
+        "Bad data: the batch of step {step} holds inf or NaN.",
         counts_against_a_patch=False,
         fails_in_fp32=True,
     ),

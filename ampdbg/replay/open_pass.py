@@ -99,6 +99,8 @@ class OpenPass:
         self._prune_at = PRUNED_FROM
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
         self._models: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+        self._helpers: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+        self._helpers_at = 0
         self._thread = threading.get_ident()
         self._is_inside = False
         self._begun, self._trains = False, False
@@ -124,7 +126,12 @@ class OpenPass:
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
-            if is_compiled() or self._is_inside or only_follows() or not self._notes_this_one() or _hands_on(module):
+            if is_compiled() or self._is_inside or only_follows():
+                return original(module, *args, **kwargs)
+            if not self._notes_this_one():
+                guarded(self._helps, module)
+                return original(module, *args, **kwargs)
+            if _hands_on(module):
                 return original(module, *args, **kwargs)
             self._is_inside = True
             try:
@@ -175,11 +182,12 @@ class OpenPass:
         losses = (float(scalar.detach()) for scalar in held if scalar is not None and scalar.is_cpu)
         return next((loss for loss in losses if not math.isfinite(loss)), 0.0)
 
-    def batch(self, model: torch.nn.Module) -> Any:
-        """What the calls that count are given by the script, and not by one another."""
-        calls = dict(self._of_model({id(tensor) for tensor in tensors_in(model)})).values()
-        parts = [part for call in calls if not call.reads for part in call.given if part]
-        return parts[0] if len(parts) == 1 else tuple(parts)
+    @property
+    def has_helpers(self) -> bool:
+        """Whether other modules were called without gradients since the last backward pass: a teacher, or what encodes
+        the data. What the calls are given may then be what these have computed."""
+        called = {id(module) for call in self.called for module in call.modules()}
+        return self._helpers_at == self._passes and any(key not in called for key in self._helpers)
 
     def forget(self) -> None:
         """Lets go of what was noted."""
@@ -261,6 +269,16 @@ class OpenPass:
         self.buffers.note(self._number, module)
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
+
+    def _helps(self, module: torch.nn.Module) -> None:
+        """Notes a call without gradients."""
+        is_of_loop = threading.get_ident() == self._thread and not self._watched.is_paused
+        if torch.is_grad_enabled() or not is_of_loop or not self._has_weights(module):
+            return
+        if self._helpers_at != self._watched.backward_passes:
+            self._helpers.clear()
+            self._helpers_at = self._watched.backward_passes
+        self._helpers[id(module)] = module
 
     def _has_weights(self, module: torch.nn.Module) -> bool:
         if self._models.get(id(module)) is module:  # by id: one of the user's own may have no hash

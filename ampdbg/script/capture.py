@@ -85,7 +85,8 @@ class Head:
 
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
-    that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation.
+    that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation,
+    and ``computed`` names what looks like data, and the step itself may have computed.
     """
 
     step: Count
@@ -107,6 +108,7 @@ class Head:
     created: str
     is_broken_off: bool = False
     weights_grew: float = 1.0
+    computed: tuple[str, ...] = ()
     format: str = FORMAT
     version: int = VERSION
 

@@ -184,6 +184,7 @@ class Captured:
     is_broken_off: bool = False
     """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
     weights_grew: float = 1.0
+    computed: tuple[str, ...] = ()
 
     @property
     def is_settling(self) -> bool:
@@ -250,6 +251,7 @@ class Captured:
             half=self.half,
             is_broken_off=self.is_broken_off,
             weights_grew=self.weights_grew,
+            computed=self.computed,
             device=str(next(self.model.parameters()).device),
             start=self.start,
             calls=calls,

@@ -14,11 +14,13 @@ import torch
 
 from ampdbg.observer import UNOBSERVED
 from ampdbg.probes.watch import Watch
-from ampdbg.record.run import Investigation, Step
+from ampdbg.record.run import Investigation, Step, TensorCounts
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
+from ampdbg.replay.step_data import blamed_data
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.timers import held_timers
@@ -40,6 +42,7 @@ class LoopStep:
         half: what the step lowers to; None where it lowers to nothing.
         scale: its loss scale.
         why: what calls for a closer look.
+        computed: the names of what looks like data of the step, and the step itself may have computed.
     """
 
     watcher: Watch
@@ -50,6 +53,7 @@ class LoopStep:
     half: Half | None
     scale: float
     why: Why
+    computed: tuple[str, ...] = ()
 
     def investigated(self, before: Sequence[Step]) -> Investigation:
         """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
@@ -57,18 +61,33 @@ class LoopStep:
         Raises:
             Exception: whatever the script's own code raises, or that there is no memory for it.
         """
+        grew = self.watcher.optimizers.weights_grew
+        with self._again() as (run, snapshot):
+            return investigate(
+                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=UNOBSERVED
+            )
+
+    def blamed_data(self) -> tuple[TensorCounts, ...]:
+        """What of its data explains that FP32 does not come through it: see :mod:`ampdbg.replay.step_data`.
+
+        Raises:
+            Exception: as ``investigated``.
+        """
+        with self._again() as (run, snapshot):
+            return blamed_data(run, snapshot, self.played, self.computed)
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[tuple[Run, Snapshot]]:
+        """What it takes to run it again, while the script waits and sees nothing of that."""
         watcher = self.watcher
         run = run_of(self.played, self.model, tuple(watcher.optimizers), self.device, self.half)
         snapshot = Snapshot(
             watcher.log.closed(), self.played.given, RandomState.now(), self.state, data=self.played.data
         )
-        grew = watcher.optimizers.weights_grew
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
         with watcher.paused(), held_timers(), _hushed(), torch.enable_grad(), outside:
-            return investigate(
-                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=UNOBSERVED
-            )
+            yield run, snapshot
 
     def capture(
         self,
@@ -93,6 +112,7 @@ class LoopStep:
                 scale=self.scale,
                 loss=loss,
                 why=self.why,
+                computed=self.computed,
                 half=self.half,
                 weights_grew=watcher.optimizers.weights_grew,
                 record=watcher.record(),

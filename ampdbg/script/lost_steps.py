@@ -6,22 +6,27 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import get_args
 
 import torch
 
 from ampdbg.diagnosis.scale import new_lows
+from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
-from ampdbg.probes.tensors import bad_in_batch, nonfinite
+from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
+from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import EXITED, Investigation, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.pass_buffers import is_computed_with
+from ampdbg.replay.step_data import data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -111,7 +116,7 @@ class LostSteps:
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
-                too = "" if made is None else _too(again, made)
+                too = "" if made is None else _too(again, made, stacked(sys._getframe()))
                 is_telling = not too
                 if too:
                     self._untold.append(f"step {step} was run again: {too}")
@@ -142,7 +147,7 @@ class LostSteps:
             how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
             step = self._watcher.log.closed()
             self._why = f"{how} in step {step}, after a forward pass from which nothing went backward"
-            self._look(step)
+            self._look(step, raised_in(ending.error.__traceback__ if ending.error else None))
         self.open_pass.forget()
 
     def seen(self, record: Record) -> Record:
@@ -153,15 +158,15 @@ class LostSteps:
         error = "\n".join(filter(None, (record.error, self._why)))
         return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
 
-    def _look(self, step: int) -> None:
-        """Runs the step again in which the script has ended, and captures it."""
+    def _look(self, step: int, frames: Iterable[FrameType]) -> None:
+        """Runs the step again in which the script has ended, in these frames, and captures it."""
         again, made = self._run_again(lambda: self._observer.ended_in(step))
         if again is None:
             return
         if made is None:
             self._capture(again, made)
             return
-        too, has_bad_batch = _too(again, made), self._note_batch(again, made)
+        too, has_bad_batch = _too(again, made, frames), self._note_batch(again, made)
         if too and not has_bad_batch:
             self._why += f". Run again, {too}"
             return
@@ -171,10 +176,10 @@ class LostSteps:
         self._watcher.log.break_off(made.replays[0].loss)
 
     def _note_batch(self, again: LoopStep, made: Investigation) -> bool:
-        """Notes the inputs of a step that hold NaN or inf, where FP32 comes to nothing either; -inf may be a mask."""
+        """Notes the inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either."""
         if not made.reproduced or math.isfinite(made.replays[1].loss):
             return False
-        bad = bad_in_batch(self.open_pass.batch(again.model))
+        bad = again.blamed_data()
         self._watcher.log.batch += bad
         return bool(bad)
 
@@ -207,7 +212,8 @@ class LostSteps:
             self._why += "; its calls cannot be made again" * bool(self._why)
             return None, None
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
-        again = LoopStep(watcher, played, model, device, state, half, scale, why)
+        computed = tuple(name for name, _ in data_of(played)) if self.open_pass.has_helpers else ()
+        again = LoopStep(watcher, played, model, device, state, half, scale, why, computed)
         if hooks_half_weights(model):
             return again, None
         tell()  # here, for behind this nothing is shown
@@ -222,12 +228,17 @@ class LostSteps:
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
 
-def _too(again: LoopStep, made: Investigation) -> str:
-    """What replays show of it where they do not show that precision is the cause, nor that it is not."""
+def _too(again: LoopStep, made: Investigation, frames: Iterable[FrameType]) -> str:
+    """What replays show of it where they do not show that precision is the cause, nor that it is not.
+
+    What fails beside the modules may do so for what the script's ``frames`` hold: they are named then, and not blamed.
+    """
     low, *others = made.replays
     short = FORMATS[again.half or "float32"].short
     if not made.reproduced:
-        return f"what its modules give is finite in {short}: look at what the script makes of that"
+        held = bad_data_held(frames)
+        beside = f", and at {held.name}, which holds {counted_values(held)}" if held is not None else ""
+        return f"what its modules give is finite in {short}: look at what the script makes of that{beside}"
     if low.error and others[0].error:
         return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
     if low.error and not is_blamed(made):

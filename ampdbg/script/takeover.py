@@ -24,7 +24,6 @@ from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
-from ampdbg.probes.tensors import bad_in_batch
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
 from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
@@ -34,6 +33,7 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
+from ampdbg.replay.step_data import blamed_data
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
@@ -58,6 +58,7 @@ class TakenOver:
     """
 
     run: Run
+    played: PlayedStep
     snapshot: Snapshot
     capture: Capture
     record: Record
@@ -83,7 +84,14 @@ class TakenOver:
     def diagnosed(self, made: Investigation, command: str) -> Record:
         """The record of the run up to the step, which was investigated here."""
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
-        ended = replace(self.record, command=command, investigations=(made,), elapsed=self.run.elapsed)
+        *before, step = self.record.steps
+        if made.reproduced and not is_finite(made.replays[1]):
+            step = replace(
+                step, nonfinite=blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
+            )
+        ended = replace(
+            self.record, command=command, steps=(*before, step), investigations=(made,), elapsed=self.run.elapsed
+        )
         return diagnose(replace(ended, unseen=Unseen(notes=notes)))
 
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
@@ -266,7 +274,7 @@ class _Taking:
             capture.state(device),
             data=captured.data,
         )
-        before = _of_capture(capture, captured)
+        before = _of_capture(capture)
         if capture.head.is_broken_off and not losses_of(captured):
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))
         record = replace(
@@ -274,10 +282,10 @@ class _Taking:
             environment=environment_of(device, run.config.precision.policy, emulated=is_emulating()),
             unseen=Unseen(notes=(*before.unseen.notes, *notes)),
         )
-        return TakenOver(run, snapshot, capture, record)
+        return TakenOver(run, captured, snapshot, capture, record)
 
 
-def _of_capture(capture: Capture, played: PlayedStep) -> Record:
+def _of_capture(capture: Capture) -> Record:
     """The record of the run up to the step, and that as well."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
@@ -289,7 +297,6 @@ def _of_capture(capture: Capture, played: PlayedStep) -> Record:
         found_inf=is_bad,
         skipped=is_bad and head.scaler is not None,
         scaler=latest if head.scaler is not None else 0,
-        nonfinite=bad_in_batch(played.batch),
     )
     script = ScriptRun(start.name, start.arguments, start.is_module, 0, (str(capture.path),))
     steps = (*(one for one in before.steps if one.step < head.step), step)

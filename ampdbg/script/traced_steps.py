@@ -15,13 +15,14 @@ from ampdbg.agreement import is_finite
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
-from ampdbg.probes.tensors import bad_in_batch, nonfinite
+from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
 from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.pass_buffers import is_computed_with
+from ampdbg.replay.step_data import data_of
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.captures import Captures
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -240,6 +241,7 @@ class TracedStep:
         if played is None:
             self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
             return
+        computed = tuple(name for name, tensor in data_of(played) if self._trace.has_spoilt(tensor))  # as by a teacher
         self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
         step = LoopStep(
@@ -251,6 +253,7 @@ class TracedStep:
             _half_in(self._trace),
             1.0 if scale is None else float(scale),
             _why(loss) if is_bad else "end",
+            computed,
         )
         if is_captured:
             step.capture(self._captures, loss, scaler, is_wanted=self.is_wanted)
@@ -262,7 +265,7 @@ class TracedStep:
                 is_told = made.reproduced and not any(replay.error for replay in made.replays[:2])
                 self._made = made if is_told else None
                 if is_told and not is_finite(made.replays[1]):  # else it is meant, or no matter
-                    self._watcher.log.batch += bad_in_batch(played.batch)
+                    self._watcher.log.batch += step.blamed_data()
             torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
 

@@ -1,0 +1,139 @@
+"""NaN and inf that enter the loss of a script from outside: bad data, unless they are masked out or were computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from ampdbg.record.run import Record
+from tests.commands.program import start
+from tests.script.test_run import run
+
+TARGETS = """
+import sys, torch
+import torch.nn.functional as F
+
+kind, value = sys.argv[1], float(sys.argv[2])
+torch.manual_seed(0)
+
+class Criterion(torch.nn.Module):
+    def forward(self, out, targets):
+        if kind == "assert":
+            assert (targets["boxes"] >= 0).all()
+        return F.mse_loss(out, targets["boxes"])
+
+class Teacher(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / (0 if is_bad else 1) * 0  # of finite numbers
+
+model, teacher, criterion = torch.nn.Linear(8, 4).cuda(), Teacher(8, 4).cuda(), Criterion()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+once = kind in ("criterion", "assert", "distilled once", "once", "raises")
+for step in range(7):
+    x, y = torch.randn(16, 8).cuda(), torch.rand(16, 4).cuda()
+    is_bad = step == 3 if once else step >= 3
+    if is_bad and value != 1.0:
+        y[5, 2] = value
+    with torch.autocast("cuda", dtype=torch.float16):
+        if "distilled" in kind:
+            with torch.no_grad():
+                y = teacher(x).float()
+        out = model(x)
+        if kind == "raises":
+            assert (y >= 0).all()
+        if kind == "operators":
+            loss = ((out.float() - y) ** 2).mean()
+        elif kind == "masked":
+            loss = F.mse_loss(out.float(), torch.where(y.isfinite(), y, out.float().detach()))
+            loss = loss * (torch.zeros((), device=x.device) / (0.0 if is_bad else 1.0))
+        elif kind == "padded":
+            kept = y.isfinite()
+            loss = F.mse_loss(out.float()[kept], y[kept])
+        elif kind == "mask":
+            loss = F.cross_entropy(out.float() + y.where(y.isinf(), 0.0), torch.zeros(16, dtype=torch.long).cuda())
+        elif kind in ("criterion", "assert", "distilled once"):
+            loss = criterion(out, {"boxes": y})
+        else:
+            loss = F.mse_loss(out, y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""From step 3 on, or in it alone, an element of the targets holds ``value``; ``kind`` says what becomes of that."""
+
+
+def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
+    """The record of the script, and what stands on its page."""
+    result, record = run(folder, TARGETS, kind, value)
+    return record, " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "held"),
+    [
+        ("function", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 47 of train.py"),
+        ("function", "inf", "1 inf among 64 values in argument 2 of mse_loss on line 47 of train.py"),
+        ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 35 of train.py"),
+    ],
+)
+def test_targets_that_hold_nan_are_bad_data(tmp_path: Path, kind: str, value: str, held: str) -> None:
+    record, page = trained(tmp_path, kind, value)
+    assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 4)
+    assert record.findings[0].message == f"the batch of step 4 holds {held}, first in sample 5"
+    assert [finding.code for finding in record.findings[1:]] in ([], ["scale-collapse"])
+    assert "Bad data: the batch of step 4 holds inf or NaN." in page
+    assert record.script is not None
+    start(tmp_path, "replay", record.script.captures[0], "--record=again.json")
+    again = read_record(tmp_path / "again.json")
+    assert (again.verdict, again.findings[0].code, again.findings[0].message) == (
+        "other",
+        "data-nonfinite",
+        record.findings[0].message,
+    )
+
+
+@pytest.mark.parametrize("kind", ["criterion", "assert"])
+def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_step(tmp_path: Path, kind: str) -> None:
+    record, _ = trained(tmp_path, kind)
+    assert (record.verdict, record.findings[0].code, record.findings[0].step) == ("other", "data-nonfinite", 3)
+    told = "1 NaN among 64 values in argument 2['boxes'] of Criterion on line 45 of train.py, first in sample 5"
+    assert record.findings[0].message == f"the batch of step 3 holds {told}"
+
+
+@pytest.mark.parametrize("kind", ["function", "operators", "criterion", "assert"])
+def test_finite_targets_are_healthy(tmp_path: Path, kind: str) -> None:
+    record, _ = trained(tmp_path, kind, "1")
+    assert (record.verdict, record.findings) == ("healthy", ())
+
+
+def test_padding_of_nan_that_a_script_takes_out_is_healthy(tmp_path: Path) -> None:
+    record, _ = trained(tmp_path, "padded")
+    assert (record.verdict, record.findings) == ("healthy", ())
+
+
+def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Path) -> None:
+    record, _ = trained(tmp_path, "masked")
+    assert (record.verdict, record.findings[0].code) == ("other", "true-nan")
+
+
+def test_a_mask_of_minus_infinity_is_healthy(tmp_path: Path) -> None:
+    record, _ = trained(tmp_path, "mask", "-inf")
+    assert (record.verdict, record.findings) == ("healthy", ())
+
+
+@pytest.mark.parametrize("kind", ["distilled", "distilled once"])
+def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> None:
+    record, _ = trained(tmp_path, kind, "1")
+    assert record.steps_skipped == (4 if kind == "distilled" else 1)
+    assert "data-nonfinite" not in [finding.code for finding in record.findings]
+
+
+@pytest.mark.parametrize("kind", ["once", "raises"])
+def test_one_bad_target_of_a_function_is_named_and_not_blamed(tmp_path: Path, kind: str) -> None:
+    record, page = trained(tmp_path, kind)
+    assert "data-nonfinite" not in [finding.code for finding in record.findings]
+    assert "look at what the script makes of that, and at y, which holds 1 NaN among 64 values" in page
