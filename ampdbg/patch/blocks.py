@@ -148,6 +148,11 @@ def _device_type_of(pieces: Sequence[Piece], cast: Sequence[str], around: Tensor
     named = (text for text in read if "(" not in text)
     candidates = (text for text in (*named, *_others(pieces, around)) if _root(text) not in inner | uncertain)
     found = next(candidates, "")
+    if not found and not any(piece.names.is_traced for piece in pieces):
+        raise EditError(
+            "no replay runs this line itself, so it is not known which of its names hold tensors; put it under "
+            "torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+        )
     if not found:
         raise EditError("no named tensor is there to take the device from")
     return f"{found}.device.type"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from ampdbg.ops import CAST_METHODS, JOINS
+from ampdbg.ops import CAST_METHODS, JOINS, SUMS
 from ampdbg.patch.pieces import Piece
 from ampdbg.patch.regions import PLAIN_BUILTINS, called_name, operands_of
 from ampdbg.patch.tensor_names import TensorNames
@@ -53,6 +53,8 @@ class HalfCasts(cst.CSTTransformer):
         self._around.pop()
         if isinstance(updated_node, cst.BinaryOperation):
             return _spaced(updated_node)
+        if isinstance(original_node, cst.Call) and isinstance(updated_node, cst.Call):
+            updated_node = self._summed_in_fp32(original_node, updated_node)
         if isinstance(updated_node, cst.Call) and (lowered := self._lowered_operand(original_node)) is not None:
             self.cast.append(code_of(lowered))
             return cast(lowered)
@@ -70,6 +72,21 @@ class HalfCasts(cst.CSTTransformer):
         if not is_there and isinstance(parent, cst.Arg):
             return cst.IfExp(cst.parse_expression(f"{code} is None"), cst.Name("None"), cast(updated_node))
         return cast(updated_node)
+
+    def _summed_in_fp32(self, node: cst.Call, updated: cst.Call) -> cst.Call:
+        """``sum()`` for ``sum(dtype=x.dtype)``, where ``x`` is half still: it would add up in half all the same."""
+        args = [arg for arg in updated.args if not self._is_half_dtype(arg)]
+        if called_name(node) not in SUMS or len(args) == len(updated.args):
+            return updated
+        args[-1:] = [arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in args[-1:]]
+        return updated.with_changes(args=args)
+
+    def _is_half_dtype(self, arg: cst.Arg) -> bool:
+        """Whether it is ``dtype=x.dtype`` of a half ``x``."""
+        match arg:
+            case cst.Arg(value=cst.Attribute(value=like, attr=cst.Name("dtype")), keyword=cst.Name("dtype")):
+                return self._is_half(like)
+        return False
 
     def _lowered_operand(self, node: cst.CSTNode) -> cst.BaseExpression | None:
         """``y`` of ``y.to(x.dtype)``, where ``x`` is half still: beside operands in FP32 it would overflow as before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from ampdbg.probes.source_lines import tracing
 from ampdbg.probes.tensors import HALVES
+from ampdbg.source.ownership import Line, is_users_file
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 CONTAINERS = (list, tuple, torch.Tensor, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -52,6 +54,41 @@ def names_seen(lines: Collection[tuple[str, int]]) -> Iterator[NamesByLine]:
 
     with tracing(on_call):
         yield seen
+
+
+class CallNames:
+    """Notes the names of each line of the user's code that calls what is noted; ``seen`` has them by its statement."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[str, int], LineNames] = {}
+        self._statements: dict[str, Mapping[int, ast.stmt]] = {}
+
+    def note(self, line: Line | None) -> None:
+        """To be called below the line, before what it calls is run; of a library's code nothing is noted."""
+        if line is None or not is_users_file(line[0]):
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) != line:
+            frame = frame.f_back
+        statement = self._statements_of(line[0]).get(line[1])
+        if frame is None or statement is None:
+            return
+        for text, node in dict(_expressions(statement)).items():
+            _note(self.seen.setdefault((line[0], statement.lineno), LineNames()), text, node, frame)
+
+    def _statements_of(self, file: str) -> Mapping[int, ast.stmt]:
+        """The innermost statement of each line."""
+        if file not in self._statements:
+            try:
+                statements = [
+                    node for node in ast.walk(syntax_tree(Path(file).read_bytes())) if isinstance(node, ast.stmt)
+                ]
+            except (OSError, *UNPARSABLE):
+                statements = []
+            # An outer one is met before those in it.
+            spans = ((range(each.lineno, (each.end_lineno or each.lineno) + 1), each) for each in statements)
+            self._statements[file] = {line: each for span, each in spans for line in span}
+        return self._statements[file]
 
 
 def _expressions_of(file: str, lines: set[int]) -> Mapping[int, list[tuple[str, ast.expr]]]:

@@ -105,7 +105,7 @@ def perform_in_script(
     The process ends then, in the middle of the script: nothing of it is to run on. Returns only where the script
     cannot be taken over, and why.
     """
-    capture = Capture(captured.path, captured.script)
+    capture = Capture(captured.path, captured.script, is_patched=bool(job.patched.files))
     start = capture.start
     with overlaid(job.patched.files) as taken:
         own = next((path for path in job.patched.files if not start.is_module and is_same_file(path, start.name)), None)

@@ -266,7 +266,9 @@ def _materials(ended: Bisected) -> Materials:
     edited = lines_that_may_be_edited(pins, lines, model) | {(one.file, one.line) for one in _constants(ended.record)}
     with weights_of(model, first), names_seen(edited) as names:
         replay_step(run, first.snapshot, half)
-    return Materials(run.config, model, pins, lines, names, run.makings)
+    # What a replay runs itself is known from it; of what it does not run it has seen nothing.
+    seen = {line: found for line, found in names.items() if found.half or found.full}
+    return Materials(run.config, model, pins, lines, {**run.names, **seen}, run.makings)
 
 
 def _refuse_stale(known: Record | None) -> None:

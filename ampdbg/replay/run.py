@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ampdbg.environment import choose_device, is_emulated
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode, mode_of
+from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Makings
 from ampdbg.replay.random_state import seeded
 from ampdbg.workload.build import Workload, build_workload
@@ -29,7 +30,8 @@ from ampdbg.workload.build import Workload, build_workload
 class Run:
     """A workload on its device, and the config it is trained by.
 
-    ``makings`` tell where the model was made, where that was noted: a config's target says it.
+    ``makings`` tell where the model was made, where that was noted: a config's target says it. ``names`` are those
+    that held half tensors in code which no replay runs: the loss of a script, whose calls alone are made again.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class Run:
     mode: PrecisionMode
     started: float
     makings: Makings | None = None
+    names: NamesByLine = field(default_factory=dict)
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler of the run; a dynamic one goes on from the checkpoint's."""

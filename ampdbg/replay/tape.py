@@ -31,6 +31,7 @@ from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
+from ampdbg.source.ownership import Line
 
 MOST_CALLS = 2000
 """A step of more calls is no step but an epoch."""
@@ -48,11 +49,19 @@ class Tape(TorchFunctionMode):
         device: the kind of device whose autocast counts.
         given_up: called where torch is about to follow code and make a graph of it: the tape is to be left by then, for
             torch would follow that too.
+        about_to_call: called with the line of each call before that is made.
     """
 
-    def __init__(self, model: torch.nn.Module, device: str, given_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: str,
+        given_up: Callable[[], None] = lambda: None,
+        about_to_call: Callable[[Line | None], None] = lambda line: None,
+    ) -> None:
         super().__init__()
         self._given_up = given_up
+        self._about_to_call = about_to_call
         self.losses: list[Made] = []
         self.loss = 0.0
         """The sum of the losses."""
@@ -190,6 +199,7 @@ class Tape(TorchFunctionMode):
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
+        self._about_to_call(line)
         result = run(function, *args, **kwargs)
         writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
         weights = [(weight, weight._version) for weight in (*given.own, *_weights_of(function))]

@@ -57,12 +57,23 @@ def pin_lines(record: Record) -> Paragraph:
     lines: list[Line] = []
     for pin in record.pins[:MOST_IN_BRIEF]:
         site = pin.sites[0] if pin.sites else None
-        code = record.findings[pin.reason].code if pin.reason is not None and pin.reason < len(record.findings) else ""
+        code = _what_goes_wrong(pin, record)
         place = _base(site.source) if site is not None and site.source is not None else ""
         value = f"{number(site.value)} in FP32" if site is not None and site.value is not None else ""
         why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
         lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
     return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
+
+
+def _what_goes_wrong(pin: Pin, record: Record) -> str:
+    """The code of the finding that the pin is for; where its own op fails in the other pass, that pass."""
+    if pin.reason is None or pin.reason >= len(record.findings):
+        return ""
+    finding = record.findings[pin.reason]
+    phases = [site.phase for site in pin.sites]
+    if "forward" in phases or finding.phase != "forward" or not phases:
+        return finding.code
+    return f"in the {phases[0]} pass"
 
 
 def _title(record: Record) -> str:
@@ -85,8 +96,8 @@ def _why(pin: Pin, record: Record) -> tuple[Line, ...]:
     if not pin.sites and pin.tied:
         return (line(f"tied to {listed(pin.tied)}, and pinned with it", tone="faint"),)
     lines = [] if pin.sites else [line("no op of its own fails", tone="faint")]
-    if pin.sites and pin.reason is not None and pin.reason < len(record.findings):
-        lines.append(line(record.findings[pin.reason].code, tone="bad"))
+    if pin.sites and (code := _what_goes_wrong(pin, record)):
+        lines.append(line(code, tone="bad"))
     if pin.sites:
         lines += _site(pin.sites[0], pin, format_of_config(record.config))
     if len(pin.sites) > 1:

@@ -139,7 +139,7 @@ def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
 
 def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
     """The places of the calls that a call takes results from."""
-    return tuple(sorted(numbers[other] for other in call.reads if other in numbers))
+    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
 
 
 # To read one
@@ -191,14 +191,16 @@ class Capture:
     Args:
         path: the file.
         script: a command line that is started in the place of the captured one, with its options.
+        is_patched: its code has a patch, which may cast what calls are given and run them outside of autocast.
 
     Raises:
         CaptureError: as :func:`read_head`; or it is to start what does not stand in this folder. A capture may come
             from anybody, and what it starts is code.
     """
 
-    def __init__(self, path: Path, script: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, script: Sequence[str] = (), *, is_patched: bool = False) -> None:
         self.path = path
+        self._is_patched = is_patched
         self.head = read_head(path)
         self.start = _start_of(script) if script else self.head.start
         if not script and not _is_here(self.start):
@@ -216,16 +218,44 @@ class Capture:
 
     def why_not(self, played: PlayedStep, model: torch.nn.Module) -> str:
         """Why a step of the script that was started again is not of the same calls; "" where it is."""
-        paths, numbers = paths_in(model), order_of(played)
-        names = [(name_of(played.calls[number], paths), reads_of(played.calls[number], numbers)) for number in numbers]
+        paths, numbers = paths_in(model), self._places(played)
+        own = [number for number in order_of(played) if not self._is_of_patch(played.calls[number])]
+        names = [(name_of(played.calls[number], paths), reads_of(played.calls[number], numbers)) for number in own]
         known = [(call.name, call.reads) for call in self.head.calls]
         for place, (now, then) in enumerate(zip(names, known, strict=False)):
             if now != then:
                 return f"call {place + 1} is of {now[0]}, and was of {then[0]}"
         if len(names) != len(known):
             return f"it makes {len(names)} calls, and made {len(known)}"
-        parts = tuple(tuple(numbers[number] for number in sorted(part)) for part in played.given)
-        return "" if parts == self.head.parts else "its calls lead to other losses"
+        parts = tuple(tuple(numbers[number] for number in sorted(part) if number in own) for part in played.given)
+        if parts != self.head.parts:
+            return "its calls lead to other losses"
+        if self._is_patched and own and played.calls[own[0]].lowers != self.head.calls[0].lowers:
+            return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
+        return ""
+
+    def _places(self, played: PlayedStep) -> dict[int, int]:
+        """The numbers of the calls that the step needs, each with its place among the captured ones: that of a cast
+        which a patch has put in is the place of what it casts."""
+        places: dict[int, int] = {}
+        place = 0
+        for number in order_of(played):
+            call = played.calls[number]
+            if self._is_of_patch(call):
+                places[number] = places[max(call.reads)]
+            else:
+                places[number], place = place, place + 1
+        return places
+
+    def _is_of_patch(self, call: TapedCall) -> bool:
+        """Whether it is a cast to FP32, which a patch may have put in; the captured step is taken to have made none."""
+        is_cast = self._is_patched and call.function is torch.Tensor.float and bool(call.reads)
+        return is_cast and not self._casts
+
+    @functools.cached_property
+    def _casts(self) -> bool:
+        """Whether the captured step itself has made such casts."""
+        return any(call.name == "torch.Tensor.float" for call in self.head.calls)
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -296,22 +326,33 @@ class Capture:
             PackedError: it was given what is not written, and the other step has nothing like it.
         """
         unpacking = self.unpacking(device)
-        numbers = order_of(live)
+        numbers = {
+            number: place for number, place in self._places(live).items() if not self._is_of_patch(live.calls[number])
+        }
         calls, given = list(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         for number, place in numbers.items():
             call, captured = live.calls[number], self.head.calls[place]
             state = states[captured.random_state]
-            calls[number] = replace(
-                call, lowers=captured.lowers, has_gradients=captured.has_gradients, random_state=state
-            )
+            lowers = captured.lowers and (call.lowers or not self._is_patched)
+            calls[number] = replace(call, lowers=lowers, has_gradients=captured.has_gradients, random_state=state)
             before = next(part[number] for part in live.given if number in part)
             try:
                 given[number] = tuple(unpacking.of(captured.given, list(before)))
+                if self._is_patched:
+                    given[number] = _with_dtypes(given[number], before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
-        parts = tuple({number: given[number] for number in part} for part in live.given)
+        parts = tuple({number: given.get(number, part[number]) for number in part} for part in live.given)
         return replace(live, calls=calls, given=parts)
+
+
+def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:
+    """What a call was given, with the dtypes that a patch asks for, or asks for no more: ``sum(dtype=x.dtype)``."""
+    args, kwargs = given
+    others = {name: value for name, value in kwargs.items() if not isinstance(value, torch.dtype)}
+    dtypes = {name: value for name, value in patched[1].items() if isinstance(value, torch.dtype)}
+    return args, {**others, **dtypes}
 
 
 def _start_of(script: Sequence[str]) -> Start:

@@ -22,6 +22,7 @@ from ampdbg.environment import environment_of
 from ampdbg.errors import first_line, named_error
 from ampdbg.observer import Observer
 from ampdbg.precision.emulation import is_emulating
+from ampdbg.probes.half_names import CallNames
 from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
@@ -171,6 +172,7 @@ class _Taking:
         self._use = use
         self._steps, self._began = 0, time.monotonic()
         self._last = "the first one shows what it trains: it has to make two"
+        self._names = CallNames()
         self._entered = ExitStack()
         self.open_pass = OpenPass(self.watcher, self._next_begins)
         self.watcher.models.called = lambda: self.open_pass.called
@@ -204,7 +206,8 @@ class _Taking:
         self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        tape = Tape(model, device, self.end)
+        self._names = CallNames()
+        tape = Tape(model, device, self.end, self._names.note)
         self._entered.enter_context(run_eagerly())
         self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
 
@@ -266,7 +269,8 @@ class _Taking:
         device = next(model.parameters()).device
         notes = capture.put_into(model, optimizers)
         captured = capture.played(played, device)
-        run = replace(run_of(captured, model, optimizers, device, capture.head.half), makings=self.makings)
+        run = run_of(captured, model, optimizers, device, capture.head.half)
+        run = replace(run, makings=self.makings, names=self._names.seen)
         snapshot = Snapshot(
             capture.head.step,
             captured.given,

@@ -242,6 +242,14 @@ def test_what_cannot_be_edited_is_left_alone_with_a_reason(text: str, reason: st
     assert refused.line in (marked_line, marked_line + 1, 0)
 
 
+def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None:
+    (refused,) = edit_source(b"import torch\n\ndef f(x):\n    return x / 2\n", [LinePin("f", (4,))]).refused
+    assert refused.reason.startswith("no replay runs this line itself, so it is not known which of its names hold")
+    assert refused.reason.endswith(
+        "put it under torch.autocast(enabled=False) yourself, with .float() on what it computes with"
+    )
+
+
 def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
     source = b"import torch\n\ndef f(x):\n    y = x @ x\n    y.add_(x)\n    return y * x\n"
     edited = edit_source(source, [LinePin("f", (4, 5, 6))], seen_anywhere(("x", "y")))
