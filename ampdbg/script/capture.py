@@ -218,8 +218,8 @@ class Capture:
 
     def why_not(self, played: PlayedStep, model: torch.nn.Module) -> str:
         """Why a step of the script that was started again is not of the same calls; "" where it is."""
-        paths, numbers = paths_in(model), self._places(played)
-        own = [number for number in order_of(played) if not self._is_of_patch(played.calls[number])]
+        paths, (own, casts) = paths_in(model), self._places(played)
+        numbers = {**own, **casts}
         names = [(name_of(played.calls[number], paths), reads_of(played.calls[number], numbers)) for number in own]
         known = [(call.name, call.reads) for call in self.head.calls]
         for place, (now, then) in enumerate(zip(names, known, strict=False)):
@@ -230,32 +230,27 @@ class Capture:
         parts = tuple(tuple(numbers[number] for number in sorted(part) if number in own) for part in played.given)
         if parts != self.head.parts:
             return "its calls lead to other losses"
-        if self._is_patched and own and played.calls[own[0]].lowers != self.head.calls[0].lowers:
+        if self._is_patched and own and played.calls[next(iter(own))].lowers != self.head.calls[0].lowers:
             return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
         return ""
 
-    def _places(self, played: PlayedStep) -> dict[int, int]:
-        """The numbers of the calls that the step needs, each with its place among the captured ones: that of a cast
-        which a patch has put in is the place of what it casts."""
-        places: dict[int, int] = {}
-        place = 0
+    def _places(self, played: PlayedStep) -> tuple[dict[int, int], dict[int, int]]:
+        """The numbers of the calls that the step needs, each with its place among the captured ones; and those of the
+        casts which a patch has put in, each with the place of what it casts."""
+        own, casts = dict[int, int](), dict[int, int]()
         for number in order_of(played):
             call = played.calls[number]
-            if self._is_of_patch(call):
-                places[number] = places[max(call.reads)]
+            if self._is_of_patch(call, len(own)):
+                read = max(call.reads)
+                casts[number] = own[read] if read in own else casts[read]
             else:
-                places[number], place = place, place + 1
-        return places
+                own[number] = len(own)
+        return own, casts
 
-    def _is_of_patch(self, call: TapedCall) -> bool:
-        """Whether it is a cast to FP32, which a patch may have put in; the captured step is taken to have made none."""
+    def _is_of_patch(self, call: TapedCall, place: int) -> bool:
+        """Whether it is a cast to FP32, where the captured step has made none."""
         is_cast = self._is_patched and call.function is torch.Tensor.float and bool(call.reads)
-        return is_cast and not self._casts
-
-    @functools.cached_property
-    def _casts(self) -> bool:
-        """Whether the captured step itself has made such casts."""
-        return any(call.name == "torch.Tensor.float" for call in self.head.calls)
+        return is_cast and not any(known.name == "torch.Tensor.float" for known in self.head.calls[place : place + 1])
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -326,9 +321,7 @@ class Capture:
             PackedError: it was given what is not written, and the other step has nothing like it.
         """
         unpacking = self.unpacking(device)
-        numbers = {
-            number: place for number, place in self._places(live).items() if not self._is_of_patch(live.calls[number])
-        }
+        numbers, _ = self._places(live)
         calls, given = list(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
         for number, place in numbers.items():

@@ -35,6 +35,10 @@ def summed(out):
     return (out * gain).square().sum(dtype=out.dtype) / 1e4
 
 
+def cast_itself(out):
+    return (out * gain).square().sum(dtype=out.dtype).float() / 1e4
+
+
 def behind(out):
     if True: return F.cross_entropy(out * (gain * 10), zeros)
 
@@ -84,6 +88,7 @@ def added(patch: str) -> list[str]:
             ],
         ),
         ("summed", "2", [OFF, "return (out.float() * gain).square().sum() / 1e4"]),
+        ("cast_itself", "2", [OFF, "return (out.float() * gain).square().sum().float() / 1e4"]),
     ],
 )
 def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain: str, lines: list[str]) -> None:
