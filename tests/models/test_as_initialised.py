@@ -69,10 +69,14 @@ RUNS_OTHERWISE = (
 )
 
 
-def assert_healthy(record: Record) -> None:
+def assert_unblamed(record: Record) -> None:
     assert [finding for finding in record.findings if finding.code != "scale-calibration"] == []
-    assert record.verdict == "healthy"
     assert exit_code(record, "warning") == 0
+
+
+def assert_healthy(record: Record) -> None:
+    assert_unblamed(record)
+    assert record.verdict == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,8 @@ def test_a_model_is_healthy_in_other_kinds_of_run(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_run_that_ends_while_the_scale_settles_is_healthy(seed: int, tmp_path: Path) -> None:
+def test_a_run_that_ends_while_the_scale_settles_is_not_blamed(seed: int, tmp_path: Path) -> None:
     record = scanned(TRANSFORMERS[0], tmp_path, 1, seed=seed)
     assert record.steps[-1].skipped
-    assert_healthy(record)
+    assert_unblamed(record)
+    assert record.verdict == "inconclusive"  # no step was taken: nothing is shown of a training

@@ -104,10 +104,10 @@ def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
 
 def test_why_a_line_of_the_loss_is_not_edited_is_true(tmp_path: Path) -> None:
     _, patch, _ = suggested(tmp_path, "behind", "200")
-    reason = "line 25 of train.py cannot be edited: it stands behind a colon; put it on a line of its own first"
+    reason = "line 29 of train.py cannot be edited: it stands behind a colon; put it on a line of its own first"
     assert reason in " ".join(patch.replace("#", "").split())
 
 
 def test_an_op_of_the_backward_pass_is_not_called_an_overflow_of_the_forward_pass(tmp_path: Path) -> None:
     _, _, page = suggested(tmp_path, "plain", "10000", "1")
-    assert "2 sum · train.py:36 · 100,000 in FP32 · in the backward pass" in page
+    assert "2 sum · train.py:40 · 100,000 in FP32 · in the backward pass" in page

@@ -89,14 +89,16 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
 def test_the_healthy_twin_is_not_blamed(name: str, tmp_path: Path) -> None:
     record = scanned(name, tmp_path, CASES[name].twin)
     assert worse_than_calibration(record) == []
-    assert record.verdict == "healthy"
+    # A scale that still settles at the end of a short run has let no step be taken yet.
+    assert record.verdict == ("inconclusive" if record.took_no_step else "healthy")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code is None])
 def test_what_only_looks_like_a_fault_is_not_blamed(name: str, tmp_path: Path) -> None:
     record = scanned(name, tmp_path)
     assert worse_than_calibration(record) == []
-    assert record.verdict == "healthy"
+    # A scale that still settles at the end of a short run has let no step be taken yet.
+    assert record.verdict == ("inconclusive" if record.took_no_step else "healthy")
     assert set(CASES[name].follows) <= {finding.code for finding in record.findings}
 
 
