@@ -92,13 +92,15 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
 _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
 _FAKE, _PROXY = _KEYS.FAKE, _KEYS.PROXY
 _tracing_state, _is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
+# The second name is that of torch 2.6, and warns where the first is there.
+_is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tracing", _symbolic_trace.is_fx_tracing)
 
 
 def only_follows() -> bool:
     """Whether torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
     ``make_fx`` and tensors without values. Such a call is no part of a loop, and whatever a probe computes in it would
     stand in the graph."""
-    if _is_compiling() or _tracing_state() is not None or _symbolic_trace._is_fx_tracing_flag:
+    if _is_compiling() or _tracing_state() is not None or _is_fx_tracing():
         return True
     return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
 

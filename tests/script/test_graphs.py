@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+warnings.filterwarnings("ignore", ".*is deprecated")  # of torch.jit; how often it is shown is another matter
 warnings.showwarning = lambda message, category, *where: print(category.__name__, message)
 torch.manual_seed(0)
 wanted = sys.argv[1]
