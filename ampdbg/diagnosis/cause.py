@@ -11,15 +11,7 @@ import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import (
-    AGREEMENT,
-    LOST_ENERGY,
-    agrees,
-    is_finite,
-    is_same_run,
-    losses_agree,
-    noise_floor,
-)
+from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
 from ampdbg.diagnosis.divergence import divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,

@@ -21,13 +21,7 @@ from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Producer, Replay, Step
-from ampdbg.replay.comparison import (
-    Noise,
-    first_far_op,
-    held_against,
-    overflows_on_the_way,
-    producers_of,
-)
+from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
 from ampdbg.replay.replay import FP32, Manner, Replayed, TraceKind, continued_in_fp32, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot, take_snapshot
@@ -175,9 +169,8 @@ class _Replays:
             yield held_against(low, fp32, self._floor(fp32), at_scale)[0]
             return
 
-    def _at_scale(self, scale: float, traced: TraceKind | None = None) -> Replayed:
-        manner = replace(self._as_it_was, scale=scale)
-        return self._replay(f"loss scale {scale:g}", manner, traced=traced, keep_gradients=True)
+    def _at_scale(self, scale: float) -> Replayed:
+        return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
 
     def _continued(self) -> tuple[float, ...]:
         self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")

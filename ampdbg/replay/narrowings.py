@@ -14,12 +14,9 @@ from typing import Any
 import torch
 
 from ampdbg.ops import MOVES
-from ampdbg.precision.widening import LIFTS
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import leaves_of, times_written
+from ampdbg.probes.tensors import HALVES, leaves_of, times_written
 from ampdbg.source.ownership import Line
-
-HALF = frozenset(LIFTS["float32"])
 
 NARROWS_OR_MOVES = MOVES | {"type", "tensor", "as_tensor", "__getitem__"}
 """torch's functions that give a tensor's own values, in its format or in another one, by their names."""
@@ -58,10 +55,10 @@ class Narrowings:
 
     def add(self, made: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """To be called behind a call: one that gives a half tensor of a wider one, or of such a one, is kept."""
-        if type(made) is not torch.Tensor or made.dtype not in HALF:
+        if type(made) is not torch.Tensor or made.dtype not in HALVES:
             return
         given = [tensor for _, tensor in leaves_of((args, kwargs))]
-        of_half = [tensor for tensor in given if tensor.dtype in HALF]
+        of_half = [tensor for tensor in given if tensor.dtype in HALVES]
         if any(tensor is made for tensor in given) or (of_half and not any(map(self.of, of_half))):
             return
         number = id(made)
