@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampdbg.ops import ALLOCATES, KEEPS_THE_REST, OVERWRITES
 from ampdbg.probes.module_calls import OUTSIDE, ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.seams import Seam, attached, only_follows
-from ampdbg.probes.source_lines import innermost_line, is_recomputing
+from ampdbg.probes.source_lines import innermost_line, is_recomputing, source_of
 from ampdbg.probes.tensors import Magnitude, magnitude_of, magnitude_of_number, together
+from ampdbg.record.run import OpSite
 from ampdbg.source.ownership import Line
 
 
@@ -153,6 +154,12 @@ class OpSeen:
     def key(self) -> OpKey:
         """What it has in common with the same op of another replay: its place and name; the dtype may differ."""
         return self.place, self.op
+
+    @property
+    def site(self) -> OpSite:
+        """Where it is in the step, as a record has it."""
+        place = self.place
+        return place.phase, place.module, place.call, self.op, source_of(place.line) if place.line else None
 
     @property
     def produces(self) -> bool:

@@ -160,23 +160,10 @@ class Mended(OpTrace):
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         """Mends what the op has made, where it is that producer."""
-        if seen.produces and is_at(self._producer, seen):
+        if seen.produces and seen.site == self._producer.site:
             for tensor in filter(torch.is_floating_point, made):
                 tensor.nan_to_num_(self._number, self._number, self._number)
                 self.known.forget(tensor)
-
-
-def is_at(producer: Producer, seen: OpSeen) -> bool:
-    """Whether an op of a replay is the producer of another replay of the same step."""
-    place, source = seen.place, producer.source
-    line = (source.file, source.line) if source else None
-    return (producer.phase, producer.module, producer.call, producer.op, line) == (
-        place.phase,
-        place.module,
-        place.call,
-        seen.op,
-        place.line[:2] if place.line else None,
-    )
 
 
 class SampleTrace(OpTrace):

@@ -161,6 +161,10 @@ class HalfUpdates:
     spoilt: tuple[str, ...] = ()
 
 
+OpSite = tuple[Phase, str, int, str, Source | None]
+"""Where an op is in a step: its phase, its module, which call of that, its name and its line."""
+
+
 @dataclass(frozen=True)
 class Producer:
     """An op where inf or NaN starts: its inputs are finite and its output is not.
@@ -195,6 +199,11 @@ class Producer:
     leaf: str | None = None
     distance: float | None = None
     is_erased: bool = False
+
+    @property
+    def site(self) -> OpSite:
+        """Where it is in the step."""
+        return self.phase, self.module, self.call, self.op, self.source
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from ampdbg.probes.producer_trace import Circumstances, ProducerTrace, SampleTra
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import Magnitude
-from ampdbg.record.findings import Source
-from ampdbg.record.run import Producer, Replay
+from ampdbg.record.run import OpSite, Producer, Replay
 from ampdbg.replay.replay import Manner, Replayed
 
 PRODUCERS_KEPT = 20
@@ -44,8 +43,6 @@ near values, such as neighbours, one way may change nothing and another all."""
 
 NOWHERE, UNMET = (0.0, False), (0.0, True)
 """What is known of an op that FP32 does not come by: that it is nowhere finite, or nowhere infinite."""
-
-_Place = tuple[str, str, int, str, Source | None]
 
 
 def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
@@ -88,21 +85,16 @@ def producers_in_place(replay: Replay, trace: StepTrace) -> Replay:
     """The replay, which is a step that was traced where it trained, with its producers; each is held against its own op
     alone in FP32, a gradient's at a loss scale of 1."""
     producers = producers_of(Replayed(replay, trace), Replayed(replay)).producers
-    alone = {_place_of(trace.ops[index]): found for index, found in trace.alone.items()}
+    alone = {trace.ops[index].site: found for index, found in trace.alone.items()}
     return replace(replay, producers=tuple(_against_itself(one, alone, replay.scale) for one in producers))
 
 
-def _against_itself(producer: Producer, alone: Mapping[_Place, Magnitude], scale: float) -> Producer:
-    found = alone.get((producer.phase, producer.module, producer.call, producer.op, producer.source))
+def _against_itself(producer: Producer, alone: Mapping[OpSite, Magnitude], scale: float) -> Producer:
+    found = alone.get(producer.site)
     if found is None:
         return producer
     divisor = scale if producer.phase == "backward" else 1.0
     return replace(producer, fp32_largest=found.largest / divisor, finite_in_fp32=found.is_finite)
-
-
-def _place_of(seen: OpSeen) -> _Place:
-    place = seen.place
-    return place.phase, place.module, place.call, seen.op, source_of(place.line) if place.line else None
 
 
 def _is_meant(seen: OpSeen, met: Mapping[OpKey, tuple[float, bool]]) -> bool:

@@ -81,7 +81,7 @@ class _Replays:
         self._snapshot = snapshot
         self._observer = observer
         self._as_it_was = Manner(run.mode.format.name, scale, is_lifted=False)
-        self._producers = functools.partial(ProducerTrace, batches=_data_of(snapshot))
+        self._producers = functools.partial(ProducerTrace, batches=snapshot.data)
 
     def of_fault(self, why: Why, before: Sequence[Step]) -> Investigation:
         """The replays of a step whose loss or gradients are not finite."""
@@ -194,17 +194,13 @@ def _largest_in(snapshot: Snapshot) -> Iterator[tuple[str, tuple[float, tuple[in
     As float32 has it: what a model casts is that, whatever the batch holds. An additive mask is no data: its numbers
     are to be others, not to be normalised.
     """
-    for batch in _data_of(snapshot):
+    for batch in snapshot.data:
         for path, leaf in leaves_of(batch):
             values = _numbers_of(distinct(leaf))
             if values is not None and values.numel() and not _is_mask(values):
                 finite = torch.where(torch.isfinite(values), values.detach().abs(), 0.0)
                 at = torch.unravel_index(finite.argmax(), finite.shape)
                 yield path, (float(finite.max()), tuple(int(index) for index in at))
-
-
-def _data_of(snapshot: Snapshot) -> tuple[Any, ...]:
-    return snapshot.batches if snapshot.data is None else snapshot.data
 
 
 def _is_mask(values: torch.Tensor) -> bool:

@@ -16,7 +16,6 @@ import torch
 
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying
-from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.random_state import RandomState
 from ampdbg.source.ownership import Line
 
@@ -78,24 +77,6 @@ class PlayedStep:
     """The losses of each part, by the number of its first call."""
     device: str
     given: tuple[Given, ...] = field(repr=False)
-
-    @property
-    def batch(self) -> Any:
-        """What those calls are given that take nothing which others have made: what comes from outside of the model."""
-        calls = (call for given in self.given for number, call in given.items() if not self.calls[number].reads)
-        parts = [part for call in calls for part in call if part]
-        return parts[0] if len(parts) == 1 else tuple(parts)
-
-    @property
-    def data(self) -> tuple[Given, ...]:
-        """``given`` without what only casts and moves take that lead into no module: it may be the script's own."""
-        return tuple(map(self._data_of, self.given))
-
-    def _data_of(self, part: Given) -> Given:
-        of_modules = [self.calls[n].reads for n in part if isinstance(self.calls[n].function, torch.nn.Module)]
-        moves = {n for n in part if getattr(self.calls[n].function, "__name__", "") in NARROWS_OR_MOVES}
-        aside = moves.difference(*of_modules)
-        return {n: given for n, given in part.items() if n not in aside}
 
     def loss(self, given: Given) -> torch.Tensor:
         """The sum of the losses of one part, of shape ().

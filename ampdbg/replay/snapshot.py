@@ -205,22 +205,22 @@ def _are_equal(one: Any, other: Any) -> bool:
 class Snapshot:
     """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
 
-    They are copies that belong to the snapshot. ``data`` are the parts of them that are data; all, where it is None.
-    ``weights`` are copies of the model's parameters, in order, where
-    the step is to be run again later.
+    They are copies that belong to the snapshot. ``data`` are those parts of them that come from outside of the step.
+    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
     """
 
     step: int
     batches: tuple[Any, ...]
+    data: tuple[Any, ...]
     random_state: RandomState
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
-    data: tuple[Any, ...] | None = None
 
 
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -> Snapshot:
     """The step that is about to run; its state and its batches are copied."""
-    return Snapshot(step, duplicate(batches), RandomState.now(), ModelState.now(model))
+    copies = duplicate(batches)
+    return Snapshot(step, copies, copies, RandomState.now(), ModelState.now(model))
 
 
 @contextlib.contextmanager

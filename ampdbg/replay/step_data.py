@@ -19,21 +19,28 @@ from ampdbg.agreement import is_finite
 from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
+from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.open_pass import PassEnd, losses_of
-from ampdbg.replay.played_step import PlayedStep, TapedCall
+from ampdbg.replay.played_step import Given, PlayedStep, TapedCall
+from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.replay import FP32, replay_step
 from ampdbg.replay.run import Run
-from ampdbg.replay.snapshot import Snapshot
+from ampdbg.replay.snapshot import ModelState, Snapshot
 
 
 def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that come from outside of a step, each once with its name: the batch's by its path, and those that
     enter its loss by what takes them."""
     met: set[int] = set()
-    for name, tensor in (*leaves_of(played.batch), *_of_later_calls(played)):
+    for name, tensor in (*leaves_of(_batch_of(played)), *_of_later_calls(played)):
         if id(tensor) not in met:
             met.add(id(tensor))
             yield name, tensor
+
+
+def snapshot_of(played: PlayedStep, step: int, random_state: RandomState, state: ModelState) -> Snapshot:
+    """The step with what its calls are given as its batches, a part of it each."""
+    return Snapshot(step, played.given, tuple(_data_in(played, part) for part in played.given), random_state, state)
 
 
 def blamed_data(
@@ -61,6 +68,21 @@ def blamed_data(
         return ()
     alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
     return bad_data(alone or suspects)
+
+
+def _batch_of(played: PlayedStep) -> Any:
+    """What those calls are given that take nothing which others have made."""
+    calls = (call for given in played.given for number, call in given.items() if not played.calls[number].reads)
+    parts = [part for call in calls for part in call if part]
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _data_in(played: PlayedStep, part: Given) -> Given:
+    """The part without what only casts and moves take that lead into no module: it may be the script's own."""
+    of_modules = [played.calls[n].reads for n in part if isinstance(played.calls[n].function, torch.nn.Module)]
+    moves = {n for n in part if getattr(played.calls[n].function, "__name__", "") in NARROWS_OR_MOVES}
+    aside = moves.difference(*of_modules)
+    return {n: given for n, given in part.items() if n not in aside}
 
 
 def _of_later_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:

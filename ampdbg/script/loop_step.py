@@ -20,7 +20,7 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.replay.step_data import blamed_data
+from ampdbg.replay.step_data import blamed_data, snapshot_of
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.timers import held_timers
@@ -81,9 +81,7 @@ class LoopStep:
         """What it takes to run it again, while the script waits and sees nothing of that."""
         watcher = self.watcher
         run = run_of(self.played, self.model, tuple(watcher.optimizers), self.device, self.half)
-        snapshot = Snapshot(
-            watcher.log.closed(), self.played.given, RandomState.now(), self.state, data=self.played.data
-        )
+        snapshot = snapshot_of(self.played, watcher.log.closed(), RandomState.now(), self.state)
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
         with watcher.paused(), held_timers(), _hushed(), torch.enable_grad(), outside:

@@ -34,7 +34,7 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
-from ampdbg.replay.step_data import blamed_data
+from ampdbg.replay.step_data import blamed_data, snapshot_of
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.gpu import emulated_gpu
@@ -271,13 +271,7 @@ class _Taking:
         captured = capture.played(played, device)
         run = run_of(captured, model, optimizers, device, capture.head.half)
         run = replace(run, makings=self.makings, names=self._names.seen)
-        snapshot = Snapshot(
-            capture.head.step,
-            captured.given,
-            capture.random_state(device),
-            capture.state(device),
-            data=captured.data,
-        )
+        snapshot = snapshot_of(captured, capture.head.step, capture.random_state(device), capture.state(device))
         before = _of_capture(capture)
         if capture.head.is_broken_off and not losses_of(captured):
             notes = (*notes, *(note.format(capture.head.step) for note in WITHOUT_ITS_LOSS))

@@ -172,7 +172,7 @@ def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
 
 def test_micro_batches_share_the_loss(tmp_path: Path) -> None:
     with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
-        twice = Snapshot(0, snapshot.batches * 2, snapshot.random_state, snapshot.state)
+        twice = Snapshot(0, snapshot.batches * 2, snapshot.data * 2, snapshot.random_state, snapshot.state)
         site = weight_gradient(shadow_step(run, twice)[0])
     assert (site.abs_max, site.calls) == (2.0**-17, 2)
 
