@@ -158,7 +158,10 @@ class _Replays:
         return self._replay("FP64", Manner("float64")).replay
 
     def _at_lower_scales(self, fp32: Replayed, at_scale: Callable[[float], Replayed] | None) -> Iterator[Replay]:
-        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite."""
+        """The backward pass at S/2, S/8, S/32 … 1, up to the first scale at which every gradient is finite.
+
+        Behind that one is the noise floor, where it is far from FP32.
+        """
         scale, factor = self._as_it_was.scale, 2.0
         while scale > 1.0:
             scale, factor = max(1.0, scale / factor), 4.0
@@ -166,7 +169,7 @@ class _Replays:
             if not is_finite(low.replay):
                 yield low.replay
                 continue
-            yield held_against(low, fp32, self._floor(fp32), at_scale)[0]
+            yield from held_against(low, fp32, self._floor(fp32), at_scale)
             return
 
     def _at_scale(self, scale: float) -> Replayed:
