@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ampdbg.call_order import CallKind
 from ampdbg.environment import environment_of
@@ -35,6 +34,7 @@ from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar,
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
 from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach
+from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
@@ -84,11 +84,8 @@ class Watch:
             self._restoring = ExitStack()
             # What torch holds does not keep the watch alive.
             alive = weakref.ref(self)
-            for handle in (
-                register_optimizer_step_pre_hook(partial(_hooked, alive, Watch._before_bare_step)),
-                register_optimizer_step_post_hook(partial(_hooked, alive, Watch._after_bare_step)),
-            ):
-                self._restoring.callback(handle.remove)
+            notes = (partial(_hooked, alive, note) for note in (Watch._before_bare_step, Watch._after_bare_step))
+            self._restoring.enter_context(hooked_steps(*notes))
             around = partial(_around, alive)
             attach(around)
             self._restoring.callback(detach, around)

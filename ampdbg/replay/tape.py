@@ -18,12 +18,12 @@ from torch._C import _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
+from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
@@ -313,8 +313,7 @@ def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], N
         return tape.around(seam, original, *args, **kwargs)
 
     with ExitStack() as stack:
-        hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: about_to_step(optimizer, None))
-        stack.callback(hook.remove)
+        stack.enter_context(hooked_steps(lambda optimizer, args, kwargs: about_to_step(optimizer, None)))
         stack.enter_context(tape)
         stack.enter_context(attached(around))
         yield

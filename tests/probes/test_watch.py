@@ -803,7 +803,7 @@ def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> 
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Step] = []
-    before, hooks = trace_of_watching(optimizer), dict(optimizer_hooks())
+    before, hooks = trace_of_watching(optimizer), optimizer_hooks()
     with watch(model, optimizer, seen.append):
         gc.collect()
         one_step(model, optimizer, GradScaler("cpu"))
@@ -822,9 +822,10 @@ def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> 
     assert (trace_of_watching(optimizer), optimizer_hooks()) == (before, hooks)
 
 
-def optimizer_hooks() -> dict[int, Any]:
+def optimizer_hooks() -> list[Any]:
     module = sys.modules["torch.optim.optimizer"]
-    return {**module._global_optimizer_pre_hooks, **module._global_optimizer_post_hooks}
+    hooks = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
+    return [*map(id, hooks), *(hook for each in hooks for hook in each.values())]
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")

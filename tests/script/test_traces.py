@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import optimizer as torchs
 
 import ampdbg
 from tests.script import scripts
@@ -32,7 +32,8 @@ def state() -> list[object]:
         cuda.device_count,
         cuda.get_rng_state_all,
     ]
-    hooks = [len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks), torch._C._len_torch_dispatch_stack()]
+    of_steps = (torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks)
+    hooks = [*map(id, of_steps), *(len(each.values()) for each in of_steps), torch._C._len_torch_dispatch_stack()]
     process = [sys.argv, sys.path[:], sys.modules["__main__"], signal.signal, signal.getsignal]
     process += [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     return [*functions, *hooks, *process]

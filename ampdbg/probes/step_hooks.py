@@ -1,0 +1,74 @@
+"""Hooks around every step of every optimizer, that come and go while optimizers step in other threads.
+
+torch goes through its own dict of such hooks as an optimizer steps, and raises where one is added or removed meanwhile.
+So ours never enter that dict: while there are any, an object stands in its place, which hands out copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+from torch.optim import optimizer as torchs
+
+StepHook = Callable[[Any, Any, Any], None]
+"""Called with the optimizer, and the positional and the keyword arguments of its step."""
+
+_changing = threading.Lock()
+
+
+class _Hooks(MutableMapping[int, Any]):
+    """torch's dict ``name``, with our hooks behind its own. What others add or remove is added to that or removed.
+
+    It lasts as long as torch does: the handle of a hook that others add has a weak reference to it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._theirs: MutableMapping[int, Any] = getattr(torchs, name)
+        self._ours: tuple[StepHook, ...] = ()
+
+    def add(self, hook: StepHook) -> None:
+        with _changing:
+            self._ours = (*self._ours, hook)
+            setattr(torchs, self._name, self)
+
+    def remove(self, hook: StepHook) -> None:
+        with _changing:
+            self._ours = tuple(one for one in self._ours if one is not hook)
+            if not self._ours and getattr(torchs, self._name) is self:
+                setattr(torchs, self._name, self._theirs)
+
+    def values(self) -> Any:
+        return (*self._theirs.values(), *self._ours)
+
+    def __getitem__(self, key: int) -> Any:
+        return self._theirs[key]
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        self._theirs[key] = value
+
+    def __delitem__(self, key: int) -> None:
+        del self._theirs[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._theirs)
+
+    def __len__(self) -> int:
+        return len(self._theirs)
+
+
+_before, _behind = _Hooks("_global_optimizer_pre_hooks"), _Hooks("_global_optimizer_post_hooks")
+
+
+@contextlib.contextmanager
+def hooked_steps(before: StepHook | None = None, behind: StepHook | None = None) -> Iterator[None]:
+    """While this is entered, they are called before and behind every step of an optimizer, in whichever thread."""
+    with contextlib.ExitStack() as stack:
+        for hooks, hook in ((_before, before), (_behind, behind)):
+            if hook is not None:
+                hooks.add(hook)
+                stack.callback(hooks.remove, hook)
+        yield
