@@ -261,7 +261,8 @@ class Investigator:
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with copies of its batches where it may be replayed."""
         kept = batches if self._limit else ()
-        self._latest = take_snapshot(self._run.workload.model, self._watcher.log.closed(), kept)
+        workload = self._run.workload
+        self._latest = take_snapshot(workload.model, self._watcher.log.closed(), kept, workload.step.of)
         return self._latest
 
     def before_update(self, snapshot: Snapshot, loss_is_finite: bool, gradients_are_finite: bool, scale: float) -> None:

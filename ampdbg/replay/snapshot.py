@@ -206,7 +206,8 @@ class Snapshot:
     """A step as it was before its forward pass. ``batches`` has one entry a micro-batch, on the device.
 
     They are copies that belong to the snapshot. ``data`` are those parts of them that come from outside of the step.
-    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later.
+    ``weights`` are copies of the model's parameters, in order, where the step is to be run again later. ``beside`` are
+    objects that it calls and the model does not have, such as a loss with a running mean.
     """
 
     step: int
@@ -215,12 +216,13 @@ class Snapshot:
     random_state: RandomState
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
+    beside: tuple[Any, ...] = ()
 
 
-def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...]) -> Snapshot:
+def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:
     """The step that is about to run; its state and its batches are copied."""
     copies = duplicate(batches)
-    return Snapshot(step, copies, copies, RandomState.now(), ModelState.now(model))
+    return Snapshot(step, copies, copies, RandomState.now(), ModelState.now(model), beside=beside)
 
 
 @contextlib.contextmanager
@@ -231,7 +233,7 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     notes what is done meanwhile.
     """
     random_state = RandomState.now()
-    with unwatched(), surroundings_restored(), restored(model, snapshot.batches) as held:
+    with unwatched(), surroundings_restored(), restored(model, *snapshot.beside, batches=snapshot.batches) as held:
         try:
             snapshot.state.write(model, held.ids)
             snapshot.random_state.restore()

@@ -31,8 +31,14 @@ LARGEST = 2**24
 MOST = 1000
 """A container of more values is a vocabulary or the like."""
 
+LARGEST_APART = 2**20
+"""A tensor or array of more bytes that belongs to no model is data: one in a global, or in an object's object."""
+
 OBJECTS_IN_A_BATCH = 3
 """Objects within objects of a batch are followed so far: one may lead to the whole data set."""
+
+IN_A_MODEL, IN_A_BATCH = (LARGEST, LARGEST, LARGEST_APART), (sys.maxsize,) * (OBJECTS_IN_A_BATCH + 1)
+"""So large is what is saved of them at most: outside of all objects, in an object, in an object within one …"""
 
 CONSTANTS = frozenset(
     {int, float, complex, bool, str, bytes, NoneType, slice, range}
@@ -71,8 +77,8 @@ class Held:
 
     def __init__(self, *roots: Any, batches: Sequence[Any] = ()) -> None:
         with torch.no_grad():
-            found = {id(value): (value, kind) for value, kind in _walk(batches, OBJECTS_IN_A_BATCH, sys.maxsize)}
-            found.update((id(value), (value, kind)) for value, kind in _walk(roots))
+            found = {id(value): (value, kind) for value, kind in _walk(batches, IN_A_BATCH)}
+            found.update((id(value), (value, kind)) for value, kind in _walk(roots, IN_A_MODEL))
             self._saved = [(value, _saved(value, kind)) for value, kind in found.values()]
         self.ids = frozenset(found)
 
@@ -91,12 +97,12 @@ class Held:
 
 
 @contextlib.contextmanager
-def restored(model: torch.nn.Module, batches: Sequence[Any] = ()) -> Iterator[Held]:
-    """Afterwards model and batches hold the very same objects with the same contents, whatever was done to them.
+def restored(*roots: Any, batches: Sequence[Any] = ()) -> Iterator[Held]:
+    """Afterwards models and batches hold the very same objects with the same contents, whatever was done to them.
 
     Gradients are cleared meanwhile.
     """
-    held = Held(model, batches=batches)
+    held = Held(*roots, batches=batches)
     try:
         for tensor in held.tensors:
             if tensor.is_leaf:
@@ -148,11 +154,11 @@ def _unrestorable(key: str, value: Any) -> str:
     return ""
 
 
-def _walk(roots: Iterable[Any], objects: int = 1, largest: int = LARGEST) -> Iterator[tuple[Any, Kind]]:
+def _walk(roots: Iterable[Any], largest: Sequence[int] = (LARGEST, LARGEST)) -> Iterator[tuple[Any, Kind]]:
     """Every value, once, that can be changed and that the roots lead to.
 
-    Modules that only a list holds are modules too. A user's own objects are followed ``objects`` deep, but to
-    nothing large: one may lead to the whole data set and the whole program.
+    Modules that only a list holds are modules too. A user's own objects are followed as deep as ``largest`` has
+    entries behind its first, but to nothing larger: one may lead to the whole data set and the whole program.
     """
     kinds, met = Kinds(), {}
     waiting = [(root, 0) for root in roots]
@@ -161,7 +167,7 @@ def _walk(roots: Iterable[Any], objects: int = 1, largest: int = LARGEST) -> Ite
         kind = kinds[type(value)]
         if kind is None or id(value) in met:
             continue
-        if depth and ((kind is OBJECT and depth >= objects) or _is_large(value, largest)):
+        if depth and ((kind is OBJECT and depth + 1 == len(largest)) or _is_large(value, largest[depth])):
             continue
         met[id(value)] = value
         yield value, kind

@@ -39,8 +39,11 @@ def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def snapshot_of(played: PlayedStep, step: int, random_state: RandomState, state: ModelState) -> Snapshot:
-    """The step with what its calls are given as its batches, a part of it each."""
-    return Snapshot(step, played.given, tuple(_data_in(played, part) for part in played.given), random_state, state)
+    """The step with what its calls are given as its batches, a part of it each, and the modules that they are of."""
+    data = tuple(_data_in(played, part) for part in played.given)
+    functions = (call.function.module if isinstance(call.function, PassEnd) else call.function for call in played.calls)
+    called = {id(function): function for function in functions if isinstance(function, torch.nn.Module)}
+    return Snapshot(step, played.given, data, random_state, state, beside=tuple(called.values()))
 
 
 def blamed_data(

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from ampdbg.errors import EXIT_INTERRUPTED, ScriptError, named_error
 from ampdbg.script.children import first_in_forked
-from ampdbg.script.timers import held_timers, take_timers
+from ampdbg.script.signals import held_signals, take_timers
 from ampdbg.source.ownership import is_ampdbgs, is_part_of
 
 LAUNCHERS = {
@@ -128,7 +128,7 @@ def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ende
 def _end_of(script: Script, at_end: Callable[[ScriptEnd], None]) -> ScriptEnd:
     run = _run_module if script.is_module else _run_file
     end = ScriptEnd(0)
-    at_end = held_timers()(at_end)
+    at_end = held_signals()(at_end)
     try:
         run(script)
     except SystemExit as ended:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ampdbg.observer import UNOBSERVED
+from ampdbg.observer import Observer
 from ampdbg.probes.watch import Watch
 from ampdbg.record.run import Investigation, Step, TensorCounts
 from ampdbg.replay.investigation import Why, investigate
@@ -23,7 +23,7 @@ from ampdbg.replay.snapshot import ModelState, Snapshot
 from ampdbg.replay.step_data import blamed_data, snapshot_of
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
-from ampdbg.script.timers import held_timers
+from ampdbg.script.signals import have_come, held_signals
 
 RUN_AGAIN = "FP16, FP32 and more"
 """What is told of a step before it is run again."""
@@ -55,17 +55,20 @@ class LoopStep:
     why: Why
     computed: tuple[str, ...] = ()
 
-    def investigated(self, before: Sequence[Step]) -> Investigation:
+    def investigated(self, before: Sequence[Step]) -> Investigation | None:
         """What replays of it show; ``before`` are the steps that its loss is to be compared with. The script waits.
+
+        None where a signal has come meanwhile that the script handles itself: it is not kept waiting any longer.
 
         Raises:
             Exception: whatever the script's own code raises, or that there is no memory for it.
         """
         grew = self.watcher.optimizers.weights_grew
-        with self._again() as (run, snapshot):
+        with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
             return investigate(
-                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=UNOBSERVED
+                run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
             )
+        return None
 
     def blamed_data(self) -> tuple[TensorCounts, ...]:
         """What of its data explains that FP32 does not come through it: see :mod:`ampdbg.replay.step_data`.
@@ -84,7 +87,7 @@ class LoopStep:
         snapshot = snapshot_of(self.played, watcher.log.closed(), RandomState.now(), self.state)
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
-        with watcher.paused(), held_timers(), _hushed(), torch.enable_grad(), outside:
+        with watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
             yield run, snapshot
 
     def capture(
@@ -118,8 +121,25 @@ class LoopStep:
                 is_broken_off=is_broken_off,
             )
 
-        with watcher.paused(), held_timers(), torch.no_grad():
+        with watcher.paused(), held_signals(), torch.no_grad():
             captures.add(step, captured, is_wanted=is_wanted)
+
+
+class _SignalCameError(Exception):
+    """A signal waits for the script to handle it."""
+
+
+class _UntilASignal(Observer):
+    """Breaks replays off between two of them, for a batch system gives a script half a minute to save its model."""
+
+    def replay(self, step: int, doing: str) -> None:
+        """Another replay is about to run.
+
+        Raises:
+            _SignalCameError: not while a signal waits.
+        """
+        if have_come():
+            raise _SignalCameError
 
 
 @contextlib.contextmanager

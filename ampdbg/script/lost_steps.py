@@ -32,6 +32,7 @@ from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, is_in_group
+from ampdbg.script.signals import held_signals
 from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps
 
 MOST_LOST = 2
@@ -111,7 +112,7 @@ class LostSteps:
         if not is_first or is_tried or not is_noted:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
-        with contextlib.suppress(Exception):
+        with held_signals(), contextlib.suppress(Exception):
             self._tries += 1
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
@@ -218,7 +219,8 @@ class LostSteps:
             return again, None
         tell()  # here, for behind this nothing is shown
         has_loss = losses_of(played) == 1  # a sum of other numbers is not to be compared with losses
-        return again, replace(again.investigated(watcher.steps if has_loss else ()), has_loss=has_loss)
+        made = again.investigated(watcher.steps if has_loss else ())
+        return again, made and replace(made, has_loss=has_loss)
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
         """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""

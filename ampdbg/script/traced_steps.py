@@ -28,6 +28,7 @@ from ampdbg.script.captures import Captures
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, in_its_group, is_in_group
+from ampdbg.script.signals import held_signals
 
 MOST_TRACED = 6
 """So many steps are traced at most, each of which takes several times as long as it would."""
@@ -260,14 +261,18 @@ class TracedStep:
         if is_run:
             self._observer.replay(self._watcher.log.closed(), RUN_AGAIN)  # here, for behind this nothing is shown
             # Whatever it raises, such as that there is no memory for it, the script goes on.
-            with contextlib.suppress(Exception):
+            with held_signals(), contextlib.suppress(Exception):
                 made = step.investigated(self._watcher.steps)
-                is_told = made.reproduced and not any(replay.error for replay in made.replays[:2])
-                self._made = made if is_told else None
-                if is_told and not is_finite(made.replays[1]):  # else it is meant, or no matter
+                self._made = made if made is not None and _is_told(made) else None
+                if self._made is not None and not is_finite(self._made.replays[1]):  # else it is meant, or no matter
                     self._watcher.log.batch += step.blamed_data()
             torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
+
+
+def _is_told(made: Investigation) -> bool:
+    """Whether it was seen again, and the script's own code raised nothing there."""
+    return bool(made.reproduced) and not any(replay.error for replay in made.replays[:2])
 
 
 def _as_it_trained(step: Step, trace: StepTrace) -> Investigation:

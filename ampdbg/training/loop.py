@@ -250,4 +250,4 @@ def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:
         accumulate_gradients(run, watcher, scaler, next(every))
         take_step(run, scaler)
         watcher.check()
-    return take_snapshot(run.workload.model, last, next(every))
+    return take_snapshot(run.workload.model, last, next(every), run.workload.step.of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,20 +24,22 @@ class StepFunction:
 
     ``call`` takes the batch and its index and returns what the user's code returned; ``source`` is how messages
     name that code; ``named`` says of which returned dicts every item is a loss: of all, of those without a
-    ``"loss"``, or of none; ``hint`` is what to type when no loss comes out.
+    ``"loss"``, or of none; ``hint`` is what to type when no loss comes out. ``of`` is the user's object, beside the
+    model, that is called: it may hold what each step moves on, such as a running mean.
     """
 
     source: str
     call: Callable[[Any, int], Any]
     named: Literal["all", "without loss", "none"] = "none"
     hint: str = ""
+    of: Any = None
 
 
 def choose_step(model: nn.Module, loss: Found | None, step: Found | None, device: torch.device) -> StepFunction:
     """How a batch becomes losses: ``step``, else ``loss``, else the model's ``training_step``, else its output."""
     if step is not None:
         function = step.bound(("model", "batch"))
-        return StepFunction(step.named, lambda batch, index: function(model, batch), named="all")
+        return StepFunction(step.named, lambda batch, index: function(model, batch), named="all", of=_owner(function))
     if loss is not None:
         return _by_loss(model, loss, device)
     if callable(getattr(model, "training_step", None)):
@@ -74,7 +77,13 @@ def _by_loss(model: nn.Module, loss: Found, device: torch.device) -> StepFunctio
             )
         return function(call_model(model, batch), batch[1])
 
-    return StepFunction(f"{type(model).__name__} with the loss {loss.spec.target}", call)
+    return StepFunction(f"{type(model).__name__} with the loss {loss.spec.target}", call, of=_owner(function))
+
+
+def _owner(function: Any) -> Any:
+    """What a callable is of: an object with ``__call__`` is its own."""
+    function = function.func if isinstance(function, functools.partial) else function
+    return getattr(function, "__self__", function)
 
 
 def _by_training_step(model: nn.Module) -> StepFunction:

@@ -20,7 +20,9 @@ from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import train
 
 WORKLOAD = """
+import collections
 import itertools
+import random
 import numpy as np
 import torch
 from torch import nn
@@ -29,6 +31,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner, self.head = nn.Linear(8, 16), nn.Linear(16, 1)
+    def moved(self, x, h):
+        return h
     def forward(self, x):
         return self.head(self.moved(x, self.inner(x)))
 
@@ -86,6 +90,43 @@ class OfGenerators(Net):
     def moved(self, x, h):
         return h + torch.randn(16, generator=generator) + float(numbers.random())
 
+mean, calls, draws = torch.zeros(16), collections.Counter(), [random.Random(1)]
+
+class OfContents(Net):
+    def moved(self, x, h):
+        mean.mul_(0.9).add_(h.detach().float().mean(0), alpha=0.1)
+        calls["forward"] += 1
+        return h - mean + 0.01 * calls["forward"] + draws[0].random()
+
+def counted():
+    number = 0
+    def count():
+        nonlocal number
+        number += 1
+        return number
+    return count
+
+counting = counted()
+
+class OfAClosure(Net):
+    def moved(self, x, h):
+        return h * (1 + 0.01 * counting())
+
+class Holder:
+    value = None
+
+class OfAnObject(Net):
+    "A running mean in an object of an object."
+    def __init__(self):
+        super().__init__()
+        self._held = Holder()
+        self._held.value = Holder()
+        self._held.value.value = torch.zeros(16)
+    def moved(self, x, h):
+        held = self._held.value
+        held.value = 0.9 * held.value + 0.1 * h.detach().float().mean(0)
+        return h - held.value
+
 class Bank(Net):
     "A running mean in a plain attribute, in the dtype of the activations."
     bank = None
@@ -115,6 +156,28 @@ class Recurrent(Net):
         self.previous = h.detach() if self.detached else h
         return h
 
+class Centred(nn.Module):
+    "A loss with a running mean, as DINO's."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+    def forward(self, output, target):
+        loss = nn.functional.mse_loss(output - self.mean, target)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(output.float().mean(), alpha=0.1)
+        return loss
+
+class Step:
+    mean = 0.0
+    def training(self, model, batch):
+        output = model(batch[0])
+        loss = nn.functional.mse_loss(output - self.mean, batch[1])
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().float().mean()
+        return {"loss": loss}
+
+stepping = Step()
+step = stepping.training
+
 def data(bad=6e4):
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(16, 8, generator=generator), torch.randn(16, 1, generator=generator)) for _ in range(8)]
@@ -134,15 +197,18 @@ MODELS = [
 ]
 
 
-OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators"]
+OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators", "OfContents", "OfAClosure", "OfAnObject"]
 """What they move is no part of the model: a replay begins with what the step has left, and puts that back."""
 
 
-def config(folder: Path, model: str, bad: str = "6.0e4") -> Config:
+MSE = "loss: {target: torch.nn.functional:mse_loss}"
+
+
+def config(folder: Path, model: str, bad: str = "6.0e4", of: str = MSE) -> Config:
     (folder / "work.py").write_text(WORKLOAD)
     (folder / "config.yaml").write_text(
         f"model: {{target: work.py:{model}}}\ndata: {{target: work.py:data, args: {{bad: {bad}}}}}\n"
-        "loss: {target: torch.nn.functional:mse_loss}\ntrain: {steps: 8, device: cpu}\n"
+        f"{of}\ntrain: {{steps: 8, device: cpu}}\n"
     )
     return load_config(folder / "config.yaml")
 
@@ -182,6 +248,14 @@ def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_pa
     assert replayed.investigations
     assert not any(replay.error for made in replayed.investigations for replay in made.replays)
     assert without.keys() == with_replays.keys()
+    assert all(map(same, without.values(), with_replays.values()))
+
+
+@pytest.mark.parametrize("of", ["loss: {target: work.py:Centred}", "step: {target: work.py:step}"])
+def test_what_a_loss_or_a_step_keeps_beside_the_model_is_put_back(of: str, tmp_path: Path) -> None:
+    _, without = trained(config(tmp_path, "Net", of=of), 0)
+    record, with_replays = trained(config(tmp_path, "Net", of=of), 2)
+    assert record.investigations
     assert all(map(same, without.values(), with_replays.values()))
 
 

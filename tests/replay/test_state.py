@@ -234,6 +234,6 @@ class Looked(dict[str, int]):
 def test_a_dict_that_raises_for_an_attribute_which_it_has_not_stops_no_replay() -> None:
     model: Any = torch.nn.Linear(1, 1)
     model.sizes = Looked(width=1)
-    with restored(model, [Looked(x=1)]):
+    with restored(model, batches=[Looked(x=1)]):
         pass
     assert duplicate(Looked(x=1)) == {"x": 1}
