@@ -83,10 +83,10 @@ class GradientState:
 
 @dataclass
 class StepCount:
-    """One optimizer's steps: how many, whether the last was skipped, and how often each scheduler has moved."""
+    """One optimizer's steps: how many, which was skipped if the last was, and how often each scheduler has moved."""
 
     steps: int = 0
-    on_skip: bool = False
+    on_skip: int | None = None
     written_since: bool = False
     schedules: dict[int, int] = field(default_factory=dict)
 
@@ -212,7 +212,7 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
             if index in held.piled.added:
                 yield Hit("misuse-accumulate", held.piled)
         order.gradients[index] = GradientState(kept=call.skipped, used=True)
-        _count_step(order.progress[index], call.skipped)
+        _count_step(order.progress[index], call.step if call.skipped else None)
 
 
 def _scale_has_changed(held: GradientState) -> Iterator[Hit]:
@@ -231,12 +231,12 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         elif held.half is not None:
             yield Hit("misuse-no-scaler", held.half)
         order.clear(index)
-        _count_step(order.progress[index], skipped=False)
+        _count_step(order.progress[index], None)
 
 
-def _count_step(progress: StepCount, skipped: bool) -> None:
+def _count_step(progress: StepCount, skipped_at: int | None) -> None:
     progress.steps += 1
-    progress.on_skip, progress.written_since = skipped, False
+    progress.on_skip, progress.written_since = skipped_at, False
 
 
 def _update(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -259,9 +259,9 @@ def _schedule(order: CallOrder, call: Call) -> Iterator[Hit]:
     for index in call.optimizers:
         progress = order.progress[index]
         moved = progress.schedules[call.actor] = progress.schedules.get(call.actor, 0) + 1
-        if progress.on_skip and 2 * moved > progress.steps:
-            yield Hit("misuse-scheduler-on-skip", call)
-        progress.on_skip = False
+        if progress.on_skip is not None and 2 * moved > progress.steps:
+            yield Hit("misuse-scheduler-on-skip", call._replace(step=progress.on_skip))
+        progress.on_skip = None
 
 
 RULES: Mapping[CallKind, Callable[[CallOrder, Call], Iterator[Hit]]] = {

@@ -76,7 +76,10 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "update before unscale": ((FRESH, UPDATE, UNSCALE, STEP), Hit("misuse-many-updates", UPDATE)),
     "stale": ((FRESH, SKIP, UPDATE, SCALED, SKIP), Hit("misuse-stale-gradients", SCALED)),
     "penalty": ((PENALTY, FRESH), Hit("misuse-gradient-penalty", PENALTY)),
-    "scheduler": ((FRESH, SKIP, UPDATE, MOVE, MOVE), Hit("misuse-scheduler-on-skip", MOVE)),
+    "scheduler": (
+        (FRESH, SKIP, UPDATE, moved := MOVE._replace(step=1), moved),  # the skipped step has ended by then
+        Hit("misuse-scheduler-on-skip", MOVE),
+    ),
     "no scaler": (
         (half := Call("backward", optimizers=(0,), lowered_to=("float16",)), BARE),
         Hit("misuse-no-scaler", half),

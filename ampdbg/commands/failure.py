@@ -115,7 +115,10 @@ what runs on then has to ask."""
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM, which batch systems send before they kill, raise the KeyboardInterrupt that saves it all."""
+    """What ends a command from outside raises the KeyboardInterrupt that saves it all.
+
+    Ctrl-C, SIGTERM, which batch systems send before they kill, and SIGHUP, which a terminal sends that goes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -123,13 +126,14 @@ def interruptible() -> Iterator[None]:
     INTERRUPTED.set(signals)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner and number == signal.SIGTERM:  # a DataLoader worker, which must die as it always did
+        if os.getpid() != owner and number != signal.SIGINT:  # a DataLoader worker, which must die as it always did
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         signals.append(number)
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    names = ("SIGTERM", "SIGINT", "SIGHUP")
+    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
     for number, handler in before.items():
         if number == signal.SIGTERM or handler is not signal.SIG_IGN:
             signal.signal(number, interrupt)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, groupby, starmap
+from types import FunctionType
+from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
 
 WRAPPERS = ("module", "_orig_mod", "_forward_module")
 """Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap."""
+
+NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, FunctionType, ReferenceType), ())
+"""Most objects are of these types."""
 
 
 class Models:
@@ -101,10 +108,28 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def outermost_owners(parameters: set[int]) -> list[nn.Module]:
     """The modules that own any of the parameters, given by ``id``, and stand in no other module."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    modules = _alive_in_process()
     inner = {id(child) for module in modules for child in _children(module)}
     roots = [module for module in modules if id(module) not in inner]
     return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
+
+
+def _alive_in_process() -> list[nn.Module]:
+    """All modules that there are.
+
+    A tuple that another thread makes of a generator is among Python's objects before it is whole, and to make it fails
+    while anybody else holds it. So one call of C code leaves tuples out, in which no other thread and no garbage
+    collection can run.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        by_type = groupby(chain.from_iterable(map(gc.get_objects, (None,))), type)
+        found: list[Any] = list(chain.from_iterable(starmap(NO_MODULES.get, by_type)))  # type: ignore[arg-type]
+    finally:
+        if collects:
+            gc.enable()
+    return [one for one in found if issubclass(type(one), nn.Module)]
 
 
 def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Module]) -> list[nn.Module]:

@@ -64,6 +64,7 @@ class Watch:
             self.calls.add_optimizer(optimizer)
         self.backward_passes = 0
         self._loop = Loop(set())
+        self._learning = threading.RLock()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
         self._pause = Pause()
@@ -132,10 +133,11 @@ class Watch:
         """Watches the optimizers that were made since, with the models that they train."""
         if self.optimizers.are_learnt:
             return
-        for optimizer in self.optimizers.learn():
-            self.calls.add_optimizer(optimizer)
-            self.log.look_at_model()
-        self.optimizers.note_weights()
+        with self._learning:  # another thread's optimizer may be the one that is learnt, and is to be known then
+            for optimizer in self.optimizers.learn():
+                self.calls.add_optimizer(optimizer)
+                self.log.look_at_model()
+            self.optimizers.note_weights()
 
     def _made(self, original: Function, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(optimizer, *args, **kwargs)

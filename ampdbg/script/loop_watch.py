@@ -75,11 +75,16 @@ def watch(
             program of this process again for it.
 
     Raises:
-        TypeError: these are no model and no optimizers.
+        TypeError: these are no model, no optimizers, no path.
     """
     plain = steps.watch(model, optimizers, on_step)
     if captures is None:
         return plain
+    if not isinstance(captures, (str, Path)):
+        raise TypeError(
+            f"got a {type(captures).__name__} in the place of captures, the path of a folder; "
+            "allowed: watch(model, optimizer, captures='captures')"
+        )
     program = start_of(Script(sys.argv[0], tuple(sys.argv[1:])), emulate=is_emulating())
     kept = Captures(Path(captures), program, most=MOST_CAPTURES, largest=LARGEST_CAPTURE)
     return LoopWatch(model, tuple(plain.optimizers), on_step, kept)

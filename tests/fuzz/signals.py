@@ -49,7 +49,7 @@ RUNS = st.sampled_from([("scan", 400, "1.0"), ("ranges", 400, "1.0"), ("bisect",
 MOMENTS = st.floats(0, 0.1) | st.floats(0, 2) | st.floats(1, 6) | st.floats(3, 15)
 """Seconds after the start."""
 
-NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+NUMBERS = st.sampled_from([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 
 ENDING = 10.0
 """Seconds in which whatever a program has started must have ended with it."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from ampdbg.probes.models import Models, unwrapped
+from ampdbg.probes.models import Models, outermost_owners, unwrapped
 
 
 def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
@@ -19,6 +20,18 @@ def test_the_only_model_gives_its_names_as_they_are_also_in_wrappers() -> None:
     assert [name for name, _ in models.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert models.together() is model
     assert unwrapped(wrapped) is model
+
+
+def test_models_are_found_while_another_thread_makes_a_tuple() -> None:
+    model = nn.Linear(2, 2)
+
+    def numbers() -> Iterator[int]:
+        for number in range(50):
+            if number == 20:  # by then the tuple is among the objects of the process, and still grows
+                assert outermost_owners({id(model.weight)}) == [model]
+            yield number
+
+    assert len(tuple(numbers())) == 50
 
 
 def test_of_several_models_each_puts_its_own_name_before() -> None:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.precision.emulation import cuda_on_cpu
+from ampdbg.probes import models
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.open_step import OpenStep
 from ampdbg.probes.steps import FEW_STEPS, FLAT, NORM_EVERY, STEPS_AT_ENDS
@@ -820,6 +821,34 @@ def test_a_watch_that_nobody_holds_comes_off_and_one_that_is_entered_stays() -> 
     del dropped
     gc.collect()
     assert (trace_of_watching(optimizer), optimizer_hooks()) == (before, hooks)
+
+
+def test_no_step_is_lost_of_threads_whose_optimizers_are_learnt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    look, looked = models.outermost_owners, threading.Event()
+
+    def slowly(parameters: set[int]) -> list[torch.nn.Module]:
+        looked.set()
+        time.sleep(0.3)
+        return look(parameters)
+
+    monkeypatch.setattr(models, "outermost_owners", slowly)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(5):
+            one_step(model, optimizer, GradScaler("cpu"))
+
+    with Watch(None, ()) as watcher:
+        nets = [small_model() for _ in range(2)]
+        loops = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in nets]
+        first, second = (threading.Thread(target=train, args=loop) for loop in loops)
+        second.start()  # learns its own optimizer, and then the other's
+        for _ in loops:
+            looked.wait()
+            looked.clear()
+        first.start()
+        for thread in (first, second):
+            thread.join()
+    assert len(watcher.steps) == 10
 
 
 def optimizer_hooks() -> list[Any]:

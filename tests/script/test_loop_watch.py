@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from ampdbg import watch
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import Result, start
@@ -85,3 +88,10 @@ def test_a_callback_watches_and_captures(tmp_path: Path, name: str, is_faulty: b
     assert "forward-overflow" in result.stderr
     again = replayed(tmp_path, tmp_path / ".ampdbg" / "captures").findings[0]
     assert (again.code, again.module, again.source) == (found.code, found.module, found.source)
+
+
+@pytest.mark.parametrize("captures", [3, True, b"folder", ["folder"]])
+def test_captures_that_are_no_path_are_refused(captures: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(TypeError, match="in the place of captures, the path of a folder; allowed: watch"):
+        watch(model, torch.optim.SGD(model.parameters()), captures=captures)
