@@ -38,13 +38,14 @@ class ProducerTrace(OpTrace):
     """Notes every op, and the circumstances of the producers by their place in ``ops``.
 
     ``batches`` are those of the step: a producer that only moves or casts their values names the leaf. ``poisonous``
-    are the producers whose infinities an op has made a NaN of.
+    are the producers whose infinities an op has made a NaN of, ``divisors`` those by whose it has divided: to zeros.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, batches: Sequence[Any] = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
         self.poisonous: set[int] = set()
+        self.divisors: set[int] = set()
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
@@ -86,6 +87,13 @@ class ProducerTrace(OpTrace):
             self._saturated |= read
         elif name not in ATEN_MOVES or len(read) > 1:
             self._used |= read
+        if name in POLES and not bad and self._given:
+            self.divisors |= self._behind.get(storage_of(self._given[-1]), frozenset())
+        self._follow_what_is_bad(before, read, made, bad)
+
+    def _follow_what_is_bad(
+        self, before: Magnitude, read: frozenset[int], made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
+    ) -> None:
         for tensor in made:
             self._behind.pop(storage_of(tensor), None)
         behind = frozenset({len(self.ops)}) if before.is_finite else read

@@ -59,7 +59,8 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
     if math.isnan(replayed.replay.loss):
         # An infinity that no NaN comes of is meant, such as a mask's logarithm, or has erased itself.
-        starts.sort(key=lambda index: index not in trace.poisonous)
+        chief = trace.poisonous if fp32.trace else trace.poisonous | trace.divisors  # FP32 tells what else went wrong
+        starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
         starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]

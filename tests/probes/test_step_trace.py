@@ -8,6 +8,8 @@ from torch import nn
 
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
+from ampdbg.record.run import Replay
+from ampdbg.replay.comparison import producers_in_place
 
 
 @pytest.mark.parametrize(("namespace", "is_own"), [("c10d_functional", False), ("ampdbg_tests", True)])
@@ -30,3 +32,16 @@ def test_an_op_that_may_wait_for_others_is_run_once(namespace: str, is_own: bool
     assert [seen.op for seen in trace.ops if seen.produces] == [f"{namespace}.received.default"] * is_own
     assert trace.is_bad_itself("forward") is is_own
     assert torch.isnan(made).all()
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_an_overflow_by_which_is_divided_comes_before_one_that_makes_the_nan_behind_it(divides: bool) -> None:
+    with placed(nn.Linear(2, 2), StepTrace) as trace:
+        wide = torch.full((4,), 300.0, dtype=torch.half)
+        variance = wide * wide
+        normed = wide / variance if divides else wide * torch.tanh(variance)  # zeros, or the same as in FP32
+        scores = (normed + 20.0).exp()
+        (scores - scores).sum()
+    record = producers_in_place(Replay("float16", 1.0, float("nan"), 0.0), trace)
+    assert [one.op for one in record.producers] == ["aten.mul.Tensor", "aten.exp.default"][:: 1 if divides else -1]
+    assert [one.fp32_largest for one in record.producers if one.op == "aten.mul.Tensor"] == [90000.0]
