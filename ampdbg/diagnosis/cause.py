@@ -311,7 +311,7 @@ def _faults(made: Investigation) -> Iterator[Finding]:
         yield _silent_overflow(hidden, is_far)
     elif erased is not None:
         yield _erased_overflow(erased)
-    if (low.lost_energy or 0.0) > LOST_ENERGY:
+    if (low.lost_energy or 0.0) > LOST_ENERGY or (is_far and hidden is None and low.lost):
         yield _underflow(made)
     elif is_far and hidden is None and not _chooses_otherwise(made, floor):
         yield _precision_loss(made)

@@ -39,10 +39,13 @@ def load_steps(path: Path, workload: Workload) -> tuple[FailingStep, ...]:
     """
     try:
         with workload.user.running("reading the failing steps"):
-            return tuple(torch.load(path, weights_only=False))
+            steps: list[FailingStep] = torch.load(path, weights_only=False)
     except UserCodeError as error:
         raise AmpdbgError(first_line(error.__cause__ or error)) from error
+    return tuple(replace(step, snapshot=replace(step.snapshot, beside=(workload.step.of,))) for step in steps)
 
 
 def _compact(step: FailingStep) -> FailingStep:
-    return replace(step, snapshot=replace(step.snapshot, state=step.snapshot.state.for_another_model()))
+    # What is beside the model is code of this process, and the patched one has its own.
+    snapshot = replace(step.snapshot, state=step.snapshot.state.for_another_model(), beside=())
+    return replace(step, snapshot=snapshot)

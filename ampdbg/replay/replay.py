@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
@@ -192,10 +193,15 @@ def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at
         run.workload,
         [altered_batch(batch, manner.altered) for batch in snapshot.batches],
         run.mode.forward if as_it_was else functools.partial(_autocast, run.device, manner.dtype),
-        scaled=lambda loss: loss.float() * manner.scale,
+        scaled=lambda loss: _scaled(loss, manner.scale),
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
     )
     return loss_of(losses)
+
+
+def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    with _disable_current_modes():  # it is none of the step's ops: another scale is no other result
+        return loss.float() * scale
 
 
 @contextlib.contextmanager
