@@ -1,4 +1,4 @@
-"""What a forward pass may change beside the model: globals, class attributes and closures of the user's own modules.
+"""What a forward pass may change beside the model: globals, attributes and closures of the user's own modules.
 
 A counter of calls, a list that losses are appended to, a running mean, a generator of random numbers. They are restored
 one by one, and hardly further than their own contents: a global may lead to the whole data set and program. What other
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ampdbg.replay.state import CONSTANTS, LARGEST_APART, MOST, Kinds, Restore
+from ampdbg.replay.state import CONSTANTS, LARGEST_APART, MOST, OBJECT, Kinds, Restore
 from ampdbg.source.ownership import is_users_file
 
 CONTAINERS, PYTHONS = (dict, list, set, deque), ("builtins", "collections")
@@ -52,18 +52,27 @@ def surroundings_restored() -> Iterator[None]:
 _is_users_file = functools.lru_cache(maxsize=None)(is_users_file)  # asked of every module, for every replay
 
 
-def _spaces() -> Iterator[ModuleType | type]:
-    """Each of the user's modules, and the classes in it."""
+def _spaces() -> Iterator[Any]:
+    """Each of the user's modules, the classes in it, and the objects in it that are of the user's own classes."""
+    kinds = Kinds()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if type(module) is ModuleType and isinstance(file, str) and _is_users_file(file):
             yield module
             for value in list(vars(module).values()):
-                if isinstance(value, type) and value.__module__ == module.__name__:
+                is_class = isinstance(value, type)
+                is_object = not is_class and kinds[type(value)] is OBJECT and type(value).__dictoffset__ != 0
+                if (is_class and value.__module__ == module.__name__) or (is_object and _is_of_users_class(value)):
                     yield value
 
 
-def _saved(space: ModuleType | type, shared: Collection[str]) -> Iterator[Restore]:
+def _is_of_users_class(value: Any) -> bool:
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and _is_users_file(file)
+
+
+def _saved(space: Any, shared: Collection[str]) -> Iterator[Restore]:
     for name, value in list(vars(space).items()):
         if name.startswith("__") or name in shared:
             continue
@@ -101,13 +110,17 @@ def _contents_saved(value: Any) -> Iterator[Restore]:
                     yield from _contents_saved(one)
 
 
-def _bind(space: ModuleType | type, name: str, value: Any) -> None:
+def _bind(space: Any, name: str, value: Any) -> None:
     """Gives a name its value again, where it has another."""
-    if vars(space).get(name) is not value:
+    if vars(space).get(name) is value:
+        return
+    if isinstance(space, type):
         setattr(space, name, value)
+    else:
+        vars(space)[name] = value  # whatever the object itself does where an attribute is set
 
 
-def _names_of_others(spaces: Sequence[ModuleType | type]) -> set[str]:
+def _names_of_others(spaces: Sequence[Any]) -> set[str]:
     """The globals and attributes that may be used meanwhile by the user's code in other threads and signals' handlers.
 
     They are known by name alone: what the functions on the stacks of those threads name from where they are, and what

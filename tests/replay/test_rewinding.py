@@ -115,6 +115,14 @@ class OfAClosure(Net):
 class Holder:
     value = None
 
+meter = Holder()
+meter.value = 0
+
+class OfAGlobalObject(Net):
+    def moved(self, x, h):
+        meter.value += 1
+        return h * (1 + 0.01 * meter.value)
+
 class OfAnObject(Net):
     "A running mean in an object of an object."
     def __init__(self):
@@ -197,7 +205,7 @@ MODELS = [
 ]
 
 
-OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators", "OfContents", "OfAClosure", "OfAnObject"]
+OUTSIDE = ["OfGlobals", "OfTheClass", "OfGenerators", "OfContents", "OfAClosure", "OfAnObject", "OfAGlobalObject"]
 """What they move is no part of the model: a replay begins with what the step has left, and puts that back."""
 
 
