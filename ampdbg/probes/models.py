@@ -14,6 +14,8 @@ from weakref import ReferenceType
 import torch
 from torch import nn
 
+from ampdbg.probes.garbage import uncollected
+
 WRAPPERS = ("module", "_orig_mod", "_forward_module")
 """Where DataParallel, DistributedDataParallel, torch.compile and Fabric keep the model that they wrap."""
 
@@ -121,14 +123,9 @@ def _alive_in_process() -> list[nn.Module]:
     while anybody else holds it. So one call of C code leaves tuples out, in which no other thread and no garbage
     collection can run.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         by_type = groupby(chain.from_iterable(map(gc.get_objects, (None,))), type)
         found: list[Any] = list(chain.from_iterable(starmap(NO_MODULES.get, by_type)))  # type: ignore[arg-type]
-    finally:
-        if collects:
-            gc.enable()
     return [one for one in found if issubclass(type(one), nn.Module)]
 
 

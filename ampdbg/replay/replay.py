@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from ampdbg.environment import FUSED_ATTENTION_NOTE
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line, text_of
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, widened
+from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
@@ -101,7 +101,7 @@ def replay_step(
         in FP16 may name a dtype and fail in another.
     """
     model = run.workload.model
-    with _uncollected(), rewound(model, snapshot), altered(tensors_in(model), manner.altered):
+    with uncollected(), rewound(model, snapshot), altered(tensors_in(model), manner.altered):
         with placed(model, traced) if traced else contextlib.nullcontext() as trace:
             _wait(run.device)
             started = time.perf_counter()
@@ -204,22 +204,6 @@ def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:
         return loss.float() * scale
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python looks for cycles of garbage only afterwards, for as long as this is entered.
-
-    A step makes many objects that stay until its end: each time that there are a quarter more of them Python would look
-    through all, those of every import too, and find nothing.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -270,7 +254,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
         UserCodeError: the user's code raised.
     """
     model = run.workload.model
-    with _uncollected(), rewound(model, snapshot), module_paths(model) as paths:
+    with uncollected(), rewound(model, snapshot), module_paths(model) as paths:
         weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
         with bfloat16_for_float16(), weights, placed(model, ShadowTrace) as trace:
             _run_in_bfloat16(run, snapshot)
