@@ -162,16 +162,21 @@ def nonfinite_in_batch(batch: Any) -> tuple[TensorCounts, ...]:
 
 
 def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, ...]:
-    """What is counted of those that hold NaN or inf; what holds no more than -inf may be a mask."""
+    """What is counted of those of the data that may be bad: see :func:`may_be_bad`."""
     return tuple(
         counts for name, tensor in named if may_be_bad(tensor) for counts in _counts("batch", [(name, tensor)])
     )
 
 
 def may_be_bad(tensor: torch.Tensor) -> bool:
-    """Whether it holds NaN or inf; what holds no more than -inf may be a mask."""
+    """Whether it holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
     values = float_values(tensor)
-    return values is not None and bool((values.isnan() | (values == math.inf)).any())
+    if values is None:
+        return False
+    finite = values[values.isfinite()]
+    has_minus_inf = finite.numel() < values.numel()
+    varies = has_minus_inf and finite.numel() > 1 and bool(finite.min() < finite.max())
+    return varies or bool((values.isnan() | (values == math.inf)).any())
 
 
 def leaves_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:

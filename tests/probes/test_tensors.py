@@ -13,6 +13,7 @@ from ampdbg.probes.tensors import (
     hold_values,
     is_finite,
     magnitude_of,
+    may_be_bad,
     nonfinite_in_batch,
     nonfinite_in_model,
     scalar_of,
@@ -80,6 +81,26 @@ def test_the_leaf_and_the_sample_of_a_bad_batch_are_named() -> None:
         TensorCounts("batch", "[1][0]", 1, 0, 1, (0,)),
     )
     assert nonfinite_in_batch(torch.ones(3)) == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "is_bad"),
+    [
+        ([0.0, -math.inf], False),  # a mask
+        ([-math.inf, -math.inf], False),
+        ([1.0, -math.inf, 1.0], False),
+        ([0.5, -math.inf, 1.0], True),  # data, such as the logarithm of 0
+        ([0.0, math.inf], True),
+        ([0.0, math.nan], True),
+        ([0.0, 1.0], False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e5m2])
+def test_what_holds_minus_infinity_beside_one_other_value_may_be_a_mask(
+    values: list[float], is_bad: bool, dtype: torch.dtype
+) -> None:
+    assert may_be_bad(torch.tensor(values).to(dtype)) == is_bad
 
 
 def test_bad_parameters_and_buffers_are_named() -> None:

@@ -77,6 +77,7 @@ def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
     [
         ("function", "nan", "1 NaN among 64 values in argument 2 of mse_loss on line 47 of train.py"),
         ("function", "inf", "1 inf among 64 values in argument 2 of mse_loss on line 47 of train.py"),
+        ("function", "-inf", "1 inf among 64 values in argument 2 of mse_loss on line 47 of train.py"),
         ("operators", "nan", "1 NaN among 64 values in argument 2 of sub on line 35 of train.py"),
     ],
 )
@@ -137,3 +138,86 @@ def test_one_bad_target_of_a_function_is_named_and_not_blamed(tmp_path: Path, ki
     record, page = trained(tmp_path, kind)
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
     assert "look at what the script makes of that, and at y, which holds 1 NaN among 64 values" in page
+
+
+ADVERSARIES = """
+import sys, torch
+torch.manual_seed(0)
+
+class Generator(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Conv1d(8, 1, 3, padding=1)
+    def forward(self, mel):
+        return torch.tanh(self.inner((mel + 5.0) / 5.0))
+
+generator, critic = Generator().cuda(), torch.nn.Conv1d(1, 1, 3, padding=1).cuda()
+first, second = (torch.optim.Adam(model.parameters(), 1e-4) for model in (generator, critic))
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(6):
+    mel = torch.randn(4, 8, 20)
+    if step == 2:
+        mel[2, :, 3:6] = float(sys.argv[1])  # the logarithm of a silent frame
+    mel, audio = mel.cuda(), torch.randn(4, 1, 20).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (critic(generator(mel)) - 1).pow(2).mean()
+    first.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(first)
+    with torch.autocast("cuda", dtype=torch.float16):
+        made = generator(mel).detach()
+    second.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (critic(audio) - 1).pow(2).mean() + critic(made).pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(second)
+    scaler.update()
+    if not loss.isfinite():
+        break
+"""
+
+
+@pytest.mark.parametrize(("value", "held"), [("-inf", "24 inf"), ("nan", "24 NaN")])
+def test_one_bad_batch_of_a_loop_of_two_networks_is_bad_data(tmp_path: Path, value: str, held: str) -> None:
+    _, record = run(tmp_path, ADVERSARIES, value)
+    assert [(found.code, found.message) for found in record.findings] == [
+        ("data-nonfinite", f"the batch of step 2 holds {held} among 640 values in [0], first in sample 2")
+    ]
+
+
+def test_the_same_loop_with_finite_batches_is_healthy(tmp_path: Path) -> None:
+    assert run(tmp_path, ADVERSARIES, "1")[1].verdict == "healthy"
+
+
+ATTENDING = """
+import torch
+torch.manual_seed(0)
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+    def forward(self, x, mask):
+        return (self.inner(x) @ x.mT + mask).softmax(-1) @ x
+
+model = Attention().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+for step in range(6):
+    x, mask = torch.randn(4, 5, 8).cuda(), torch.zeros(4, 5, 5)
+    mask[:, :, 4] = -torch.inf
+    if step == 3:
+        mask[2] = -torch.inf  # a sample of padding alone
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = (model(x, mask.cuda()) - x).pow(2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_mask_of_minus_infinity_alone_is_not_blamed_for_what_a_formula_makes_of_it(tmp_path: Path) -> None:
+    _, record = run(tmp_path, ATTENDING)
+    assert [found.code for found in record.findings] == ["true-nan"]
+    assert record.findings[0].step == 3
