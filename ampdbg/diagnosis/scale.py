@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
@@ -21,13 +22,16 @@ from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Investigation, Record, Step
 
-CALIBRATION, RUNAWAY = "scale-calibration", "scale-runaway"
+CALIBRATION, RUNAWAY, OSCILLATION = "scale-calibration", "scale-runaway", "scale-oscillation"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
 
 SELDOM = 4
 """A loss scale that follows growing gradients skips at most one step in so many."""
+
+TOO_OFTEN = 8
+"""More than one step in so many that is skipped because the scale has just grown is more than a try now and then."""
 
 SETTLING_STEPS = 20
 """Skips within so many steps of the start (or a tenth of the run, if longer) settle the scale."""
@@ -55,14 +59,16 @@ def skips(record: Record) -> Iterator[Finding]:
     lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
-    if _follows_gradients(lows, investigated, record):
+    if not faults and _grows_too_often(record):
+        yield _oscillation(record)
+    elif _follows_gradients(lows, investigated, record):
         yield _growth(lows, record)
     elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record):
             made = next((one for one in faults or investigated if _lasts(one, record)), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
-        if record.steps[-1].scale < skipped[0].scale and not _works_below_one(record.steps):
+        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _works_below_one(record.steps):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
         yield _cause(faults[0], record)
@@ -99,13 +105,17 @@ def settled_at(steps: Sequence[Step]) -> float | None:
 def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
     """The skipped steps that neither a start, in a run of ``ran`` steps, nor a scale just grown explains."""
     settling = max(SETTLING_STEPS, ran // 10)
-    grown = {now.step for before, now in pairwise(steps) if now.scale > before.scale}
+    grown = _just_grown(steps)
     starts = _starts(steps)
     return [
         step
         for step in steps
         if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
     ]
+
+
+def _just_grown(steps: Sequence[Step]) -> set[int]:
+    return {now.step for before, now in pairwise(steps) if now.scale > before.scale}
 
 
 def _starts(steps: Sequence[Step]) -> list[int]:
@@ -315,6 +325,39 @@ def _collapse(start: int, lows: int, record: Record) -> Finding:
         f"the loss scale keeps falling, from {quantities.scale(first)} to {quantities.scale(last)}",
         evidence={"first_scale": first, "last_scale": last, "new_lows": lows},
         root=0,
+    )
+
+
+def _tries(steps: Sequence[Step]) -> list[Step]:
+    """The skipped steps whose scale had just grown."""
+    grown = _just_grown(steps)
+    return [step for step in steps if step.skipped and step.step in grown]
+
+
+def _grows_too_often(record: Record) -> bool:
+    """Whether much of the training is lost to tries of a larger scale, which else does not fall."""
+    taken = [step.scale for step in record.steps if not step.skipped]
+    are_many = len(_tries(record.steps)) > max(SKIPS_IN_A_ROW, record.steps_run // TOO_OFTEN)
+    return are_many and taken[-1] * GROWTH**2 >= taken[0]
+
+
+def _oscillation(record: Record) -> Finding:
+    tries, grown = _tries(record.steps), _just_grown(record.steps)
+    intervals, taken = [], 0
+    for step in record.steps:
+        if step.step in grown:
+            intervals.append(taken)
+            taken = 0
+        taken = 0 if step.skipped else taken + 1
+    interval = mode(intervals)
+    behind = counted(interval, "taken step") if interval > 1 else "every taken step"
+    return finding_of(
+        OSCILLATION,
+        tries[0].step,
+        "backward",
+        f"the loss scale grows after {behind} (growth_interval={interval}), and {len(tries):,} of "
+        f"{record.steps_run:,} steps were skipped right behind that",
+        evidence={"skipped": len(tries), "growth_interval": interval},
     )
 
 

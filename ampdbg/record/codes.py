@@ -129,6 +129,16 @@ _ALL = (
         severity="info",
     ),
     Code(
+        "scale-oscillation",
+        GRADIENTS,
+        "other",
+        "leave growth_interval at GradScaler's 2000, or a few hundred where the run is short",
+        "The loss scale grows too often: {skips}.",
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
+    ),
+    Code(
         "scale-collapse",
         GRADIENTS,
         "other",

@@ -161,6 +161,29 @@ def test_one_skip_after_every_growth_is_healthy() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "interval", "tries"),
+    [
+        (".x" * 20, 1, 20),
+        ("xxxx" + ".x" * 20, 1, 20),  # it comes down first
+        (".x.xx." * 8 + ".", 1, 16),  # the edge moves with the batch
+        ("..x" * 20, 2, 20),
+    ],
+)
+def test_a_scale_that_grows_after_every_few_steps_costs_many(pattern: str, interval: int, tries: int) -> None:
+    record = diagnose(record_of(steps_of(pattern, interval)))
+    [finding] = record.findings
+    assert (finding.code, finding.severity, record.verdict) == ("scale-oscillation", "warning", "other")
+    assert finding.evidence == {"skipped": tries, "growth_interval": interval}
+    assert f"(growth_interval={interval}), and {tries} of {len(pattern)} steps were skipped" in finding.message
+    assert headline(record).sentence.startswith("The loss scale grows too often: ")
+
+
+def test_a_scale_that_grows_often_and_falls_all_the_same_is_no_matter_of_its_interval() -> None:
+    record = diagnose(record_of(steps_of(".x" * 5 + ".xxx" * 15, 1)))
+    assert [code for code, *_ in codes(record)] == ["unknown", "scale-collapse"]
+
+
+@pytest.mark.parametrize(
     "pattern",
     [
         "." * 100 + "x.....x....x...x..x.x",
