@@ -26,10 +26,10 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import float_values, leaves_of, times_written
+from ampdbg.probes.tensors import float_values, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.pass_buffers import PassBuffers
-from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
+from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.state import tensors_in
 from ampdbg.source.ownership import Line
@@ -293,7 +293,7 @@ class OpenPass:
         if noted is not None:
             noted.has_returned = True
             self._random_states.after_a_call()
-        for path, tensor in [("", result)] if isinstance(result, torch.Tensor) else leaves_of(result):
+        for path, tensor in made_in(result):
             if not tensor.requires_grad:
                 continue
             held, is_scalar = weakref.ref(tensor), tensor.numel() == 1
@@ -359,7 +359,7 @@ class PassEnd:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Of shape (). That of all its numbers leads nowhere: no gradient of it says anything of the step."""
-        made = [tensor for _, tensor in leaves_of(self.module(*args, **kwargs)) if tensor.requires_grad]
+        made = [tensor for _, tensor in made_in(self.module(*args, **kwargs)) if tensor.requires_grad]
         if self.losses:
             losses = [tensor.reshape(()).float() for tensor in made if tensor.numel() == 1]
             return torch.stack(losses).sum()

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from ampdbg.probes.tensors import leaves_of
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
 from ampdbg.source.ownership import Line
@@ -104,7 +104,29 @@ def _found(value: Any, results: Mapping[int, Any]) -> Any:
 
 
 def _at_path(results: Mapping[int, Any], made: Made) -> Any:
-    return next(tensor for path, tensor in leaves_of(results[made.call]) if path == made.path)
+    return next(tensor for path, tensor in made_in(results[made.call]) if path == made.path)
+
+
+MOST_NESTED = 3
+"""A distribution may have another as its base."""
+
+
+def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a call gives, each with its path: those of containers, and what objects hold as attributes, such
+    as distributions."""
+    if isinstance(result, torch.Tensor):
+        yield "", result
+        return
+    for path, leaf in _pytree.tree_flatten_with_path(result)[0]:
+        yield from _held_by(leaf, _pytree.keystr(path))
+
+
+def _held_by(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif depth < MOST_NESTED and not isinstance(value, (torch.nn.Module, type, FunctionType, ModuleType)):
+        for name, attribute in list(getattr(value, "__dict__", {}).items()):
+            yield from _held_by(attribute, f"{path}.{name}", depth + 1)
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any: return function(*args, **kwargs)  # fmt: skip

@@ -27,7 +27,7 @@ from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
-from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall
+from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
@@ -218,7 +218,7 @@ class Tape(TorchFunctionMode):
         return result
 
     def _put(self, call: TapedCall, taken: tuple[Any, Any], result: Any) -> None:
-        made = list(leaves_of(result))
+        made = list(made_in(result))
         if made:
             number = len(self._calls)
             self._calls.append(call)
