@@ -287,7 +287,7 @@ def _unknown_key(path: KeyPath, owner: type[BaseModel]) -> str:
     elsewhere = next((name for name in _dotted_fields(ConfigFile) if name.endswith(f".{key}")), "")
     hint = f" Did you mean {elsewhere!r}?" if elsewhere else did_you_mean(key, owner.model_fields)
     if not hint and issubclass(owner, TargetSpec):
-        hint = f" Arguments of the target go under args: {dotted(path[:-1])}.args.{key}"
+        hint = " Arguments of the target go under args: " + _short(f"{dotted(path[:-1])}.args.{key}")
     return f"unknown key; allowed: {', '.join(owner.model_fields)}.{hint}"
 
 

@@ -31,7 +31,8 @@ from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.run import Investigation, Producer, Record, Replay, Step, TensorCounts
+from ampdbg.record.replays import Investigation, Producer, Replay
+from ampdbg.record.run import Record, Step, TensorCounts
 
 GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch

@@ -10,7 +10,8 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import finding_at
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Record
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record
 
 DIVERGED = 10.0
 """Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
-from ampdbg.record.run import Producer, Record
+from ampdbg.record.replays import Producer
+from ampdbg.record.run import Record
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "

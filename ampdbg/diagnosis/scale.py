@@ -20,7 +20,8 @@ from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Record, Step
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record, Step
 
 CALIBRATION, RUNAWAY, OSCILLATION = "scale-calibration", "scale-runaway", "scale-oscillation"
 

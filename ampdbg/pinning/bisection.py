@@ -24,7 +24,8 @@ from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.pins import Outcome, Search, Strategy
-from ampdbg.record.run import Investigation, Record, Replay
+from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Record
 from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared

@@ -14,7 +14,7 @@ from ampdbg.diagnosis.producers import Suspect, named, suspects
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
-from ampdbg.record.run import Investigation, Replay
+from ampdbg.record.replays import Investigation, Replay
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of

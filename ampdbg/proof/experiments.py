@@ -41,7 +41,8 @@ from ampdbg.proof.processes import own_stdout
 from ampdbg.proof.step_file import load_steps
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, Producer, Record, Step
+from ampdbg.record.replays import Investigation, Producer
+from ampdbg.record.run import Record, Step
 from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from ampdbg.config.schema import Config
 from ampdbg.patch.file_edits import counterpart
-from ampdbg.record.run import Investigation
+from ampdbg.record.replays import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
 

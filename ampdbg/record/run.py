@@ -16,6 +16,7 @@ from annotated_types import Interval
 from ampdbg.record.cost import Costs
 from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
+from ampdbg.record.replays import Investigation
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 2
@@ -23,6 +24,9 @@ READABLE_VERSIONS = (1, 2)
 
 EXITED = "the script ended with exit code"
 """How the ``error`` of a record begins where no error, but the script itself has ended the run within a step."""
+
+NOT_CAPTURED = "was not captured"
+"""What a note of a record says of a step that should have been captured."""
 
 Verdict = Literal["healthy", "precision", "other", "inconclusive"]
 
@@ -159,117 +163,6 @@ class HalfUpdates:
     vanishing_eps: float | None = None
     spoilt_step: Count | None = None
     spoilt: tuple[str, ...] = ()
-
-
-OpSite = tuple[Phase, str, int, str, Source | None]
-"""Where an op is in a step: its phase, its module, which call of that, its name and its line."""
-
-
-@dataclass(frozen=True)
-class Producer:
-    """An op where inf or NaN starts: its inputs are finite and its output is not.
-
-    ``input_largest`` and ``output_largest`` are the largest finite magnitudes, ``fp32_largest`` is what the
-    same op on the same line has in the FP32 replay (None when it was not met there), ``call`` says which
-    call of the module it was.
-
-    ``is_constant`` says that all it overflows on is one constant, such as a mask; ``divides_by_zero`` that a
-    divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
-    where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
-    makes a finite number in the place of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
-    infinite but far from FP32: the norm of the difference over that of the FP32 result.
-    """
-
-    phase: Phase
-    module: str
-    call: Count
-    op: str
-    source: Source | None
-    dtype: str
-    input_largest: float
-    output_largest: float
-    inf: Count
-    nan: Count
-    size: Count
-    parameter: str = ""
-    fp32_largest: float | None = None
-    finite_in_fp32: bool | None = None
-    is_constant: bool = False
-    divides_by_zero: bool = False
-    leaf: str | None = None
-    distance: float | None = None
-    is_erased: bool = False
-
-    @property
-    def site(self) -> OpSite:
-        """Where it is in the step."""
-        return self.phase, self.module, self.call, self.op, self.source
-
-
-@dataclass(frozen=True)
-class Replay:
-    """One step run again: forward and backward, without the optimizer.
-
-    ``dtype`` is what autocast lowers to (``float32`` and ``float64``: none, and half tensors that the code
-    asks for are that wide too), ``scale`` the loss scale. ``rounded`` says that the weights and the batch
-    were rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
-
-    ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
-    ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so;
-    ``error`` is what the user's code raised, if it did. ``producers`` are in the order of execution, and only
-    there when the replay was traced.
-
-    Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
-    that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
-    names the parameters that lost more than half of theirs, and have more than rounding noise to lose.
-    """
-
-    dtype: str
-    scale: float
-    loss: float
-    grad_norm: float
-    gradients: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-    producers: tuple[Producer, ...] = ()
-    error: str = ""
-    rounded: bool = False
-    gradient_distance: float | None = None
-    lost_energy: float | None = None
-    lost: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Investigation:
-    """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
-
-    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step
-    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
-    losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
-    far from FP32's, where the step's is. ``is_of_others`` says that all that this process computed was finite, and
-    what it got from another one was not; ``has_loss`` that its replays have the step's own loss, and no more than what
-    its modules gave where it is false. ``weights_grew`` is how many times as large all weights together are in it as
-    when the run began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's
-    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
-    """
-
-    step: Count
-    why: Literal["loss", "gradients", "end"]
-    replays: tuple[Replay, ...]
-    loss: float = math.nan
-    reproduced: Count = 1
-    tries: Count = 1
-    continuation: tuple[float, ...] = ()
-    first_far: Producer | None = None
-    batch_largest: Mapping[str, float] = field(default_factory=dict)
-    batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
-    is_of_others: bool = False
-    has_loss: bool = True
-    weights_grew: float = 1.0
-
-    @property
-    def is_as_it_trained(self) -> bool:
-        """Whether the step was traced as it trained and not replayed: FP32 is known of single ops alone."""
-        return len(self.replays) == 1 and self.reproduced > 0
 
 
 @dataclass(frozen=True)

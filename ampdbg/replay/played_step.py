@@ -112,8 +112,8 @@ MOST_NESTED = 3
 
 
 def made_in(result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in what a call gives, each with its path: those of containers, and what objects hold as attributes, such
-    as distributions."""
+    """The tensors in what a call gives, each with its path: those of containers, and what objects hold as attributes,
+    such as distributions."""
     if isinstance(result, torch.Tensor):
         yield "", result
         return

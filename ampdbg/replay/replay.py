@@ -22,7 +22,8 @@ from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.tensors import float_values, is_finite, nonfinite, to_host
-from ampdbg.record.run import Replay, Unseen
+from ampdbg.record.replays import Replay
+from ampdbg.record.run import Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.run import Run, loss_of, run_pass
 from ampdbg.replay.snapshot import Snapshot, rewound

@@ -18,7 +18,7 @@ import torch
 
 from ampdbg.probes.pause import unwatched
 from ampdbg.probes.tensors import is_finite
-from ampdbg.record.run import Investigation
+from ampdbg.record.replays import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run

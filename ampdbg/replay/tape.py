@@ -8,6 +8,8 @@ are given, the random state and autocast. To play it is to make the loss anew, b
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,11 +18,13 @@ from typing import Any
 import torch
 from torch._C import _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
+from ampdbg.probes.held_data import stacked
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
@@ -101,7 +105,8 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        if self._inside or _is_transformed() or only_follows() or function in NO_PART or _only_asks(function):
+        is_no_part = function in NO_PART or _only_asks(function) or _is_dispatched(function)
+        if is_no_part or self._inside or _is_transformed() or only_follows():
             return function(*args, **kwargs)
         if self._is_ours(args, kwargs):
             return self._taped(function, args, kwargs)
@@ -364,6 +369,19 @@ def _only_asks(function: Any) -> bool:
     if getattr(function, "__name__", "") != "__get__":
         return False
     return getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS
+
+
+def _is_dispatched(function: Any) -> bool:
+    """Whether it is an op that a dispatch mode runs, such as a trace, for what the script has called without it being
+    seen here: `torch.autograd.Variable` is one. The script that is started again has no such mode."""
+    if not isinstance(function, OpOverload):
+        return False
+    frames = itertools.islice(stacked(sys._getframe(1)), _MOST_FRAMES)
+    return any(frame.f_code.co_name == "__torch_dispatch__" for frame in frames)
+
+
+_MOST_FRAMES = 6
+"""Between a mode and the op that it runs there are fewer."""
 
 
 def _taken_out(mode: TorchFunctionMode) -> None:

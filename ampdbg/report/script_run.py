@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from ampdbg.record.codes import catalogued
-from ampdbg.record.run import Record
+from ampdbg.record.run import NOT_CAPTURED, Record
 
 from . import view
 
@@ -57,7 +57,9 @@ def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """A capture of a step that looks healthy; what ampdbg replay then finds, no loss and no gradient shows."""
     is_plain = record.command == "run" and record.verdict == "healthy" and not record.error
     is_alone = record.script is not None and record.script.processes == 1 and not record.script.captures
-    if not (is_plain and is_alone) or record.environment.policy == "none" or record.steps_run <= CLOSER_LOOK:
+    is_long = record.steps_run > CLOSER_LOOK and record.environment.policy != "none"
+    can_be = not any(NOT_CAPTURED in note for note in record.unseen.notes)
+    if not (is_plain and is_alone and is_long and can_be):
         return None
     emulated = ("--emulate",) * record.environment.emulated
     what = "capture one step for ampdbg replay, which finds what shows in no loss"

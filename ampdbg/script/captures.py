@@ -20,7 +20,7 @@ from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
 from ampdbg.quantities import byte_size, counted
 from ampdbg.record.file import CAPTURE_SUFFIX, of_rank, to_json
-from ampdbg.record.run import Record
+from ampdbg.record.run import NOT_CAPTURED, Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
@@ -105,7 +105,8 @@ class Captures:
 
     def cannot(self, step: int, why: str) -> None:
         """Notes that a step could not be captured."""
-        self.why_not = self.why_not or f"step {step} was not captured: {why}"
+        if step == self._wanted or not self.why_not:
+            self.why_not = f"step {step} {NOT_CAPTURED}: {why}"
 
     def add(self, step: int, make: Callable[[], Captured], *, is_wanted: bool = False) -> None:
         """Writes the one that ``make`` makes; where that cannot be, ``why_not`` says why, and the script goes on."""

@@ -22,7 +22,8 @@ from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
 from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
-from ampdbg.record.run import EXITED, Investigation, Record
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import EXITED, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.pass_buffers import is_computed_with

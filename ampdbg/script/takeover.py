@@ -27,7 +27,8 @@ from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import counted, number
-from ampdbg.record.run import Investigation, Record, ScriptRun, Step, Unseen
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
 from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.played_step import PlayedStep

@@ -18,7 +18,8 @@ from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
-from ampdbg.record.run import Investigation, Record, Replay, ScriptRun, Step
+from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Record, ScriptRun, Step
 from ampdbg.replay.comparison import producers_in_place
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.pass_buffers import is_computed_with

@@ -17,16 +17,14 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
+from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import (
     AutocastError,
     Environment,
     GroupOverflow,
-    Investigation,
     Misuse,
     ParameterCounts,
-    Producer,
     Record,
-    Replay,
     ScriptRun,
     Step,
     TensorCounts,

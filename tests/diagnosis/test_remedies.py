@@ -9,7 +9,7 @@ import pytest
 from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of
 from ampdbg.record.codes import CODES, Code
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.run import Producer
+from ampdbg.record.replays import Producer
 from tests.report.records import healthy_step, run
 
 LINE = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2) / math.sqrt(d)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.probes.seams import attached
 from ampdbg.probes.tensors import leaves_of
@@ -142,6 +144,25 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     scaler.scale((model(x()) * weights * others).mean()).backward()
 
 
+class Policy(nn.Module):
+    """Gives a distribution of a distribution, beside a tensor, in a container."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, value: torch.Tensor) -> dict[str, Any]:
+        made = self.body(value)
+        normal = torch.distributions.Normal(made, made.exp().clamp(0.1, 2.0))
+        return {"actions": torch.distributions.Independent(normal, 1), "values": [made.mean(-1)]}
+
+
+def gives_a_distribution(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    given = Policy(model)(x())
+    loss = given["values"][0].square().mean() - given["actions"].log_prob(torch.ones(4, 3)).mean()
+    scaler.scale(loss - 0.1 * given["actions"].entropy().mean()).backward()
+
+
 PLAYED: dict[str, Loop] = {
     function.__name__: function
     for function in (
@@ -162,6 +183,7 @@ PLAYED: dict[str, Loop] = {
         evaluates_before,
         casts_its_own,
         casts_and_writes,
+        gives_a_distribution,
     )
 }
 
@@ -247,6 +269,38 @@ def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
     played = tape.played()
     assert played is not None, tape.why_not
     assert not any(call.function is beside for call in played.calls)
+
+
+class Traced(TorchDispatchMode):
+    """Runs every op, as a trace does."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return op(*args, **(kwargs or {}))
+
+
+def variable(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """What the first call gives enters the second as data, as of a generator of old code."""
+    made = torch.autograd.Variable(model(x()).data).mT
+    scaler.scale((model(x()) @ made).mean()).backward()
+
+
+def test_a_step_that_is_traced_has_the_calls_of_one_that_is_not() -> None:
+    def calls(is_traced: bool) -> list[object]:
+        with Traced() if is_traced else contextlib.nullcontext():
+            tape, _ = taped(net(), variable)
+        played = tape.played()
+        assert played is not None
+        return [(played.calls[number].line, len(given)) for given in played.given for number in given]
+
+    assert calls(is_traced=True) == calls(is_traced=False)
+
+
+def test_an_op_that_a_loop_calls_itself_is_played() -> None:
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        scaler.scale(torch.ops.aten.mean.default(torch.ops.aten.square(model(x())))).backward()
+
+    tape, _ = taped(net(), loop)
+    assert tape.played() is not None, tape.why_not
 
 
 def test_micro_batches_are_played_one_after_another() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Investigation, ScriptRun
+from ampdbg.record.replays import Investigation
+from ampdbg.record.run import ScriptRun, Unseen
 from ampdbg.report.scan import next_command
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS
@@ -54,6 +55,8 @@ def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, ty
     assert command is not None
     assert command.command == typed
     assert next_command(replace(record, steps=record.steps[:40]), Typed("train.py 3")) is None
+    tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be run again",)))
+    assert next_command(tried, Typed("train.py 3")) is None
     assert next_command(replace(record, environment=replace(environment, policy="none")), Typed("train.py 3")) is None
 
 

@@ -13,7 +13,8 @@ from ampdbg.quantities import number, scale, share
 from ampdbg.record.findings import Listing
 from ampdbg.record.listings import sources_of
 from ampdbg.record.pins import Pin
-from ampdbg.record.run import Producer, Record, Site
+from ampdbg.record.replays import Producer
+from ampdbg.record.run import Record, Site
 
 from .charts import ABOVE_ALL, BELOW_ALL, Data, Detail, Names, ceiling_of, clipped, floor_of, headroom_of
 
