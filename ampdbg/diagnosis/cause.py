@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
-from ampdbg.diagnosis.divergence import divergence, first_divergence, may_diverge
+from ampdbg.diagnosis.divergence import DIVERGENCE, divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     UNKNOWN,
@@ -158,7 +158,8 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
     if made.weights_grew > GREW and CODES[found.code].verdict == "precision":
         found = _grown(found, made)
-    if record.script is None or found.phase == "data":  # a batch is that of its own step
+    # A batch is that of its own step, and a divergence begins where replays show it.
+    if record.script is None or found.phase == "data" or found.code == DIVERGENCE:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}

@@ -13,6 +13,8 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record
 
+DIVERGENCE = "divergence"
+
 DIVERGED = 10.0
 """Losses that climb so many times further than they have ranged before diverge; noise and hard batches do not."""
 
@@ -37,10 +39,14 @@ def first_divergence(made: Investigation, record: Record) -> Investigation | Non
 
 def divergence(made: Investigation, record: Record) -> Finding:
     """The finding of a run that diverges."""
-    losses = [step.loss for step in record.steps if step.step < made.step and math.isfinite(step.loss)]
+    before = [step for step in record.steps if step.step < made.step]
+    losses = [step.loss for step in before if math.isfinite(step.loss)]
     reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
-    message = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
-    return finding_at("divergence", made, message, continuation=list(made.continuation))
+    rises = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
+    last = made.continuation[-1] if made.continuation else math.nan
+    if all(step.skipped for step in before):  # all have the first weights: another loss is that of another batch
+        rises = f"from a loss of {number(reached)}, steps in FP32 on the same batch lead to one of {number(last)}"
+    return finding_at(DIVERGENCE, made, rises, continuation=list(made.continuation))
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:

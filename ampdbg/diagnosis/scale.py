@@ -15,6 +15,7 @@ from statistics import mode
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of, first_in_a_row
+from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
@@ -190,7 +191,7 @@ def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
     skipped = {step.step for step in steps if step.skipped and math.isfinite(step.loss)}
     first = first_in_a_row(found.step, skipped)
-    if first == found.step or found.phase not in OVERFLOWS:
+    if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found
     message = f"{found.message}; step {found.step} was replayed, and every step from {first} on was skipped"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})

@@ -150,9 +150,10 @@ def _sentence(record: Record) -> str:
     if beyond:
         return (
             f"No op overflows of itself; an input or a constant of the code is beyond FP16 at "
-            f"{counted(beyond, 'place')}, and {_scales(whole)}."
+            f"{counted(beyond, 'place')}, and {_scales(whole)}{_own_scale(record, whole)}."
         )
-    return f"Everything fits FP16 at {_step(record)}: {_spare(record.sites)}, and {_scales(whole)}."
+    scales = f"{_scales(whole)}{_own_scale(record, whole)}"
+    return f"Everything fits FP16 at {_step(record)}: {_spare(record.sites)}, and {scales}."
 
 
 def _hidden(starts: int) -> str:
@@ -174,6 +175,16 @@ def _scales(whole: Window) -> str:
         return "any loss scale works" if whole.floor == 0.0 else f"loss scales from {_scale(whole.floor)} up work"
     low = f"from {_scale(whole.floor)} " if whole.floor else ""
     return f"loss scales {low}to {_scale(whole.ceiling)} work"
+
+
+def _own_scale(record: Record, whole: Window) -> str:
+    """What is said of the scale that a captured step had, where it is none of those that work."""
+    if record.script is None or not record.steps or not whole.is_open:
+        return ""
+    own = record.steps[-1].scale
+    if whole.floor <= own <= whole.ceiling:
+        return ""
+    return f"; that of the step, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
 # The sites

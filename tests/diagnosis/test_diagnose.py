@@ -443,6 +443,21 @@ def test_a_divergence_is_told_once_from_the_first_step_that_shows_it() -> None:
         assert record.verdict == "other"
 
 
+@pytest.mark.parametrize("script", [None, ScriptRun("train.py")])
+def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: ScriptRun | None) -> None:
+    losses = [1.349, 1.744, 1.999, 2.1, math.nan]
+    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("xxx.N"), losses, strict=True)]
+    gradients = Replay("float16", 1.0, 1.999, math.inf, gradients=("head.weight",))
+    lost = Replay("float16", 1.0, math.nan, math.nan, gradients=("head.weight",))
+    first = Investigation(2, "gradients", (gradients, Replay("float32", 1, 1.999, 1)), continuation=(1.999, 9e6, 4e9))
+    later = Investigation(4, "loss", (lost, replace(lost, dtype="float32")), loss=math.nan)
+    record = diagnose(record_of(steps, investigations=(first, later), script=script))
+    found = [finding for finding in record.findings if finding.code == "divergence"]
+    assert [(finding.step, finding.message) for finding in found] == [
+        (2, "from a loss of 1.999, steps in FP32 on the same batch lead to one of 4e9")
+    ]
+
+
 def test_a_step_that_was_traced_as_it_trained_follows_from_a_divergence_before_it() -> None:
     losses = [1.1, 1.17e6, 1.23e6, 1.21e6, math.nan]
     steps = [replace(step, loss=loss) for step, loss in zip(steps_of(".xx.N"), losses, strict=True)]

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import Exponents, headroom_bits
+from ampdbg.quantities import number
 from ampdbg.record.findings import Source
-from ampdbg.record.run import AutocastError, Record, Site, Unseen
+from ampdbg.record.run import AutocastError, Record, ScriptRun, Site, Step, Unseen
 from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT
@@ -138,6 +139,17 @@ def test_what_a_constant_brings_beyond_the_limit_is_not_said_to_fit() -> None:
     text = " ".join(plain(diagnose_ranges(replace(overflowing(), sites=(SITES[0], *SITES[2:4], *SITES[5:])))).split())
     assert text.startswith("✓ No op overflows of itself; an input or a constant of the code is beyond FP16 at 1 place,")
     assert "fits" not in text.partition("Tightest")[0]
+
+
+@pytest.mark.parametrize(("own", "told"), [(2.0, "below"), (4.0, ""), (16384.0, ""), (32768.0, "above")])
+def test_a_captured_step_with_another_scale_than_those_that_work_is_told_of(own: float, told: str) -> None:
+    sites = tuple(each for each in SITES if each.overflow != "starts")
+    of_script = replace(
+        overflowing(), sites=sites, script=ScriptRun("train.py"), steps=(Step(3, 1.0, own, False, False),)
+    )
+    text = " ".join(plain(diagnose_ranges(of_script)).split())
+    assert ("loss scales from 4 to 16,384 work." in text) is not bool(told)
+    assert not told or f"work; that of the step, {number(own)}, is {told} them." in text
 
 
 def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
