@@ -70,7 +70,7 @@ def skips(record: Record) -> Iterator[Finding]:
         if faults or _overflows_behind_a_finite_loss(record):
             made = next((one for one in faults or investigated if _lasts(one, record)), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
-        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _works_below_one(record.steps):
+        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record.steps):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
         yield _cause(faults[0], record)
@@ -146,16 +146,19 @@ def runaway(record: Record) -> Iterator[Finding]:
     if step.scale >= LIMITLESS and step.scale > first.scale and not step.skipped:
         message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
         yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
-    elif _works_below_one(record.steps):
-        message = f"only a loss scale below 1 works ({step.scale:g}): the loss itself is too large for half gradients"
+    elif (failed := _fails_at_one(record.steps)) is not None:
+        loss = number(failed.loss)
+        message = f"only a loss scale below 1 works ({step.scale:g}): at 1, half gradients of a loss of {loss} are not finite"
         yield finding_of(RUNAWAY, step.step, "backward", message, evidence={"scale": step.scale})
 
 
-def _works_below_one(steps: Sequence[Step]) -> bool:
-    """Whether a scale of 1 was too large for the gradients of a finite loss, and the run goes on below it."""
+def _fails_at_one(steps: Sequence[Step]) -> Step | None:
+    """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it."""
     last = steps[-1]
-    too_large = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
-    return last.scale < 1.0 and not last.skipped and any(too_large)
+    if last.scale >= 1.0 or last.skipped:
+        return None
+    failed = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
+    return next(failed, None)
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
