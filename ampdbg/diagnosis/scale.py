@@ -148,7 +148,9 @@ def runaway(record: Record) -> Iterator[Finding]:
         yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
     elif (failed := _fails_at_one(record.steps)) is not None:
         loss = number(failed.loss)
-        message = f"only a loss scale below 1 works ({step.scale:g}): at 1, half gradients of a loss of {loss} are not finite"
+        message = (
+            f"only a loss scale below 1 works ({step.scale:g}): at 1, half gradients of a loss of {loss} are not finite"
+        )
         yield finding_of(RUNAWAY, step.step, "backward", message, evidence={"scale": step.scale})
 
 

@@ -32,6 +32,7 @@ class Code:
         is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
         remedy_near_one: what cures it where the line takes from 1 what is near it.
+        remedy_behind_half: what cures it where the op's line computes in FP32 what came to it from half.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         is_counted: how often a misuse happens is known: not, where only some passes are looked into.
         harmless_share: a misuse in a smaller share of the steps is no more than information.
@@ -56,6 +57,7 @@ class Code:
     is_a_constant: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()
     remedy_near_one: str = ""
+    remedy_behind_half: str = ""
     severity: Severity = "error"
     phase: Phase | None = None
     message: str = ""

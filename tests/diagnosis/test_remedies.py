@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of
 from ampdbg.record.codes import CODES, Code
-from ampdbg.record.findings import Finding, Source
+from ampdbg.record.findings import Finding, Phase, Source
 from ampdbg.record.replays import Producer
 from tests.report.records import healthy_step, run
 
@@ -74,6 +74,20 @@ def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str
     remedy = remedy_of("eps-underflow", at)
     assert ("1e-6" in remedy) is not is_near_one
     assert ("0.9990" in remedy) is is_near_one
+    assert len(others(finding("eps-underflow", remedy))) == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "dtype", "is_behind"),
+    [("backward", "float32", True), ("backward", "float16", False), ("forward", "float32", False)],
+)
+def test_what_is_computed_in_fp32_already_is_not_to_be_computed_in_fp32(
+    phase: Phase, dtype: str, is_behind: bool
+) -> None:
+    root = replace(LINE, text="loss = ((gradients.pow(2).sum(1).sqrt() - 1) ** 2).mean()")
+    remedy = remedy_of("eps-underflow", replace(PRODUCER, phase=phase, op="aten.div.Tensor", dtype=dtype, source=root))
+    assert ("compute this statistic in FP32" in remedy) is not is_behind
+    assert ("autocast(enabled=False)" in remedy) is is_behind
     assert len(others(finding("eps-underflow", remedy))) == 1
 
 
