@@ -26,7 +26,7 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import float_values, times_written
+from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.pass_buffers import PassBuffers
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
@@ -293,10 +293,12 @@ class OpenPass:
         if noted is not None:
             noted.has_returned = True
             self._random_states.after_a_call()
+        leaves = {id(tensor) for _, tensor in leaves_of(result)}
         for path, tensor in made_in(result):
             if not tensor.requires_grad:
                 continue
-            held, is_scalar = weakref.ref(tensor), tensor.numel() == 1
+            # The one spread of a distribution is no loss.
+            held, is_scalar = weakref.ref(tensor), tensor.numel() == 1 and id(tensor) in leaves
             if is_scalar and self._trains:  # also of a module without weights: a loss of what functions made of them
                 self._scalars.append(held)
             if noted is not None:
@@ -359,10 +361,11 @@ class PassEnd:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Of shape (). That of all its numbers leads nowhere: no gradient of it says anything of the step."""
-        made = [tensor for _, tensor in made_in(self.module(*args, **kwargs)) if tensor.requires_grad]
+        result = self.module(*args, **kwargs)
         if self.losses:
-            losses = [tensor.reshape(()).float() for tensor in made if tensor.numel() == 1]
-            return torch.stack(losses).sum()
+            leaves = [tensor for _, tensor in leaves_of(result) if tensor.requires_grad and tensor.numel() == 1]
+            return torch.stack([tensor.reshape(()).float() for tensor in leaves]).sum()
+        made = [tensor for _, tensor in made_in(result) if tensor.requires_grad]
         sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 

@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -325,3 +326,32 @@ def test_a_user_s_mode_sees_nothing_of_the_copies(noting: Noting) -> None:
     for _ in range(3):
         once()
     assert ops == alone * 3
+
+
+class Policy(nn.Module):
+    """Gives an object, with a spread of one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean, self.spread = nn.Linear(6, 3), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(mean=self.mean(x), spread=self.spread.exp())
+
+
+def test_what_an_object_holds_leads_to_the_next_call_and_is_no_loss(noting: Noting) -> None:
+    policy, value = Policy(), nn.Linear(3, 4)
+    model = nn.ModuleList([policy, value])
+    given = policy(X)
+    alone = noting.found.played(model, "cpu")
+    worth = value(given.mean)
+    played = noting.found.played(model, "cpu")
+    noting.is_paused = True
+    assert alone is not None
+    assert losses_of(alone) == 0
+    torch.testing.assert_close(alone.loss(alone.given[0]), given.mean.sum() + given.spread.sum())
+    assert played is not None
+    (calls,) = played.given
+    assert [sorted(played.calls[number].reads) for number in sorted(calls)] == [[], [0]]
+    torch.testing.assert_close(played.loss(calls), worth.sum())
