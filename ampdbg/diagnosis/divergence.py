@@ -39,14 +39,15 @@ def first_divergence(made: Investigation, record: Record) -> Investigation | Non
 
 def divergence(made: Investigation, record: Record) -> Finding:
     """The finding of a run that diverges."""
-    before = [step for step in record.steps if step.step < made.step]
-    losses = [step.loss for step in before if math.isfinite(step.loss)]
-    reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
-    rises = f"the loss rose from {number(min(losses))} to {number(reached)}, and further steps in FP32 go on rising"
-    last = made.continuation[-1] if made.continuation else math.nan
-    if all(step.skipped for step in before):  # all have the first weights: another loss is that of another batch
-        rises = f"from a loss of {number(reached)}, steps in FP32 on the same batch lead to one of {number(last)}"
-    return finding_at(DIVERGENCE, made, rises, continuation=list(made.continuation))
+    before, climb = [step for step in record.steps if step.step < made.step], made.continuation
+    if climb and all(step.skipped for step in before):  # all with the same weights: other losses are other batches'
+        message = f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
+    else:
+        losses = [step.loss for step in before if math.isfinite(step.loss)]
+        reached = max(loss for loss in (losses[-1], made.replays[1].loss) if math.isfinite(loss))
+        rose_from = f"the loss rose from {number(min(losses))} to {number(reached)}"
+        message = f"{rose_from}, and further steps in FP32 go on rising"
+    return finding_at(DIVERGENCE, made, message, continuation=list(climb))
 
 
 def rose(losses: Sequence[float], times: float = DIVERGED) -> bool:

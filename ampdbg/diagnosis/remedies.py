@@ -25,7 +25,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
         return known.remedy
     if known.remedy_near_one and at.source is not None and takes_from_one(at.source.text):
         return known.remedy_near_one
-    # The gradient of an op has its format: where that is FP32, so was all that the op was given.
+    # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
         return known.remedy_behind_half
     of_op = (remedy for op, remedy in known.remedy_at if op in at.op)

@@ -345,18 +345,11 @@ def _grows_too_often(record: Record) -> bool:
     """Whether much of the training is lost to tries of a larger scale, which else does not fall."""
     taken = [step.scale for step in record.steps if not step.skipped]
     are_many = len(_tries(record.steps)) > max(SKIPS_IN_A_ROW, record.steps_run // TOO_OFTEN)
-    return are_many and taken[-1] * GROWTH**2 >= taken[0]
+    return are_many and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
 
 
 def _oscillation(record: Record) -> Finding:
-    tries, grown = _tries(record.steps), _just_grown(record.steps)
-    intervals, taken = [], 0
-    for step in record.steps:
-        if step.step in grown:
-            intervals.append(taken)
-            taken = 0
-        taken = 0 if step.skipped else taken + 1
-    interval = mode(intervals)
+    tries, interval = _tries(record.steps), mode(_steps_to_grow(record.steps))
     behind = counted(interval, "taken step") if interval > 1 else "every taken step"
     return finding_of(
         OSCILLATION,
@@ -366,6 +359,16 @@ def _oscillation(record: Record) -> Finding:
         f"{record.steps_run:,} steps were skipped right behind that",
         evidence={"skipped": len(tries), "growth_interval": interval},
     )
+
+
+def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
+    """How many steps were taken before each growth, since a skip or the growth before it."""
+    taken = 0
+    for before, now in pairwise(steps):
+        taken = 0 if before.skipped else taken + now.step - before.step
+        if now.scale > before.scale:
+            yield taken
+            taken = 0
 
 
 def _growth(lows: Sequence[Step], record: Record) -> Finding:

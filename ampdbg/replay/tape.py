@@ -105,8 +105,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        is_no_part = function in NO_PART or _only_asks(function) or _is_dispatched(function)
-        if is_no_part or self._inside or _is_transformed() or only_follows():
+        if self._inside or _is_transformed() or only_follows() or _is_no_part(function):
             return function(*args, **kwargs)
         if self._is_ours(args, kwargs):
             return self._taped(function, args, kwargs)
@@ -362,6 +361,10 @@ def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
 def _is_transformed() -> bool:
     """Whether ``torch.func`` transforms what runs: what goes backward comes from no single call in there."""
     return peek_interpreter_stack() is not None
+
+
+def _is_no_part(function: Any) -> bool:
+    return function in NO_PART or _only_asks(function) or _is_dispatched(function)
 
 
 def _only_asks(function: Any) -> bool:

@@ -176,6 +176,18 @@ def test_a_scale_that_grows_after_every_few_steps_costs_many(pattern: str, inter
     assert headline(record).sentence.startswith("The loss scale grows too often: ")
 
 
+def test_a_scaler_that_is_made_anew_again_and_again_and_takes_no_step_is_not_said_to_grow() -> None:
+    steps = [replace(step, scale=65536.0 if step.step % 2 else 131072.0) for step in steps_of("x" * 30)]
+    assert "scale-oscillation" not in [finding.code for finding in diagnose(record_of(steps)).findings]
+
+
+def test_a_long_run_that_leaves_healthy_steps_out_tells_the_interval_all_the_same() -> None:
+    steps = steps_of("...x" * 30, 3)
+    kept = [step for step in steps if step.skipped or step.step < 20 or step.step % 4 != 1]
+    [finding] = diagnose(record_of(kept)).findings
+    assert (finding.code, finding.evidence["growth_interval"]) == ("scale-oscillation", 3)
+
+
 def test_a_scale_that_grows_often_and_falls_all_the_same_is_no_matter_of_its_interval() -> None:
     record = diagnose(record_of(steps_of(".x" * 5 + ".xxx" * 15, 1)))
     assert [code for code, *_ in codes(record)] == ["unknown", "scale-collapse"]
@@ -454,7 +466,7 @@ def test_a_divergence_of_the_first_weights_is_no_rise_of_the_loss(script: Script
     record = diagnose(record_of(steps, investigations=(first, later), script=script))
     found = [finding for finding in record.findings if finding.code == "divergence"]
     assert [(finding.step, finding.message) for finding in found] == [
-        (2, "from a loss of 1.999, steps in FP32 on the same batch lead to one of 4e9")
+        (2, "the loss is 1.999, and steps in FP32 on the same batch lead to 4e9")
     ]
 
 
