@@ -171,11 +171,10 @@ def bad_data(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorCounts, .
 def may_be_bad(tensor: torch.Tensor) -> bool:
     """Whether it holds NaN or inf, and is no mask: that holds -inf beside one other value at most."""
     values = float_values(tensor)
-    if values is None:
+    if values is None or bool(values.isfinite().all()):
         return False
     finite = values[values.isfinite()]
-    has_minus_inf = finite.numel() < values.numel()
-    varies = has_minus_inf and finite.numel() > 1 and bool(finite.min() < finite.max())
+    varies = finite.numel() > 1 and bool(finite.min() < finite.max())
     return varies or bool((values.isnan() | (values == math.inf)).any())
 
 
