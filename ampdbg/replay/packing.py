@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from ampdbg.errors import AmpdbgError, first_line
+from ampdbg.replay.played_step import Made
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.state import OBJECT, Kinds
 
@@ -148,6 +149,9 @@ def _type_name(value: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+_MADE = _type_name(Made)
+
+
 class Unpacking:
     """Makes values of packed ones.
 
@@ -161,6 +165,8 @@ class Unpacking:
         self._device = device
         self._kinds = Kinds()
         self._met: dict[str, torch.Tensor] = {}
+        self.uncast: torch.Tensor | None = None
+        """What is taken where an earlier call had made a tensor, and the like of it is one that none has made."""
 
     def of(self, packed: Any, live: Any = None) -> Any:
         """The value; ``live`` is the like of it, which is taken where the value was not written.
@@ -190,6 +196,9 @@ class Unpacking:
         return array if packed.get("shape") else array[()]
 
     def _live(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
+        own = self.uncast if name == _MADE and isinstance(live, torch.Tensor) else None
+        if own is not None and (own.dtype, own.shape) == (live.dtype, live.shape):
+            return own
         return _checked(live, str(name))
 
     def _each(self, parts: list[Any], live: Any) -> list[Any]:

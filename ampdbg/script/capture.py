@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 FORMAT, VERSION = "ampdbg.capture", 1
+
+CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
+"""What casts to the format of another tensor."""
 
 IN_A_GROUP = "WORLD_SIZE"
 """The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
@@ -219,16 +222,18 @@ class Capture:
     def why_not(self, played: PlayedStep, model: torch.nn.Module) -> str:
         """Why a step of the script that was started again is not of the same calls; "" where it is."""
         paths, (own, casts) = paths_in(model), self._places(played)
-        numbers = {**own, **casts}
-        names = [(name_of(played.calls[number], paths), reads_of(played.calls[number], numbers)) for number in own]
-        known = [(call.name, call.reads) for call in self.head.calls]
-        for place, (now, then) in enumerate(zip(names, known, strict=False)):
-            if now != then:
-                return f"call {place + 1} is of {now[0]}, and was of {then[0]}"
-        if len(names) != len(known):
-            return f"it makes {len(names)} calls, and made {len(known)}"
+        numbers, left = {**own, **casts}, {*range(len(self.head.calls))}.difference(own.values())
+        for number, place in own.items():
+            if place >= len(self.head.calls):
+                break
+            call, known = played.calls[number], self.head.calls[place]
+            now, then = reads_of(call, numbers), tuple(one for one in known.reads if one not in left)
+            if (name_of(call, paths), now) != (known.name, then):
+                return f"call {place + 1} is of {name_of(call, paths)}, and was of {known.name}"
+        if len(own) + sum(map(self._may_be_left_out, left)) != len(self.head.calls):
+            return f"it makes {len(own)} calls, and made {len(self.head.calls)}"
         parts = tuple(tuple(numbers[number] for number in sorted(part) if number in own) for part in played.given)
-        if parts != self.head.parts:
+        if parts != tuple(tuple(place for place in part if place not in left) for part in self.head.parts):
             return "its calls lead to other losses"
         if self._is_patched and own and played.calls[next(iter(own))].lowers != self.head.calls[0].lowers:
             return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
@@ -237,15 +242,24 @@ class Capture:
     def _places(self, played: PlayedStep) -> tuple[dict[int, int], dict[int, int]]:
         """The numbers of the calls that the step needs, each with its place among the captured ones; and those of the
         casts which a patch has put in, each with the place of what it casts."""
-        own, casts = dict[int, int](), dict[int, int]()
+        own, casts, place = dict[int, int](), dict[int, int](), 0
         for number in order_of(played):
             call = played.calls[number]
-            if self._is_of_patch(call, len(own)):
+            if self._is_of_patch(call, place):
                 read = max(call.reads)
                 casts[number] = own[read] if read in own else casts[read]
             else:
-                own[number] = len(own)
+                while self._may_be_left_out(place) and name_of(call, {}) != self.head.calls[place].name:
+                    place += 1
+                own[number] = place
+                place += 1
         return own, casts
+
+    def _may_be_left_out(self, place: int) -> bool:
+        """Whether a captured call only casts what the script gave it, such as a target: where a patch has made FP32 of
+        what that was cast to the format of, nothing is cast any more."""
+        known = self.head.calls[place : place + 1]
+        return self._is_patched and any(call.name in CASTS and not call.reads for call in known)
 
     def _is_of_patch(self, call: TapedCall, place: int) -> bool:
         """Whether it is a cast to FP32, where the captured step has made none."""
@@ -331,6 +345,7 @@ class Capture:
             calls[number] = replace(call, lowers=lowers, has_gradients=captured.has_gradients, random_state=state)
             before = next(part[number] for part in live.given if number in part)
             try:
+                unpacking.uncast = self._uncast(captured, {*numbers.values()}, unpacking)
                 given[number] = tuple(unpacking.of(captured.given, list(before)))
                 if self._is_patched:
                     given[number] = _with_dtypes(given[number], before)
@@ -338,6 +353,14 @@ class Capture:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
         parts = tuple({number: given.get(number, part[number]) for number in part} for part in live.given)
         return replace(live, calls=calls, given=parts)
+
+    def _uncast(self, captured: CapturedCall, places: Collection[int], unpacking: Unpacking) -> torch.Tensor | None:
+        """What a call is given in the place of what a cast had made of it that a patch has left out."""
+        left = [place for place in captured.reads if place not in places]
+        if len(left) != 1:
+            return None
+        args, _ = unpacking.of(self.head.calls[left[0]].given)
+        return args[0] if args and isinstance(args[0], torch.Tensor) else None
 
 
 def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:

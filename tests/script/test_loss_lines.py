@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,16 @@ def plain(out):
     return F.cross_entropy(logits, zeros)
 
 
+def targeted(out):
+    return (out * 4096 * target.to(out.dtype)).mean() / 1e6
+
+
+def targeted_twice(out):
+    return ((out - target.to(out.dtype)) * (out - target.type_as(out))).mean() / 1e6
+
+
 for step in range(5):
-    x = torch.randn(16, 8).cuda() * size
+    x, target = torch.randn(16, 8).cuda() * size, torch.randn(16, 8).cuda() * gain * (step + 1)
     with torch.autocast("cuda", dtype=torch.float16):
         loss = globals()[kind](model(x))
     optimizer.zero_grad()
@@ -95,6 +104,28 @@ def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain
     record, patch, _ = suggested(tmp_path, kind, gain)
     assert record.verification is not None
     assert (record.verification.passed, added(patch)) == (True, lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned"),
+    [
+        ("targeted", "(out.float() * 4096 * target.float()).mean() / 1e6"),
+        (
+            "targeted_twice",
+            "((out.float() - target.float()) * (out.float() - target.type_as(out.float()))).mean() / 1e6",
+        ),
+    ],
+)
+def test_a_target_that_is_cast_no_more_is_the_captured_one(tmp_path: Path, kind: str, returned: str) -> None:
+    record, patch, _ = suggested(tmp_path, kind, "900", "1")
+    assert record.verification is not None
+    assert (record.verification.passed, added(patch)) == (True, [OFF, f"return {returned}"])
+    told = {step.name: step.detail for step in record.verification.steps}
+    losses = re.fullmatch(r"healthy; loss (.+), (.+) in FP32", told["the failing step (1)"])
+    assert losses is not None
+    in_fp32 = next(made.replays[1] for made in read_record(tmp_path / "r.json").investigations if made.step == 1)
+    assert in_fp32.dtype == "float32"
+    assert [float(one) for one in losses.groups()] == pytest.approx([in_fp32.loss] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["contrasted", "summed", "plain"])
