@@ -105,7 +105,7 @@ class Interrupt(Observer):
 
 
 RUNS: dict[str, Callable[[], Record]] = {
-    "scan_healthy": zoo("scan", "residual_add", overrides=("model.args.size=10.0",)),
+    "scan_healthy": zoo("scan", "residual_add", overrides=("model.args.size=10.0", "precision.loss_scale.init=1024")),
     "scan_calibration": zoo("scan", "calibration"),
     "scan_forward_overflow": zoo("scan", "scores_before_scaling"),
     "scan_gradient_overflow": zoo("scan", "gradient_overflow"),
@@ -156,6 +156,7 @@ def settled(record: Record) -> Record:
         record,
         created="2025-01-02T03:04:05Z",
         elapsed=12.3,
+        config_folder="" if record.config_folder.startswith("..") else record.config_folder,
         environment=replace(ENVIRONMENT, notes=record.environment.notes),
         trials=tuple(replace(trial, seconds=0.3) for trial in record.trials),
         handover=replace(record.handover, folder="/home/me") if record.handover is not None else None,
