@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
-from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.divergence import DIVERGENCE
+from ampdbg.diagnosis.oscillation import GROWTH, grows_too_often, just_grown, oscillation
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
@@ -24,7 +24,7 @@ from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, Step
 
-CALIBRATION, RUNAWAY, OSCILLATION = "scale-calibration", "scale-runaway", "scale-oscillation"
+CALIBRATION, RUNAWAY = "scale-calibration", "scale-runaway"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""
@@ -32,17 +32,11 @@ LIMITLESS = 2.0**32
 SELDOM = 4
 """A loss scale that follows growing gradients skips at most one step in so many."""
 
-TOO_OFTEN = 8
-"""More than one step in so many that is skipped because the scale has just grown is more than a try now and then."""
-
 SETTLING_STEPS = 20
 """Skips within so many steps of the start (or a tenth of the run, if longer) settle the scale."""
 
 SKIPS_IN_A_ROW = 5
 """So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
-
-GROWTH = 2.0
-"""A scaler multiplies its scale by so much at a time, and divides it by so much (``GradScaler``'s own factors)."""
 
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
@@ -61,8 +55,8 @@ def skips(record: Record) -> Iterator[Finding]:
     lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
-    if not faults and _grows_too_often(record):
-        yield _oscillation(record)
+    if not faults and grows_too_often(record):
+        yield oscillation(record)
     elif _follows_gradients(lows, investigated, record):
         yield _growth(lows, record)
     elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):
@@ -107,17 +101,13 @@ def settled_at(steps: Sequence[Step]) -> float | None:
 def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
     """The skipped steps that neither a start, in a run of ``ran`` steps, nor a scale just grown explains."""
     settling = max(SETTLING_STEPS, ran // 10)
-    grown = _just_grown(steps)
+    grown = just_grown(steps)
     starts = _starts(steps)
     return [
         step
         for step in steps
         if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
     ]
-
-
-def _just_grown(steps: Sequence[Step]) -> set[int]:
-    return {now.step for before, now in pairwise(steps) if now.scale > before.scale}
 
 
 def _starts(steps: Sequence[Step]) -> list[int]:
@@ -333,42 +323,6 @@ def _collapse(start: int, lows: int, record: Record) -> Finding:
         evidence={"first_scale": first, "last_scale": last, "new_lows": lows},
         root=0,
     )
-
-
-def _tries(steps: Sequence[Step]) -> list[Step]:
-    """The skipped steps whose scale had just grown."""
-    grown = _just_grown(steps)
-    return [step for step in steps if step.skipped and step.step in grown]
-
-
-def _grows_too_often(record: Record) -> bool:
-    """Whether much of the training is lost to tries of a larger scale, which else does not fall."""
-    taken = [step.scale for step in record.steps if not step.skipped]
-    are_many = len(_tries(record.steps)) > max(SKIPS_IN_A_ROW, record.steps_run // TOO_OFTEN)
-    return are_many and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
-
-
-def _oscillation(record: Record) -> Finding:
-    tries, interval = _tries(record.steps), mode(_steps_to_grow(record.steps))
-    behind = counted(interval, "taken step") if interval > 1 else "every taken step"
-    return finding_of(
-        OSCILLATION,
-        tries[0].step,
-        "backward",
-        f"the loss scale grows after {behind} (growth_interval={interval}), and {len(tries):,} of "
-        f"{record.steps_run:,} steps were skipped right behind that",
-        evidence={"skipped": len(tries), "growth_interval": interval},
-    )
-
-
-def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:
-    """How many steps were taken before each growth, since a skip or the growth before it."""
-    taken = 0
-    for before, now in pairwise(steps):
-        taken = 0 if before.skipped else taken + now.step - before.step
-        if now.scale > before.scale:
-            yield taken
-            taken = 0
 
 
 def _growth(lows: Sequence[Step], record: Record) -> Finding:

@@ -293,12 +293,10 @@ class OpenPass:
         if noted is not None:
             noted.has_returned = True
             self._random_states.after_a_call()
-        leaves = {id(tensor) for _, tensor in leaves_of(result)}
         for path, tensor in made_in(result):
             if not tensor.requires_grad:
                 continue
-            # The one spread of a distribution is no loss.
-            held, is_scalar = weakref.ref(tensor), tensor.numel() == 1 and id(tensor) in leaves
+            held, is_scalar = weakref.ref(tensor), tensor.numel() == 1 and _is_given_itself(tensor, result)
             if is_scalar and self._trains:  # also of a module without weights: a loss of what functions made of them
                 self._scalars.append(held)
             if noted is not None:
@@ -350,6 +348,11 @@ def _hands_on(module: torch.nn.Module) -> bool:
 
 def _is_of_ddp(module: torch.nn.Module | None) -> bool:
     return DistributedDataParallel in type(module).__mro__  # of an abstract class `isinstance` takes ten times as long
+
+
+def _is_given_itself(tensor: torch.Tensor, result: Any) -> bool:
+    """Whether it is no attribute of an object in what a call gives: the one spread of a distribution is no loss."""
+    return tensor is result or any(tensor is leaf for _, leaf in leaves_of(result))
 
 
 @dataclass(frozen=True)
