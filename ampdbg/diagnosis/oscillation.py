@@ -1,17 +1,22 @@
-"""A loss scale that is tried larger so often that much of the training is lost to it (no torch)."""
+"""A loss scale that is raised so often, by its scaler or by a new one, that much of the training is lost to it (no
+torch)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import groupby, pairwise, takewhile
+from math import isfinite
+from operator import attrgetter
 from statistics import mode
 
+from ampdbg import quantities
 from ampdbg.quantities import counted
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
 
-OSCILLATION = "scale-oscillation"
+OSCILLATION, RESTART = "scale-oscillation", "scale-restart"
 
 GROWTH = 2.0
 """A scaler multiplies its scale by so much at a time, and divides it by so much (``GradScaler``'s own factors)."""
@@ -34,16 +39,17 @@ def _tries(steps: Sequence[Step]) -> list[Step]:
     return [step for step in steps if step.skipped and step.step in grown]
 
 
-def grows_too_often(record: Record) -> bool:
-    """Whether much of the training is lost to tries of a larger scale, which else does not fall."""
-    taken = [step.scale for step in record.steps if not step.skipped]
-    are_many = len(_tries(record.steps)) > max(FEW_TRIES, record.steps_run // TOO_OFTEN)
-    return are_many and bool(taken) and taken[-1] * GROWTH**2 >= taken[0]
+def _are_many(tries: int, record: Record) -> bool:
+    return tries > max(FEW_TRIES, record.steps_run // TOO_OFTEN)
 
 
-def oscillation(record: Record) -> Finding:
-    """``scale-oscillation``: how often the scale grows, and what its tries have cost."""
-    tries, interval = _tries(record.steps), mode(_steps_to_grow(record.steps))
+def oscillation(record: Record) -> Finding | None:
+    """``scale-oscillation``: how often the scale grows, and what its tries have cost; None where they are few, or
+    where the scale falls all the same."""
+    tries, taken = _tries(record.steps), [step.scale for step in record.steps if not step.skipped]
+    if not (_are_many(len(tries), record) and taken and taken[-1] * GROWTH**2 >= taken[0]):
+        return None
+    interval = mode(_steps_to_grow(record.steps))
     behind = counted(interval, "taken step") if interval > 1 else "every taken step"
     return finding_of(
         OSCILLATION,
@@ -53,6 +59,41 @@ def oscillation(record: Record) -> Finding:
         f"{record.steps_run:,} steps were skipped right behind that",
         evidence={"skipped": len(tries), "growth_interval": interval},
     )
+
+
+def restart(record: Record) -> Finding | None:
+    """``scale-restart``: how often a new scaler takes the place of the last, and what it costs until its scale has
+    settled; None where there is one scaler, or scalers that take turns, or where hardly a step is lost."""
+    first, *later = _scalers_in_a_row(record.steps)
+    lost = [step for steps in later for step in takewhile(lambda step: step.skipped, steps) if isfinite(step.loss)]
+    if not _are_many(len(lost), record):
+        return None
+    begun, taken = later[-1][0], [step.scale for step in record.steps if not step.skipped]
+    apart = _apart([first, *later])
+    found = finding_of(
+        RESTART,
+        lost[0].step,
+        "backward",
+        f"{len(later) + 1:,} scalers follow one another: a new one, at a loss scale of "
+        f"{quantities.scale(begun.scale)}, every {counted(apart, 'step') if apart > 1 else 'step'}; {len(lost):,} of "
+        f"{record.steps_run:,} steps were skipped while those behind the first settled",
+        severity="warning" if taken else "error",
+        evidence={"skipped": len(lost), "scalers": len(later) + 1},
+    )
+    at = f", or begin with GradScaler(init_scale={min(taken):g})" if taken and min(taken) < begun.scale else ""
+    return replace(found, remedy=f"{found.remedy}{at}")
+
+
+def _scalers_in_a_row(steps: Sequence[Step]) -> list[list[Step]]:
+    """The steps of each scaler, in order; all in one where a scaler has come back, as where two take turns."""
+    scaled = [step for step in steps if step.scaler]
+    rows = [list(row) for _, row in groupby(scaled, attrgetter("scaler"))]
+    return rows if len(rows) == len({step.scaler for step in scaled}) > 0 else [scaled]
+
+
+def _apart(rows: Sequence[Sequence[Step]]) -> int:
+    """How many steps lie between the beginnings of two scalers, most often."""
+    return mode(now[0].step - before[0].step for before, now in pairwise(rows))
 
 
 def _steps_to_grow(steps: Sequence[Step]) -> Iterator[int]:

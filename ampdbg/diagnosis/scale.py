@@ -15,7 +15,7 @@ from ampdbg import quantities
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.divergence import DIVERGENCE
-from ampdbg.diagnosis.oscillation import GROWTH, grows_too_often, just_grown, oscillation
+from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
@@ -48,15 +48,16 @@ def skips(record: Record) -> Iterator[Finding]:
     A skipped step that a lower scale would have come through is calibration, unless the scale goes on
     falling; one that no scale cures is a fault, however seldom.
     """
-    record = of_one_scaler(record)
+    anew, record = restart(record), of_one_scaler(record)
     skipped = [step for step in record.steps if step.skipped]
     if not skipped:
         return
     lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
     faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
-    if not faults and grows_too_often(record):
-        yield oscillation(record)
+    raised = anew or oscillation(record)
+    if raised is not None and not faults:
+        yield raised
     elif _follows_gradients(lows, investigated, record):
         yield _growth(lows, record)
     elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from itertools import count, islice
 from typing import Any
@@ -250,19 +250,23 @@ class Calls:
         return found
 
     def number_of(self, actor: Any) -> int:
-        """A number for a scaler or scheduler, from 1; one that has gone may leave its number to another."""
-        number = self._numbers.get(id(actor), 0)
+        """A number for a scaler or scheduler, from 1, which no other gets when this one has gone."""
+        key = id(actor)
+        number = self._numbers.get(key, 0)
         if not number:
-            number = self._numbers.setdefault(id(actor), next(self._count))  # in one step: threads may ask at once
-        alive = self._actors.get(number)
-        if alive is None or alive() is not actor:
-            self._actors[number] = weakref.ref(actor)
+            number = self._numbers.setdefault(key, next(self._count))  # in one step: threads may ask at once
+            self._actors[number] = weakref.ref(actor, partial(_forget, self._numbers, self._actors, key))
         return number
 
     def _actor(self, number: int) -> Any:
         """Whose number that is; None of 0, and of one that has gone."""
         alive = self._actors.get(number)
         return None if alive is None else alive()
+
+
+def _forget(numbers: dict[int, int], actors: dict[int, weakref.ref[Any]], key: int, _: object) -> None:
+    """An id is another object's once its own has gone."""
+    actors.pop(numbers.pop(key, 0), None)
 
 
 @lru_cache(maxsize=64)

@@ -141,6 +141,16 @@ _ALL = (
         severity="warning",
     ),
     Code(
+        "scale-restart",
+        GRADIENTS,
+        "other",
+        "make the GradScaler once, in front of the loop",
+        "The loss scale begins anew too often: {skips}.",
+        counts_against_a_patch=False,
+        harms_forward=False,
+        severity="warning",
+    ),
+    Code(
         "scale-collapse",
         GRADIENTS,
         "other",

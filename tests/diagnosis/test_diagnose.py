@@ -181,6 +181,53 @@ def test_a_scaler_that_is_made_anew_again_and_again_and_takes_no_step_is_not_sai
     assert "scale-oscillation" not in [finding.code for finding in diagnose(record_of(steps)).findings]
 
 
+def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
+    """The steps of scalers that follow one another, from a string each."""
+    steps: list[Step] = []
+    for scaler, pattern in enumerate(patterns, start=1):
+        made = (replace(step, step=len(steps) + step.step, scaler=scaler, loss=loss) for step in steps_of(pattern))
+        steps += list(made)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("patterns", "severity", "skipped", "says"),
+    [
+        (["xxx."] * 10, "warning", 27, "every 4 steps; 27 of 40 steps were skipped"),
+        (["xxxxxx" + "." * 14] * 5, "warning", 24, "a new one, at a loss scale of 65,536, every 20 steps"),
+        (["xxxx"] * 10, "error", 36, "every 4 steps; 36 of 40 steps were skipped"),
+        (["x"] * 20, "error", 19, "every step; 19 of 20 steps were skipped"),
+    ],
+)
+def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
+    patterns: list[str], severity: str, skipped: int, says: str
+) -> None:
+    record = diagnose(record_of(scalers_of(*patterns)))
+    [finding] = record.findings
+    assert (finding.code, finding.severity, record.verdict) == ("scale-restart", severity, "other")
+    assert finding.evidence == {"skipped": skipped, "scalers": len(patterns)}
+    assert says in finding.message
+    assert ("GradScaler(init_scale=" in finding.remedy) is (severity == "warning")
+    assert headline(record).sentence.startswith("The loss scale begins anew too often: ")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        scalers_of("xx" + "." * 40, "xx" + "." * 40, "x" + "." * 40),  # the folds of a cross-validation
+        scalers_of("xxxxxxxxxx" + "." * 30, "." * 30),  # the first alone has to settle
+        [replace(step, scaler=1 + step.step % 2) for step in steps_of("x" * 12 + "." * 28)],  # two that take turns
+    ],
+)
+def test_scalers_that_cost_hardly_a_step_or_take_turns_are_healthy(steps: list[Step]) -> None:
+    assert diagnose(record_of(steps)).verdict == "healthy"
+
+
+def test_losses_that_are_not_finite_are_no_matter_of_a_new_scaler() -> None:
+    record = diagnose(record_of(scalers_of(*["NNN"] * 10, loss=math.nan)))
+    assert "scale-restart" not in [finding.code for finding in record.findings]
+
+
 def test_a_long_run_that_leaves_healthy_steps_out_tells_the_interval_all_the_same() -> None:
     steps = steps_of("...x" * 30, 3)
     kept = [step for step in steps if step.skipped or step.step < 20 or step.step % 4 != 1]
