@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ampdbg.agreement import is_finite, keeps_its_gradients
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.cause import WEIGHTS_GREW
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import survivor
-from ampdbg.errors import UserCodeError
+from ampdbg.errors import UserCodeError, WorkloadError
 from ampdbg.formats import FloatFormat
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.experiment import Experiment
@@ -23,7 +25,7 @@ from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import counted, number
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.pins import Outcome, Search, Strategy
+from ampdbg.record.pins import OWN, Outcome, Search, Strategy
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record
 from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
@@ -117,12 +119,23 @@ def search(
         needless = _without_a_search(record, failing, strategy)
         record = replace(record, search=needless)
         if needless is None:
+            _refuse_names(run.workload.model)
             try:
                 with weights_of(run.workload.model, failing[0]):
                     record = _searched(run, record, failing, strategy, max_trials, observer)
             except KeyboardInterrupt:  # before the first trial has ended
                 record = replace(record, interrupted=True)
     return Bisected(run, replace(record, elapsed=run.elapsed), tuple(failing))
+
+
+def _refuse_names(model: torch.nn.Module) -> None:
+    """A pin of such a name would be another module's, or none's."""
+    for name, _ in model.named_modules():
+        if name.endswith(OWN):
+            raise WorkloadError(
+                f"a module is named {name!r}; allowed: a name that does not end in {OWN!r}, which says in a pin that a "
+                "module's own lines alone are meant. Give the module another name"
+            )
 
 
 def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) -> list[FailingStep]:

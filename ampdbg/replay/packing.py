@@ -6,6 +6,7 @@ reads it has the like of it at hand, from the same code that has run again.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections import deque
@@ -165,8 +166,13 @@ class Unpacking:
         self._device = device
         self._kinds = Kinds()
         self._met: dict[str, torch.Tensor] = {}
-        self.uncast: torch.Tensor | None = None
-        """What is taken where an earlier call had made a tensor, and the like of it is one that none has made."""
+        self._own: torch.Tensor | None = None
+
+    def with_own(self, own: torch.Tensor | None) -> Unpacking:
+        """One that takes ``own`` where an earlier call had made a tensor, and none has made the like of it."""
+        other = copy.copy(self)
+        other._own = own
+        return other
 
     def of(self, packed: Any, live: Any = None) -> Any:
         """The value; ``live`` is the like of it, which is taken where the value was not written.
@@ -196,7 +202,7 @@ class Unpacking:
         return array if packed.get("shape") else array[()]
 
     def _live(self, name: Any, packed: Mapping[str, Any], live: Any) -> Any:
-        own = self.uncast if name == _MADE and isinstance(live, torch.Tensor) else None
+        own = self._own if name == _MADE and isinstance(live, torch.Tensor) else None
         if own is not None and (own.dtype, own.shape) == (live.dtype, live.shape):
             return own
         return _checked(live, str(name))

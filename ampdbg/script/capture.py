@@ -7,12 +7,11 @@ one runs no code: the calls themselves are made again by the script, which is st
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,20 +26,17 @@ from ampdbg.record.file import from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import Why
-from ampdbg.replay.open_pass import PassEnd
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
-from ampdbg.replay.played_step import PlayedStep, TapedCall
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
+from ampdbg.script.captured_calls import CapturedCall, Match
 from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 FORMAT, VERSION = "ampdbg.capture", 1
-
-CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
-"""What casts to the format of another tensor."""
 
 IN_A_GROUP = "WORLD_SIZE"
 """The environment has this where a launcher, or the user, tells a script to train in a group, of one process too."""
@@ -67,19 +63,6 @@ class Start:
     def is_of_group(self) -> bool:
         """Whether it trained in a group of processes, be it of one."""
         return self.processes > 1 or IN_A_GROUP in self.environment
-
-
-@dataclass(frozen=True)
-class CapturedCall:
-    """One call: ``name`` says of what, ``reads`` which earlier ones it takes results from, ``given`` is packed."""
-
-    name: str
-    reads: tuple[Count, ...]
-    given: Any
-    lowers: bool
-    has_gradients: bool
-    writes: bool
-    random_state: Count
 
 
 @dataclass(frozen=True)
@@ -114,35 +97,6 @@ class Head:
     computed: tuple[str, ...] = ()
     format: str = FORMAT
     version: int = VERSION
-
-
-# The calls of a step
-
-
-def order_of(played: PlayedStep) -> dict[int, int]:
-    """The numbers of the calls that the step needs, each with its place among them."""
-    return {number: place for place, number in enumerate(sorted({number for part in played.given for number in part}))}
-
-
-def paths_in(model: torch.nn.Module) -> dict[int, str]:
-    """The paths of the model's modules by ``id``."""
-    return {id(module): name or "the model" for name, module in model.named_modules()}
-
-
-def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
-    """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
-    function = call.function.module if isinstance(call.function, PassEnd) else call.function
-    if isinstance(function, torch.nn.Module):
-        return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
-    with contextlib.suppress(Exception):  # it is no function of torch's
-        if name := torch.overrides.resolve_name(function):
-            return str(name)
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
-    """The places of the calls that a call takes results from."""
-    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
 
 
 # To read one
@@ -219,52 +173,9 @@ class Capture:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))
 
-    def why_not(self, played: PlayedStep, model: torch.nn.Module) -> str:
-        """Why a step of the script that was started again is not of the same calls; "" where it is."""
-        paths, (own, casts) = paths_in(model), self._places(played)
-        numbers, left = {**own, **casts}, {*range(len(self.head.calls))}.difference(own.values())
-        for number, place in own.items():
-            if place >= len(self.head.calls):
-                break
-            call, known = played.calls[number], self.head.calls[place]
-            now, then = reads_of(call, numbers), tuple(one for one in known.reads if one not in left)
-            if (name_of(call, paths), now) != (known.name, then):
-                return f"call {place + 1} is of {name_of(call, paths)}, and was of {known.name}"
-        if len(own) + sum(map(self._may_be_left_out, left)) != len(self.head.calls):
-            return f"it makes {len(own)} calls, and made {len(self.head.calls)}"
-        parts = tuple(tuple(numbers[number] for number in sorted(part) if number in own) for part in played.given)
-        if parts != tuple(tuple(place for place in part if place not in left) for part in self.head.parts):
-            return "its calls lead to other losses"
-        if self._is_patched and own and played.calls[next(iter(own))].lowers != self.head.calls[0].lowers:
-            return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
-        return ""
-
-    def _places(self, played: PlayedStep) -> tuple[dict[int, int], dict[int, int]]:
-        """The numbers of the calls that the step needs, each with its place among the captured ones; and those of the
-        casts which a patch has put in, each with the place of what it casts."""
-        own, casts, place = dict[int, int](), dict[int, int](), 0
-        for number in order_of(played):
-            call = played.calls[number]
-            if self._is_of_patch(call, place):
-                read = max(call.reads)
-                casts[number] = own[read] if read in own else casts[read]
-            else:
-                while self._may_be_left_out(place) and name_of(call, {}) != self.head.calls[place].name:
-                    place += 1
-                own[number] = place
-                place += 1
-        return own, casts
-
-    def _may_be_left_out(self, place: int) -> bool:
-        """Whether a captured call only casts what the script gave it, such as a target: where a patch has made FP32 of
-        what that was cast to the format of, nothing is cast any more."""
-        known = self.head.calls[place : place + 1]
-        return self._is_patched and any(call.name in CASTS and not call.reads for call in known)
-
-    def _is_of_patch(self, call: TapedCall, place: int) -> bool:
-        """Whether it is a cast to FP32, where the captured step has made none."""
-        is_cast = self._is_patched and call.function is torch.Tensor.float and bool(call.reads)
-        return is_cast and not any(known.name == "torch.Tensor.float" for known in self.head.calls[place : place + 1])
+    def match(self, played: PlayedStep) -> Match:
+        """Which call of a step of the script that was started again is which of the captured ones."""
+        return Match(self.head.calls, self.head.parts, played, is_patched=self._is_patched)
 
     def put_into(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
         """Gives the model and its optimizers what the step had; returns notes on what could not be given.
@@ -334,19 +245,18 @@ class Capture:
         Raises:
             PackedError: it was given what is not written, and the other step has nothing like it.
         """
-        unpacking = self.unpacking(device)
-        numbers, _ = self._places(live)
+        unpacking, match = self.unpacking(device), self.match(live)
         calls, given = list(live.calls), {}
         states = [unpacked_random_state(packed, unpacking) for packed in self.head.random_states]
-        for number, place in numbers.items():
+        for number, place in match.own.items():
             call, captured = live.calls[number], self.head.calls[place]
             state = states[captured.random_state]
             lowers = captured.lowers and (call.lowers or not self._is_patched)
             calls[number] = replace(call, lowers=lowers, has_gradients=captured.has_gradients, random_state=state)
             before = next(part[number] for part in live.given if number in part)
             try:
-                unpacking.uncast = self._uncast(captured, {*numbers.values()}, unpacking)
-                given[number] = tuple(unpacking.of(captured.given, list(before)))
+                own = unpacking.with_own(_first_of(match.left_out_before(place), unpacking))
+                given[number] = tuple(own.of(captured.given, list(before)))
                 if self._is_patched:
                     given[number] = _with_dtypes(given[number], before)
             except PackedError as error:
@@ -354,13 +264,11 @@ class Capture:
         parts = tuple({number: given.get(number, part[number]) for number in part} for part in live.given)
         return replace(live, calls=calls, given=parts)
 
-    def _uncast(self, captured: CapturedCall, places: Collection[int], unpacking: Unpacking) -> torch.Tensor | None:
-        """What a call is given in the place of what a cast had made of it that a patch has left out."""
-        left = [place for place in captured.reads if place not in places]
-        if len(left) != 1:
-            return None
-        args, _ = unpacking.of(self.head.calls[left[0]].given)
-        return args[0] if args and isinstance(args[0], torch.Tensor) else None
+
+def _first_of(cast: CapturedCall | None, unpacking: Unpacking) -> torch.Tensor | None:
+    """What a cast was given."""
+    args, _ = unpacking.of(cast.given) if cast is not None else ((), {})
+    return args[0] if args and isinstance(args[0], torch.Tensor) else None
 
 
 def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -27,18 +27,8 @@ from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, 
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.script.capture import (
-    FORMAT,
-    IN_A_GROUP,
-    CapturedCall,
-    CaptureError,
-    Head,
-    Start,
-    name_of,
-    order_of,
-    paths_in,
-    reads_of,
-)
+from ampdbg.script.capture import FORMAT, IN_A_GROUP, CaptureError, Head, Start
+from ampdbg.script.captured_calls import CapturedCall, name_of, order_of, paths_in, reads_of
 from ampdbg.script.launch import Script, launched_as
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import has_its_state, why_in_parts

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.step_data import blamed_data, snapshot_of
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
+from ampdbg.script.captured_calls import Difference
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
@@ -172,7 +174,7 @@ class _Taking:
         self._capture = capture
         self._use = use
         self._steps, self._began = 0, time.monotonic()
-        self._last = "the first one shows what it trains: it has to make two"
+        self._nearest = Difference(-1, "the first one shows what it trains: it has to make two")
         self._names = CallNames()
         self._entered = ExitStack()
         self.open_pass = OpenPass(self.watcher, self._next_begins)
@@ -186,8 +188,10 @@ class _Taking:
             return f"{name} could not be followed: {self.watcher.failure}"
         if not self._steps:
             return f"{name} {NO_STEP}"
+        nearest = "in the one most like it, " if self._steps > 1 else ""
         return (
-            f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; {self._last}"
+            f"{name} made no step like the captured one, of {counted(self._steps, 'step')} that it made; "
+            f"{nearest}{self._nearest.reason}"
         )
 
     def begin_when_known(self) -> None:
@@ -248,9 +252,13 @@ class _Taking:
 
     def _take(self, played: PlayedStep | None, why_not: str) -> None:
         model = self.watcher.models.together()
-        self._last = why_not if played is None else self._capture.why_not(played, model)
-        if played is None or self._last:
-            return
+        different = self._capture.match(played).why_not(model) if played is not None else Difference(0, why_not)
+        if different is not None:
+            self._nearest = max(different, self._nearest, key=attrgetter("alike"))
+        elif played is not None:
+            self._use_once(played, model)
+
+    def _use_once(self, played: PlayedStep, model: torch.nn.Module) -> None:
         self.is_used = True
         self.end()
         torch.clear_autocast_cache()

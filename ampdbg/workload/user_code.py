@@ -52,7 +52,8 @@ class UserCode:
                 yield
             except (AmpdbgError, KeyboardInterrupt):
                 raise
-            except BaseException as error:
+            except BaseException as caught:  # noqa: BLE001 - it goes on as the cause of another
+                error = _readable(caught)
                 message = "\n".join(part for part in (f"{doing} raised {_in_a_line(error)}", details()) if part)
                 raise UserCodeError(message, user_traceback(error)) from error
 
@@ -67,7 +68,8 @@ class UserCode:
             yield
         except (AmpdbgError, KeyboardInterrupt):
             raise
-        except BaseException as error:
+        except BaseException as caught:
+            error = _readable(caught)
             # A generator of ampdbg's that theirs stands in makes this of a StopIteration.
             raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
             if not _came_from_users(raised):
@@ -87,6 +89,17 @@ class UserCode:
                     sys.path.remove(entry)
             if after in sys.path:
                 del sys.path[-1 - sys.path[::-1].index(after)]
+
+
+def _readable(error: BaseException) -> BaseException:
+    """The exception that is being handled; one in its place where its class lets nothing of it be read."""
+    _, _, came_through = sys.exc_info()
+    try:
+        error.__class__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018 - theirs may raise
+    except Exception:  # noqa: BLE001 - whatever it is, Python itself cannot print it
+        unreadable = RuntimeError(f"an exception, {type(error).__name__}, whose attributes cannot be read")
+        return unreadable.with_traceback(came_through)
+    return error
 
 
 def user_traceback(error: BaseException) -> str:

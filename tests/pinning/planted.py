@@ -121,6 +121,18 @@ def name_of(culprit: int, depth: int = 6) -> str:
     return f"blocks.{culprit // depth}.layers.{culprit % depth}"
 
 
+class Named(nn.Module):
+    """One spike, of this name in a ModuleDict."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict({name: Spike(), "steady": Steady()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, part: part(value), self.parts.values(), x)
+
+
 class Shared(nn.Module):
     """One spike that is called three times, and overflows in the third call alone."""
 

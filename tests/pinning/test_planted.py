@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from ampdbg.config.file import load_config
+from ampdbg.errors import WorkloadError
 from ampdbg.pinning import bisection
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
@@ -260,3 +261,14 @@ def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(exces
     assert_found(record, "spike")
     assert record.search is not None
     assert (record.search.repeats, record.search.set_scale) == (1, 64.0)
+
+
+@pytest.mark.parametrize("name", ["x:own", ":own"])
+def test_a_module_whose_name_ends_as_a_pin_of_own_lines_does_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkloadError, match=f"a module is named 'parts.{name}'; allowed: a name that does not end in"):
+        bisected(tmp_path, "Named", {"name": name})
+
+
+@pytest.mark.parametrize("name", ["*", "own", "x:y", "[0]"])
+def test_a_module_whose_name_is_a_pattern_is_pinned_as_it_is(tmp_path: Path, name: str) -> None:
+    assert [pin.name for pin in bisected(tmp_path, "Named", {"name": name}).pins] == [f"parts.{name}"]

@@ -34,6 +34,11 @@ class NoText(Exception):
         raise RuntimeError("no text")
 
 
+class Unreadable(Exception):
+    def __getattribute__(self, name):
+        raise RuntimeError("no " + name)
+
+
 class OtherText(Exception):
     def __str__(self):
         return 3
@@ -147,6 +152,10 @@ RAISED = {
     "SystemExit": ("sys.exit(3)", "raised SystemExit: 3; keep what a script does"),
     "no text": ("raise NoText", "raised NoText"),
     "a text that exits": ("raise ExitText", "raised ExitText"),
+    "no attribute": (
+        "raise Unreadable",
+        "raised RuntimeError: an exception, Unreadable, whose attributes cannot be read",
+    ),
     "another text": ("raise OtherText", "raised OtherText"),
     "half a surrogate pair": (r'raise ValueError("bad \udc80 name")', "raised ValueError: bad ? name"),
     "a very long text": ('raise ValueError("x" * 10**6)', "raised ValueError: xxx"),
@@ -183,6 +192,12 @@ def test_a_stop_iteration_is_theirs_though_a_loop_of_ours_runs_above_it(place: s
     assert "in boom" in error.user_traceback
     assert isinstance(error.record, Record)
     assert len(error.record.steps) == 3
+
+
+def test_an_exception_whose_attributes_cannot_be_read_is_theirs_outside_of_a_step_too(tmp_path: Path) -> None:
+    error = failed(tmp_path, "named_parameters", "raise Unreadable")
+    assert "Unreadable, whose attributes cannot be read" in str(error)
+    assert "in boom" in error.user_traceback
 
 
 @pytest.mark.parametrize("name", RAISED)

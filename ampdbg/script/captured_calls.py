@@ -1,0 +1,145 @@
+"""The calls of a captured step, and which of them a step makes again that comes of the same script."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdbg.record.findings import Count
+from ampdbg.replay.open_pass import PassEnd
+from ampdbg.replay.played_step import PlayedStep, TapedCall
+
+CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
+"""What casts to the format of another tensor."""
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """One call: ``name`` says of what, ``reads`` which earlier ones it takes results from, ``given`` is packed."""
+
+    name: str
+    reads: tuple[Count, ...]
+    given: Any
+    lowers: bool
+    has_gradients: bool
+    writes: bool
+    random_state: Count
+
+
+def order_of(played: PlayedStep) -> dict[int, int]:
+    """The numbers of the calls that the step needs, each with its place among them."""
+    return {number: place for place, number in enumerate(sorted({number for part in played.given for number in part}))}
+
+
+def paths_in(model: torch.nn.Module) -> dict[int, str]:
+    """The paths of the model's modules by ``id``."""
+    return {id(module): name or "the model" for name, module in model.named_modules()}
+
+
+def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
+    """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
+    function = call.function.module if isinstance(call.function, PassEnd) else call.function
+    if isinstance(function, torch.nn.Module):
+        return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
+    with contextlib.suppress(Exception):  # it is no function of torch's
+        if name := torch.overrides.resolve_name(function):
+            return str(name)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
+    """The places of the calls that a call takes results from."""
+    return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Why a step is not of the captured calls, and how many of its first ones are."""
+
+    alike: int
+    reason: str
+
+
+class Match:
+    """Which call of a step, of the script that was started again, is which of the captured ones.
+
+    ``own`` has the number of each call that the step needs with its place among the captured ones, ``casts`` those
+    that a patch has put in, each with the place of what it casts, and ``left`` the places that no call has.
+
+    Args:
+        captured: the calls of the captured step, in order.
+        parts: the places of those of each part of it.
+        played: the step.
+        is_patched: its code has a patch, which may put casts in and leave others out.
+    """
+
+    def __init__(
+        self, captured: Sequence[CapturedCall], parts: Sequence[Sequence[int]], played: PlayedStep, *, is_patched: bool
+    ) -> None:
+        self._captured, self._parts, self._played = captured, parts, played
+        self._is_patched = is_patched
+        self.own: dict[int, int] = {}
+        self.casts: dict[int, int] = {}
+        place = 0
+        for number in order_of(played):
+            call = played.calls[number]
+            if self._is_of_patch(call, place):
+                read = max(call.reads)
+                self.casts[number] = self.own[read] if read in self.own else self.casts[read]
+            else:
+                while self._may_be_left_out(place) and name_of(call, {}) != captured[place].name:
+                    place += 1
+                self.own[number] = place
+                place += 1
+        self.left = {*range(len(captured))}.difference(self.own.values())
+
+    def why_not(self, model: torch.nn.Module) -> Difference | None:
+        """Why the step is not of the same calls; None where it is."""
+        paths, numbers = paths_in(model), {**self.own, **self.casts}
+        for alike, (number, place) in enumerate(self.own.items()):
+            if other := self._other(self._played.calls[number], place, paths, numbers):
+                return Difference(alike, other)
+        reason = self._unlike_as_a_whole()
+        return Difference(len(self.own), reason) if reason else None
+
+    def _other(self, call: TapedCall, place: int, paths: Mapping[int, str], numbers: Mapping[int, int]) -> str:
+        """How a call is not the captured one of its place."""
+        if place >= len(self._captured):
+            return ""
+        known, now = self._captured[place], name_of(call, paths)
+        if now != known.name:
+            return f"call {place + 1} is of {now}, and was of {known.name}"
+        is_same = reads_of(call, numbers) == tuple(read for read in known.reads if read not in self.left)
+        return "" if is_same else f"call {place + 1}, of {now}, takes what other calls gave"
+
+    def _unlike_as_a_whole(self) -> str:
+        """What is other about the step where each of its calls is as captured."""
+        if len(self.own) + sum(map(self._may_be_left_out, self.left)) != len(self._captured):
+            return f"it makes {len(self.own)} calls, and made {len(self._captured)}"
+        parts = [[self.own[number] for number in sorted(part) if number in self.own] for part in self._played.given]
+        if parts != [[place for place in part if place not in self.left] for part in self._parts]:
+            return "its calls lead to other losses"
+        first = next(iter(self.own), None)
+        if self._is_patched and first is not None and self._played.calls[first].lowers != self._captured[0].lowers:
+            return "autocast is on in one of them, and off in the other"  # a patch begins behind the model
+        return ""
+
+    def left_out_before(self, place: int) -> CapturedCall | None:
+        """The cast that the step leaves out and a captured call takes a result from; None where it takes of several."""
+        left = [read for read in self._captured[place].reads if read in self.left]
+        return self._captured[left[0]] if len(left) == 1 else None
+
+    def _may_be_left_out(self, place: int) -> bool:
+        """Whether a captured call only casts what the script gave it, such as a target: where a patch has made FP32 of
+        what that was cast to the format of, nothing is cast any more."""
+        known = self._captured[place : place + 1]
+        return self._is_patched and any(call.name in CASTS and not call.reads for call in known)
+
+    def _is_of_patch(self, call: TapedCall, place: int) -> bool:
+        """Whether it is a cast to FP32, where the captured step has made none."""
+        is_cast = self._is_patched and call.function is torch.Tensor.float and bool(call.reads)
+        return is_cast and not any(known.name == "torch.Tensor.float" for known in self._captured[place : place + 1])

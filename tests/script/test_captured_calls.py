@@ -1,0 +1,86 @@
+"""Which call of a step is which of the captured ones, and what is said of a step that makes others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampdbg.replay.played_step import Made, PlayedStep, TapedCall
+from ampdbg.replay.random_state import RandomState
+from ampdbg.script.captured_calls import CapturedCall, Difference, Match
+
+MODEL = nn.Linear(2, 2)
+Calls = Sequence[tuple[Callable[..., Any], tuple[int, ...]]]
+
+CAPTURED = (
+    CapturedCall("the model", (), [], True, True, False, 0),
+    CapturedCall("torch.Tensor.to", (), [], True, True, False, 0),
+    CapturedCall("torch.nn.functional.mse_loss", (0, 1), [], True, True, False, 0),
+)
+"""``F.mse_loss(model(x), target.to(half))``."""
+
+AS_CAPTURED: Calls = [(MODEL, ()), (torch.Tensor.to, ()), (F.mse_loss, (0, 1))]
+WITHOUT_CAST: Calls = [(MODEL, ()), (F.mse_loss, (0,))]
+CAST_TO_FP32: Calls = [(MODEL, ()), (torch.Tensor.float, (0,)), (F.mse_loss, (1,))]
+
+
+def match_of(calls: Calls, is_patched: bool = False, lowers: bool = True) -> Match:
+    state = RandomState.now()
+    taped = [TapedCall(function, None, lowers, True, state, frozenset(reads)) for function, reads in calls]
+    given: dict[int, tuple[Any, Any]] = {number: ((), {}) for number in range(len(taped))}
+    played = PlayedStep(taped, {0: (Made(len(taped) - 1, ""),)}, "cpu", (given,))
+    return Match(CAPTURED, [range(len(CAPTURED))], played, is_patched=is_patched)
+
+
+def test_a_step_of_the_same_calls_is_told_by_each_of_them() -> None:
+    match = match_of(AS_CAPTURED)
+    assert match.why_not(MODEL) is None
+    assert (match.own, match.casts, match.left) == ({0: 0, 1: 1, 2: 2}, {}, set())
+    assert match.left_out_before(2) is None
+
+
+@pytest.mark.parametrize(
+    ("calls", "alike", "reason"),
+    [
+        ([(F.relu, ()), *AS_CAPTURED[1:]], 0, "call 1 is of torch.nn.functional.relu, and was of the model"),
+        ([*AS_CAPTURED[:2], (F.l1_loss, (0, 1))], 2, "call 3 is of torch.nn.functional.l1_loss, and was of "),
+        (
+            [*AS_CAPTURED[:2], (F.mse_loss, (1,))],
+            2,
+            "call 3, of torch.nn.functional.mse_loss, takes what other calls gave",
+        ),
+        (AS_CAPTURED[:2], 2, "it makes 2 calls, and made 3"),
+        ([*AS_CAPTURED, (F.relu, (2,))], 4, "it makes 4 calls, and made 3"),
+    ],
+)
+def test_a_step_of_other_calls_says_which_is_the_first(calls: Calls, alike: int, reason: str) -> None:
+    different = match_of(calls).why_not(MODEL)
+    assert isinstance(different, Difference)
+    assert (different.alike, different.reason[: len(reason)]) == (alike, reason)
+
+
+def test_a_patched_step_may_leave_out_the_cast_of_a_target_and_no_other_step_may() -> None:
+    match = match_of(WITHOUT_CAST, is_patched=True)
+    assert match.why_not(MODEL) is None
+    assert (match.own, match.left) == ({0: 0, 1: 2}, {1})
+    assert match.left_out_before(2) is CAPTURED[1]
+    assert match.left_out_before(0) is None
+    assert match_of(WITHOUT_CAST).why_not(MODEL) is not None
+
+
+def test_a_patched_step_may_cast_to_fp32_what_the_captured_one_did_not() -> None:
+    match = match_of(CAST_TO_FP32, is_patched=True)
+    assert match.why_not(MODEL) is None
+    assert (match.own, match.casts, match.left) == ({0: 0, 2: 2}, {1: 0}, {1})
+    assert match_of(CAST_TO_FP32).why_not(MODEL) is not None
+
+
+def test_a_patch_begins_behind_the_model() -> None:
+    different = match_of(AS_CAPTURED, is_patched=True, lowers=False).why_not(MODEL)
+    assert different == Difference(3, "autocast is on in one of them, and off in the other")
+    assert match_of(AS_CAPTURED, lowers=False).why_not(MODEL) is None
