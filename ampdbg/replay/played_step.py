@@ -24,6 +24,10 @@ Given = Mapping[int, tuple[Any, Any]]
 the place of tensors that are not the tape's."""
 
 
+Modes = Sequence[tuple[torch.nn.Module, bool]]
+"""Modules, each with whether it is in training mode."""
+
+
 @dataclass(frozen=True)
 class Made:
     """In the place of a tensor that an earlier call of the tape has made; ``path`` leads to it in what that gave."""
@@ -54,6 +58,8 @@ class TapedCall:
     """Whether all that it is given is known: no graph from before the tape leads into it."""
     weights: Sequence[tuple[torch.Tensor, int]] = ()
     """The weights that it reads, each with how often it had been written."""
+    modes: Modes = ()
+    """Those of the model, where they are others than at the first call, as behind a validation."""
 
     @property
     def has_its_weights(self) -> bool:
@@ -63,9 +69,18 @@ class TapedCall:
     def again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The same call with other arguments; its line is that of the first time."""
         self.random_state.restore()
+        for module, is_training in self.modes:
+            vars(module)["training"] = is_training
         with torch.set_grad_enabled(self.has_gradients):
             result = _at(self.line)(self.function, args, kwargs)
         return args[0] if self.writes else result
+
+
+def torch_name(function: Callable[..., Any]) -> str:
+    """What torch calls a function of its own: ``torch.Tensor.add``; "" of any other."""
+    with contextlib.suppress(Exception):  # it may be anything that can be called
+        return str(torch.overrides.resolve_name(function) or "")
+    return ""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,19 @@ class ModelState:
         attributes = {name: copying.each(saved) for name, saved in self.attributes.items()}
         return replace(self, attributes=attributes, model=None)
 
+    def in_modes(self, modes: Iterable[tuple[torch.nn.Module, bool]]) -> ModelState:
+        """The same, but with these of the model's modules in training mode or not."""
+        model = self.model() if self.model is not None else None
+        if model is None:
+            return self
+        of_modules = {id(module): is_training for module, is_training in modes}
+        attributes = {
+            name: {**self.attributes[name], "training": of_modules[id(module)]}
+            for name, module in model.named_modules()
+            if name in self.attributes and id(module) in of_modules
+        }
+        return replace(self, attributes={**self.attributes, **attributes})
+
     def unpoisoned(self, first: ModelState) -> ModelState:
         """The same, but where a value holds inf or NaN that of ``first``, or none where ``first`` had none.
 

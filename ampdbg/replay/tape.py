@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,13 +31,13 @@ from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
-from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
+from ampdbg.replay.played_step import Made, Modes, Own, PlayedStep, TapedCall, made_in
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
 from ampdbg.source.ownership import Line
 
-MOST_CALLS = 2000
+MOST_CALLS = 10_000
 """A step of more calls is no step but an epoch."""
 
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
@@ -54,6 +54,8 @@ class Tape(TorchFunctionMode):
         given_up: called where torch is about to follow code and make a graph of it: the tape is to be left by then, for
             torch would follow that too.
         about_to_call: called with the line of each call before that is made.
+        also: functions by torch's names, whose calls on what the loop has itself are part of the tape where its losses
+            need them, whatever the format.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Tape(TorchFunctionMode):
         device: str,
         given_up: Callable[[], None] = lambda: None,
         about_to_call: Callable[[Line | None], None] = lambda line: None,
+        also: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._given_up = given_up
@@ -74,6 +77,8 @@ class Tape(TorchFunctionMode):
         self.state = ModelState()
         """The model's when the first call was made."""
         self._model = model
+        self._modes: Modes = ()
+        self._trained: dict[int, bool] = {}
         self._device = device
         self._weights = tensors_in(model)  # alive, as one that the model makes anew would leave its id to another
         self._own = {id(tensor) for tensor in self._weights}
@@ -85,9 +90,10 @@ class Tape(TorchFunctionMode):
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._are_stepped_on = False
         self._scaled: set[int] = set()
-        self._narrowings = Narrowings(device)
+        self._narrowings = Narrowings(device, also)
         self._alive: list[Any] = []  # or else an id is given to another tensor
         self._inside = 0
+        self._beside = 0
         self._guard = Guard()
         self._leaving = ExitStack()
 
@@ -110,7 +116,8 @@ class Tape(TorchFunctionMode):
         if self._is_ours(args, kwargs):
             return self._taped(function, args, kwargs)
         result = function(*args, **kwargs)
-        if getattr(function, "__name__", "") in NARROWS_OR_MOVES and not self._guard.failure:
+        is_of_loop = not self._beside or getattr(function, "__name__", "") in NARROWS_OR_MOVES
+        if is_of_loop and not self._guard.failure:
             self._guard.hooked(self._narrowings.add, result, function, args, kwargs)
         return result
 
@@ -123,7 +130,12 @@ class Tape(TorchFunctionMode):
             is_outer = is_outer and torch.is_grad_enabled() and not _is_transformed()
             if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
                 return self._taped(module, args, kwargs)
-            return original(module, *args, **kwargs)
+            is_beside = not self._inside and self.is_of_this_thread
+            self._beside += is_beside
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._beside -= is_beside
 
         return call
 
@@ -181,7 +193,7 @@ class Tape(TorchFunctionMode):
 
     def _taped(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(self._calls) >= MOST_CALLS:
-            self.why_not = f"it makes more than {MOST_CALLS} calls"
+            self.why_not = f"it makes more than {MOST_CALLS:,} calls"
         elif self._guard.failure:
             self.why_not = f"ampdbg itself failed to note its calls: {self._guard.failure}"
         else:
@@ -200,6 +212,9 @@ class Tape(TorchFunctionMode):
         given, random_state = _Taking(self), RandomState.now()
         if not self._calls:
             self.state = ModelState.now(self._model)
+            self._trained = {id(module): module.training for module in self._model.modules()}
+        elif isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
+            self._modes = [(module, module.training) for module in self._model.modules()]
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
@@ -217,9 +232,14 @@ class Tape(TorchFunctionMode):
             writes,
             given.is_whole,
             weights,
+            self._modes,
         )
         self._put(call, taken, args[0] if writes else result)
         return result
+
+    def _has_other_modes(self, called: torch.nn.Module) -> bool:
+        """Whether a module is in training mode that was not at the first call, or the other way round."""
+        return any(self._trained.get(id(module), module.training) != module.training for module in called.modules())
 
     def _put(self, call: TapedCall, taken: tuple[Any, Any], result: Any) -> None:
         made = list(made_in(result))
@@ -277,6 +297,7 @@ class Tape(TorchFunctionMode):
             self.why_not = self.why_not or "its weights are others by now"
         if self.why_not:
             return None
+        self.state = self.state.in_modes(self._calls[min(min(part) for part in parts)].modes)
         given = tuple({number: self._given[number] for number in sorted(part)} for part in parts)
         ends = {min(part): of_part for part, of_part in zip(parts, losses, strict=True)}
         return PlayedStep(self._calls, ends, self._device, given)

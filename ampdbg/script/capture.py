@@ -173,6 +173,12 @@ class Capture:
         """The record of the run up to the step."""
         return from_json(json.dumps(dict(self.head.record)))
 
+    @property
+    def own_calls(self) -> frozenset[str]:
+        """Names of what the script computes of its own data, beside what its models make: where a patch has made FP32
+        of that, it is a part of the step all the same."""
+        return frozenset(call.name for call in self.head.calls if self._is_patched and not call.reads)
+
     def match(self, played: PlayedStep) -> Match:
         """Which call of a step of the script that was started again is which of the captured ones."""
         return Match(self.head.calls, self.head.parts, played, is_patched=self._is_patched)

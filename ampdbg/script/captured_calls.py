@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from ampdbg.record.findings import Count
 from ampdbg.replay.open_pass import PassEnd
-from ampdbg.replay.played_step import PlayedStep, TapedCall
+from ampdbg.replay.played_step import PlayedStep, TapedCall, torch_name
 
 CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
 """What casts to the format of another tensor."""
@@ -45,10 +44,7 @@ def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
     function = call.function.module if isinstance(call.function, PassEnd) else call.function
     if isinstance(function, torch.nn.Module):
         return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
-    with contextlib.suppress(Exception):  # it is no function of torch's
-        if name := torch.overrides.resolve_name(function):
-            return str(name)
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:

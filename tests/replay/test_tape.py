@@ -8,6 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,22 @@ def evaluates_before(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     plain(model, scaler)
 
 
+def evaluates_before_with_gradients(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    model.eval()
+    model(x(9))
+    model.train()
+    plain(model, scaler)
+
+
+def evaluates_within(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """The first prediction is of the model in training, the second of the model as it will be used."""
+    first = model(x())
+    model.eval()
+    second = model(x(2))
+    model.train()
+    scaler.scale(F.mse_loss(first, second)).backward()
+
+
 def casts_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     weights = (torch.arange(3.0).expand(4, 3) + 1).half()
     shifts = torch.tensor([[1.0], [2.0], [3.0], [4.0]], dtype=torch.half).to("cpu").repeat(1, 6)
@@ -142,6 +159,16 @@ def casts_and_writes(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     others *= 2
     wide *= 3
     scaler.scale((model(x()) * weights * others).mean()).backward()
+
+
+def multiplies_its_own(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    """A dice loss, whose union is in part a matrix product of masks alone; one number is drawn beside it."""
+    mask = (torch.arange(12.0) % 2).view(4, 3)
+    with torch.autocast("cpu", dtype=torch.half):
+        inside = torch.einsum("nc,nc->c", mask, mask)
+        noise = torch.randn_like(inside) * 1e-2
+    union = model(x()).sigmoid().sum(0) + inside.reshape(1, 3).float().sqrt()[0] + noise
+    scaler.scale((1 - 2 * (model(x(2)).sigmoid() * mask).sum(0) / union).mean()).backward()
 
 
 class Policy(nn.Module):
@@ -181,8 +208,11 @@ PLAYED: dict[str, Loop] = {
         tied,
         asks_for_its_gradients,
         evaluates_before,
+        evaluates_before_with_gradients,
+        evaluates_within,
         casts_its_own,
         casts_and_writes,
+        multiplies_its_own,
         gives_a_distribution,
     )
 }
@@ -208,6 +238,8 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
     played = tape.played()
     assert played is not None, tape.why_not
     model.zero_grad()
+    model.eval()
+    tape.state.write(model, ())
     for name, value in model.named_buffers():
         value.copy_(buffers[name])
     random_state = RandomState.now()
@@ -232,8 +264,10 @@ def test_a_played_step_has_the_gradients_of_the_step(loop: Loop) -> None:
         lambda wide: wide.type(torch.half),
         lambda wide: wide.half().unsqueeze(0)[0],
         lambda wide: torch.stack([each.half() for each in wide]),
+        lambda wide: torch.mm(wide.half(), torch.eye(3).half()),
+        lambda wide: (wide.half() * 2).float().sqrt(),
     ],
-    ids=["to", "half", "type", "moved", "stacked"],
+    ids=["to", "half", "type", "moved", "stacked", "multiplied", "of one that is half"],
 )
 def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(cast: Callable[[torch.Tensor], Any]) -> None:
     wide = torch.full((4, 3), 1e5)
@@ -250,6 +284,22 @@ def test_what_a_loop_casts_is_cast_again_in_the_format_of_the_replay(cast: Calla
     assert tensors == {torch.float32}
     data = snapshot_of(played, 0, RandomState.now(), ModelState()).data
     assert not any(1e5 in tensor for _, tensor in leaves_of(data))  # it may be the loop's own number
+
+
+def test_a_product_of_masks_alone_that_autocast_lowers_is_made_again_in_the_format_of_the_replay() -> None:
+    mask = torch.ones(1, 80_000)
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        with torch.autocast("cpu", dtype=torch.half):
+            inside = torch.einsum("nc,nc->n", mask, mask)
+        scaler.scale((model(x()) / inside.float().sqrt()).sum()).backward()
+
+    tape, _ = taped(net(), loop)
+    played = tape.played()
+    assert played is not None, tape.why_not
+    assert tape.loss == 0.0
+    again = replace(played, calls=[replace(call, lowers=False) for call in played.calls])
+    assert float(again.loss(again.given[0]).detach()) != 0.0
 
 
 def test_a_model_beside_is_no_part_of_a_step_for_what_is_cast_for_it() -> None:
