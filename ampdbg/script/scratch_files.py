@@ -2,8 +2,9 @@
 
 A script that has trained all night has left its log and its checkpoints, and may be training on; started again for a
 captured step it would begin them anew. What Python or torch opens for writing, removes or renames, and what was there
-before, stays as it is. New files are made where they belong. What a library writes from C, or another process,
-is not seen.
+before, stays as it is. New files are made where they belong, and go again when the step is found: a script that is
+started once more, as for a proof, would find them and go on from them, or refuse. What a library writes from C, or
+another process, is not seen.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ def beside(result: Path) -> Path:
 
 
 @contextlib.contextmanager
-def scratch_files(folder: Path) -> Iterator[None]:
-    """While this is entered, this process writes into ``folder`` what it would write over, and reads that again."""
-    files = _ScratchFiles(folder)
+def scratch_files(folder: Path) -> Iterator[ScratchFiles]:
+    """While this is entered, this process writes into ``folder`` what it would write over, and reads that again.
+
+    Afterwards what it has made anew below the working folder is gone.
+    """
+    files = ScratchFiles(folder)
     paths = getattr(pathlib, "_normal_accessor", None)  # before Python 3.11 a Path has the functions from here
     of_paths = (
         ("chmod", files.writing("path", 0)),
@@ -77,19 +81,31 @@ def scratch_files(folder: Path) -> Iterator[None]:
         ):
             if owner is not None:
                 stack.enter_context(replaced(owner, name, replacement))
-        yield
+        try:
+            yield files
+        finally:
+            files.remove_new()
 
 
-class _ScratchFiles:
+class ScratchFiles:
     """Those of one process. A file that it has made itself is its own, and written like any other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.realpath(folder)
+        self._working_folder = os.path.realpath(os.getcwd())
         self._copies: dict[str, str] = {}
         self._own: set[str] = set()
         self._gone: set[str] = set()
         self._moved: dict[str, str] = {}
         """Folders in the place of those that only seem to be removed, and where they are."""
+
+    def remove_new(self) -> None:
+        """Removes what this process has made below the working folder: files, and folders that are empty by then."""
+        for path in sorted(self._own, key=len, reverse=True):
+            is_below = path.startswith(self._working_folder + os.sep) and CACHES.isdisjoint(Path(path).parts)
+            if is_below and not path.startswith(self._folder + os.sep):
+                with contextlib.suppress(OSError):  # it has not been made, or is gone; or holds what is another's
+                    (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
 
     def opening(self, original: Function) -> Function:
         """For ``open(file, mode)``."""
@@ -160,8 +176,10 @@ class _ScratchFiles:
         """For ``os.symlink(src, dst)``: in the place of what only seems to be removed none is made."""
 
         def call(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-            if os.path.abspath(os.fsdecode(dst)) not in self._gone:
+            link = os.path.abspath(os.fsdecode(dst))
+            if link not in self._gone:
                 original(src, dst, *args, **kwargs)
+                self._own.add(link)
 
         return call
 

@@ -44,7 +44,7 @@ from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
-from ampdbg.script.scratch_files import scratch_files
+from ampdbg.script.scratch_files import ScratchFiles, scratch_files
 
 AGAIN = 5
 """So many replays tell how often a step fails."""
@@ -136,7 +136,7 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
-        stack.enter_context(scratch_files(files))
+        taking.scratch = stack.enter_context(scratch_files(files))
         stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
             stack.enter_context(emulated_gpu(capture.head.start.processes))
@@ -173,6 +173,7 @@ class _Taking:
         self.is_used = False
         self._capture = capture
         self._use = use
+        self.scratch: ScratchFiles | None = None
         self._steps, self._began = 0, time.monotonic()
         self._nearest = Difference(-1, "the first one shows what it trains: it has to make two")
         self._names = CallNames()
@@ -212,7 +213,7 @@ class _Taking:
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._names = CallNames()
-        tape = Tape(model, device, self.end, self._names.note)
+        tape = Tape(model, device, self.end, self._names.note, self._capture.own_calls)
         self._entered.enter_context(run_eagerly())
         self._entered.enter_context(taping(tape, lambda optimizer, scaler: self._about_to_step(tape)))
 
@@ -262,6 +263,8 @@ class _Taking:
         self.is_used = True
         self.end()
         torch.clear_autocast_cache()
+        if self.scratch is not None:
+            self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
         with self.watcher.paused(), torch.enable_grad():
             self._use(self._taken_or_why_not(played, model))
 

@@ -79,7 +79,7 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
     assert result.code == (1 if command == "replay" else 0)
     assert contents(folder) == NIGHT
     assert {(folder / name).stat().st_mtime for name in NIGHT} == {1e9}
-    assert (folder / "new.txt").read_text() == "new"
+    assert not (folder / "new.txt").exists()
 
 
 @pytest.mark.slow
@@ -149,18 +149,38 @@ def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) ->
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["b"]
 
 
-def test_new_files_and_folders_are_like_any_other(tmp_path: Path) -> None:
-    ended = in_scratch(
-        tmp_path,
-        "os.makedirs('d/e')\n"
-        "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
-        "open('gone', 'w').close()\nos.remove('gone')\n"
-        "os.mkdir('g')\nopen('g/h', 'w').close()\nshutil.rmtree('g')\nos.rename('x', 'y')\n"
-        "open('y', 'a').write('y')\n",
-    )
+MAKES = (
+    "os.makedirs('d/e')\n"
+    "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
+    "open('gone', 'w').close()\nos.remove('gone')\n"
+    "os.mkdir('g')\nopen('g/h', 'w').close()\nshutil.rmtree('g')\nos.rename('x', 'y')\n"
+    "open('y', 'a').write('y')\nos.symlink('y', 'l')\n"
+    "assert {str(path) for path in Path().rglob('*')} == {'d', 'd/e', 'd/e/f', 'y', 'l'}\n"
+    "assert (Path('d/e/f').read_text(), Path('l').read_text()) == ('12', 'xy')\n"
+)
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
+def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
+    ended = in_scratch(tmp_path, f"import sys\n{MAKES}{ending}")
     assert ended.returncode == 0, ended.stderr
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/e", "d/e/f", "y"}
-    assert ((tmp_path / "d/e/f").read_text(), (tmp_path / "y").read_text()) == ("12", "xy")
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
+    code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
+    ended = in_scratch(tmp_path, code)
+    assert ended.returncode == 0, ended.stderr
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
+
+
+def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a.txt").write_text("old")
+    ended = in_scratch(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "work" / "a.txt").read_text() == "old"
+    assert (tmp_path / "cache").read_text() == "kept"
 
 
 def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
