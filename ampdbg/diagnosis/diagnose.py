@@ -73,7 +73,8 @@ def diagnose(record: Record) -> Record:
                 faults = _led_by(finding, faults) if leads else [*faults, replace(finding, root=_root(finding, faults))]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
-    return replace(record, findings=found, verdict=_verdict(record, faults))
+    untold = any("untold" in finding.evidence for finding in information)
+    return replace(record, findings=found, verdict=_verdict(record, faults, untold))
 
 
 def _in_script(finding: Finding, record: Record) -> Finding:
@@ -127,9 +128,10 @@ def _is_of_precision(finding: Finding) -> bool:
     return CODES[finding.code].verdict == "precision"
 
 
-def _verdict(record: Record, faults: list[Finding]) -> Verdict:
+def _verdict(record: Record, faults: list[Finding], untold: bool) -> Verdict:
+    """``untold`` says that skips are no plain calibration, and that nothing has told what they are."""
     if not faults:
-        shows_nothing = record.took_no_step or (record.script and not record.steps)
+        shows_nothing = untold or record.took_no_step or (record.script and not record.steps)
         return "inconclusive" if record.error or shows_nothing else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if faults[0].code == UNKNOWN and _was_in_fp32(record):

@@ -63,8 +63,9 @@ def oscillation(record: Record) -> Finding | None:
 
 def restart(record: Record) -> Finding | None:
     """``scale-restart``: how often a new scaler takes the place of the last, and what it costs until its scale has
-    settled; None where there is one scaler, or scalers that take turns, or where hardly a step is lost."""
-    first, *later = _scalers_in_a_row(record.steps)
+    settled; None of one scaler, of scalers that take turns or have each their optimizer, and where little is lost."""
+    first, *others = _scalers_in_a_row(record.steps)
+    later = [steps for steps in others if any(step.succeeds for step in steps)]  # else of another model, as of a fold
     lost = [step for steps in later for step in takewhile(lambda step: step.skipped, steps) if isfinite(step.loss)]
     if not _are_many(len(lost), record):
         return None

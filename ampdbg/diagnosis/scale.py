@@ -262,7 +262,7 @@ def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
         len(new_lows(steps, ran)) >= LOWS_OF_A_COLLAPSE
         or _skips_at_the_end(steps) >= SKIPS_IN_A_ROW
         or steps[-1].scale < 1.0
-        or _relapses(steps) > max(SKIPS_IN_A_ROW, ran // 2)
+        or len(_relapses(steps)) > max(SKIPS_IN_A_ROW, ran // 2)
     )
 
 
@@ -278,12 +278,12 @@ def _skips_at_the_end(steps: Sequence[Step]) -> int:
     return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(steps)))
 
 
-def _relapses(steps: Sequence[Step]) -> int:
+def _relapses(steps: Sequence[Step]) -> list[Step]:
     """The skips after the first step that worked: until then a scale is being found, however short the run."""
-    starts, finding, relapses = {*_starts(steps)}, True, 0
+    starts, finding, relapses = {*_starts(steps)}, True, []
     for step in steps:
         finding = step.skipped and (finding or step.step in starts)
-        relapses += step.skipped and not finding
+        relapses += [step] * (step.skipped and not finding)
     return relapses
 
 
@@ -343,9 +343,8 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
     is_saving = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
     where = "settles: it has not settled yet, and a longer run will show where it does"
     saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_saving else ""
-    replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
-    alone = [str(step.step) for step in new_lows(record.steps, record.steps_run) if step.step not in replayed]
-    named = ("steps " if alone[1:] else "step ") + " and ".join(alone)
+    untold, are_many = _untold(record)
+    named = ("steps " if untold[1:] else "step ") + listed([str(step.step) for step in untold], 3)
     unknown = (
         f"; neither the start nor a scale just grown explains {named}, and no replay has told whether FP32 fails too"
     )
@@ -354,9 +353,26 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
         skipped[0].step,
         "backward",
         f"the scaler skipped {count} while the loss scale "
-        + (where if settled is None else f"settled at {number(settled)}: this is normal")
-        + unknown * bool(alone),
+        + (where if settled is None else f"settled at {number(settled)}{': this is normal' * (not are_many)}")
+        + unknown * bool(untold),
         severity="info",
-        remedy="" if settled is None else f"none is needed{saving}",
-        evidence={"skipped": len(skipped)} | ({} if settled is None else {"scale": settled}),
+        remedy="" if settled is None or are_many else f"none is needed{saving}",
+        evidence={"skipped": len(skipped)}
+        | ({} if settled is None else {"scale": settled})
+        | ({"untold": len(untold)} if are_many else {}),
     )
+
+
+def _untold(record: Record) -> tuple[list[Step], bool]:
+    """The skips that are no plain calibration, and of which no replay has told what they are; and whether they are so
+    many that nothing is known to be well.
+
+    That is where no step at all could be run again, and those between steps that worked are not few, and go on.
+    """
+    replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
+    grown = just_grown(record.steps)
+    relapses = [step for step in _relapses(record.steps) if step.step not in grown and not replayed]
+    goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
+    are_many = goes_on and len(relapses) >= LOWS_OF_A_COLLAPSE
+    untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else ()))
+    return [step for step in record.steps if step in untold and step.step not in replayed], are_many

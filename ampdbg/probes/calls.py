@@ -66,6 +66,7 @@ class Calls:
         self._actors: dict[int, weakref.ref[Any]] = {}
         self._numbers: dict[int, int] = {}
         self._count = count(1)
+        self._stepped_by: dict[int, int] = {}
         self._times: dict[CallKind, int] = {}
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
@@ -101,6 +102,13 @@ class Calls:
         if place is not None:
             self._note(kind, (place,), **facts)
             self._marks[place].note(self._marks[place].now())
+
+    def succeeded_by(self, scaler: Any, optimizer: torch.optim.Optimizer) -> int:
+        """The number of the scaler that this one, which steps an optimizer, has taken the place of; 0 of none."""
+        place, number = self._places.get(id(optimizer), -1), self.number_of(scaler)
+        before = self._stepped_by.get(place, number)
+        self._stepped_by[place] = number
+        return before if before != number else 0
 
     def scheduled(self, scheduler: Any, *told: Any) -> None:
         """A learning-rate scheduler of one of the optimizers is about to move by a step; its start does not count.

@@ -45,6 +45,7 @@ class OpenStep:
     bare: set[int] = field(default_factory=set)
     scaler: GradScaler | None = None
     number: int = 0
+    succeeds: int = 0
     scale: Scalar | None = None
     skipped: bool = False
     stepped: bool = False
@@ -143,6 +144,7 @@ class OpenStep:
             nonfinite=tuple(self.nonfinite),
             losses=losses if len(losses) > 1 else {},
             scaler=self.number,
+            succeeds=self.succeeds,
         )
 
 

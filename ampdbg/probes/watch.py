@@ -246,6 +246,7 @@ class Watch:
                 self.withheld() if step.has_finite_loss() else self.lost(False)
         step.skipped |= withheld
         if enabled:
+            step.succeeds = step.succeeds or self.calls.succeeded_by(scaler, optimizer)
             self.calls.by_optimizer("step", optimizer, skipped=withheld)
         return result
 

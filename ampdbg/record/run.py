@@ -77,7 +77,8 @@ class Step:
 
     ``loss`` is the mean over the accumulated micro-batches, before scaling; ``losses`` has each by name
     when the workload returns several. ``scale`` is the loss scale during the step (1 without a scaler),
-    and ``scaler`` tells the loop's scalers apart: numbers from 1, and 0 where it has none.
+    and ``scaler`` tells the loop's scalers apart: numbers from 1, and 0 where it has none. At the first step of one
+    that has taken the place of another, for the same optimizer, ``succeeds`` is the number of that.
     ``grad_norm`` is the 2-norm of all gradients after unscaling and before clipping; inf or NaN when any of them is
     not finite, and None where it was not taken, as of most healthy steps of a long run. ``skipped`` says that an
     optimizer's step was withheld. ``groups_hit`` is how many groups had a non-finite gradient where ``groups`` does not
@@ -95,6 +96,7 @@ class Step:
     losses: Mapping[str, float] = field(default_factory=dict)
     groups_hit: Count = 0
     scaler: Count = 0
+    succeeds: Count = 0
 
 
 @dataclass(frozen=True)

@@ -124,13 +124,14 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
     settled = settled_at(steps)
+    normal = ", which is normal" if record.verdict == "healthy" else ""
     return facts | {
         "skips": _skips(record),
         "losses": _losses(finding, record),
         "first": first,
         "last": last,
         "falling": f", and the loss scale fell from {first} to {last}" if steps[-1].scale < steps[0].scale else "",
-        "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}, which is normal",
+        "settles": "settles; it has not yet" if settled is None else f"settled at {scale(settled)}{normal}",
     }
 
 

@@ -185,8 +185,8 @@ def scalers_of(*patterns: str, loss: float = 1.0) -> list[Step]:
     """The steps of scalers that follow one another, from a string each."""
     steps: list[Step] = []
     for scaler, pattern in enumerate(patterns, start=1):
-        made = (replace(step, step=len(steps) + step.step, scaler=scaler, loss=loss) for step in steps_of(pattern))
-        steps += list(made)
+        made = [replace(step, step=len(steps) + step.step, scaler=scaler, loss=loss) for step in steps_of(pattern)]
+        steps += [replace(made[0], succeeds=scaler - 1), *made[1:]]
     return steps
 
 
@@ -214,7 +214,8 @@ def test_a_scaler_that_is_made_anew_costs_the_steps_until_it_has_settled(
 @pytest.mark.parametrize(
     "steps",
     [
-        scalers_of("xx" + "." * 40, "xx" + "." * 40, "x" + "." * 40),  # the folds of a cross-validation
+        scalers_of("xx" + "." * 40, "xx" + "." * 40, "x" + "." * 40),
+        [replace(step, succeeds=0) for step in scalers_of(*["xxxx" + "." * 8] * 5)],  # the folds of a cross-validation
         scalers_of("xxxxxxxxxx" + "." * 30, "." * 30),  # the first alone has to settle
         [replace(step, scaler=1 + step.step % 2) for step in steps_of("x" * 12 + "." * 28)],  # two that take turns
     ],
@@ -254,6 +255,20 @@ def test_a_scale_that_keeps_falling_is_no_calibration(pattern: str) -> None:
     record = diagnose(record_of(steps_of(pattern)))
     assert record.verdict == "inconclusive"
     assert codes(record) == [("unknown", "backward", None), ("scale-collapse", "backward", 0)]
+
+
+def test_skips_that_go_on_between_steps_that_work_are_not_called_normal_where_nothing_was_run_again() -> None:
+    untold = diagnose(record_of(steps_of("xx..x...xx..x..")))
+    [finding] = untold.findings
+    assert (finding.code, untold.verdict, finding.remedy) == ("scale-calibration", "inconclusive", "")
+    assert "normal" not in finding.message + headline(untold).sentence
+    assert finding.message.endswith("explains steps 4, 8, 9 and 1 more, and no replay has told whether FP32 fails too")
+    # A run that has long gone on without any says by itself what they were, and so does a replay.
+    assert diagnose(record_of(steps_of("xx..x...xx..x.." + "." * 30))).verdict == "healthy"
+    low = Replay("float16", 16384.0, 1.0, math.inf)
+    replays = (low, Replay("float32", 1.0, 1.0, 1.0), replace(low, scale=4096.0, grad_norm=1.0))
+    made = Investigation(4, "gradients", replays, loss=1.0, reproduced=1)
+    assert diagnose(record_of(untold.steps, investigations=(made,))).verdict == "healthy"
 
 
 def test_a_static_scale_is_named_also_where_no_op_is_found() -> None:
