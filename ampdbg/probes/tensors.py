@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.masked import MaskedTensor
 from torch.utils import _pytree
@@ -98,15 +99,27 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
     overflow in their sum. Complex numbers are seen as pairs, masked values as zero.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-        tensor = _stored(tensor)
+        tensor = stored(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_emptied(tensor):
+        return None
+    if type(tensor) not in _PLAIN and not _is_measurable(tensor):
         return None
     # aminmax and isfinite have no kernels for the 8-bit formats, and nothing has any for two numbers in a byte.
     with contextlib.suppress(NotImplementedError):
         return tensor.float() if tensor.element_size() == 1 else tensor
     return None
+
+
+@torch.no_grad()
+def _is_measurable(tensor: torch.Tensor) -> bool:
+    """Whether a class of the user's own lets its values be looked at: it may know no more ops than its model needs."""
+    try:
+        torch.stack(torch.aminmax(tensor)).abs().amax()
+    except Exception:  # noqa: BLE001 - it may raise anything
+        return False
+    return True
 
 
 def times_written(tensor: torch.Tensor) -> int:
@@ -138,15 +151,18 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
+def stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values that a tensor stores, as a dense tensor; of a dense one itself."""
     if not tensor.is_nested and wraps_others(tensor):  # a DTensor: this rank's part
         holder: Any = tensor
         held = (getattr(holder, name) for name in holder.__tensor_flatten__()[0])
-        inner = [_stored(value) for value in held if isinstance(value, torch.Tensor)]  # a mesh may be held too
+        inner = [stored(value) for value in held if isinstance(value, torch.Tensor)]  # a mesh may be held too
         return next((part for part in inner if part.is_floating_point()), torch.empty(0))
     if isinstance(tensor, MaskedTensor):
         tensor = tensor.to_tensor(0)
+    elif type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        with DisableTorchFunctionSubclass():  # the class may refuse what it is asked
+            tensor = tensor.detach().as_subclass(torch.Tensor)
     if tensor.is_mkldnn:
         return tensor.to_dense()
     if tensor.is_sparse:
@@ -303,7 +319,8 @@ def exponents_of(tensor: torch.Tensor, magnitude: Magnitude) -> Exponents:
 
     The largest value (``magnitude.largest``) is always among the counted; the others stand for those between them.
     """
-    values = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    tensor = stored(tensor).detach()
+    values = tensor.reshape(-1) if tensor.is_contiguous() else tensor.flatten()
     step = -(-values.numel() // MAX_SAMPLE)
     bits = values[::step].view(torch.int16)
     fields = torch.bincount((bits >> 7) & 0xFF, minlength=_HIGHEST_FIELD + 2).tolist()

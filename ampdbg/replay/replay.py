@@ -21,7 +21,7 @@ from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
-from ampdbg.probes.tensors import float_values, is_finite, nonfinite, to_host
+from ampdbg.probes.tensors import float_values, is_finite, nonfinite, stored, to_host
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
@@ -134,7 +134,9 @@ def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
     groups = [group for optimizer in run.workload.optimizers for group in optimizer.param_groups]
     held = [(names.get(parameter, ""), parameter.detach(), group) for group in groups for parameter in group["params"]]
     moved = [one for one in held if one[0] in gradients and one[1].numel()]
-    largest = iter(to_host([part.abs().max() for name, weight, _ in moved for part in (gradients[name], weight)]))
+    largest = iter(
+        to_host([part.abs().max() for name, weight, _ in moved for part in (gradients[name], stored(weight))])
+    )
     for name, _, group in moved:
         gradient, weight, eps = next(largest), next(largest), group.get("eps")
         eps = eps if isinstance(eps, (int, float)) else 0.0  # Adafactor has two of another meaning
@@ -229,8 +231,8 @@ def _unscaled_norm(gradients: Iterable[torch.Tensor], scale: float) -> float:
 
 
 def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
-    """A dense float32 copy; of complex numbers the pairs."""
-    gradient = gradient.detach()
+    """A dense float32 copy; of complex numbers the pairs, of a DTensor the part of this rank."""
+    gradient = (stored(gradient) if type(gradient) is not torch.Tensor else gradient).detach()
     dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
     values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     return values.float() / scale

@@ -28,6 +28,25 @@ class Meshed(TwoTensor):
     def __tensor_flatten__(self):
         return ["mesh", "a"], None
 
+class Refusing(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+    def __init__(self, inner):
+        self.inner = inner
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return cls(args[0].inner)
+        raise NotImplementedError(str(op))
+
+class Refused(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in ("isfinite", "abs", "amax", "max", "aminmax", "detach", "sum"):
+            raise TypeError(str(function))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
 def emptied():
     tensor = torch.ones(3)
     tensor.untyped_storage().resize_(0)
@@ -54,6 +73,8 @@ def made(kind):
         "float4": lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "of a mesh": lambda: Meshed(torch.ones(3), torch.ones(3)),
         "of two": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+        "refusing ops": lambda: Refusing(torch.ones(3)),
+        "refusing functions": lambda: torch.ones(3).as_subclass(Refused),
         "emptied": emptied,
         "inference": lambda: torch.inference_mode()(torch.ones)(3),
     }[kind]()
@@ -84,7 +105,7 @@ def step(model, batch):
 
 KINDS = (
     "repeated,overlapping,nested,jagged,sparse,sparse rows,mkldnn,quantized,quantized by channel,masked,fake,meta,"
-    "complex,float8,repeated without end,of two,of a mesh,emptied,inference"
+    "complex,float8,repeated without end,of two,of a mesh,refusing ops,refusing functions,emptied,inference"
 ).split(",") + ["float4"] * hasattr(torch, "float4_e2m1fn_x2")  # which torch 2.6 does not have
 
 PLACES = ("buffer", "attribute", "batch")
