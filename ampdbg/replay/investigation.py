@@ -300,6 +300,8 @@ class Investigator:
         """
         if self._latest is None or not self._limit or not self._is_low or (is_told and self._on_investigated is None):
             return False
+        if torch.is_inference_mode_enabled():  # their code has entered it and not left it: nothing can go backward
+            return False
         steps = self._watcher.steps
         scale = steps[-1].scale if steps else self._run.scaler().get_scale()
         with self._watcher.paused():

@@ -93,12 +93,13 @@ class UserCode:
 
 def _readable(error: BaseException) -> BaseException:
     """The exception that is being handled; one in its place where its class lets nothing of it be read."""
-    _, _, came_through = sys.exc_info()
+    kind, _, came_through = sys.exc_info()
     try:
         error.__class__, error.__traceback__, error.__cause__, error.__context__  # noqa: B018 - theirs may raise
+        type(error).__name__, type(error).__qualname__, type(error).__module__
     except Exception:  # noqa: BLE001 - whatever it is, Python itself cannot print it
-        unreadable = RuntimeError(f"an exception, {type(error).__name__}, whose attributes cannot be read")
-        return unreadable.with_traceback(came_through)
+        name = type.__getattribute__(kind, "__name__") if kind is not None else "an exception"
+        return RuntimeError(f"an exception, {name}, whose attributes cannot be read").with_traceback(came_through)
     return error
 
 

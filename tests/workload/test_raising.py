@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampdbg.config.file import load_config
 from ampdbg.errors import UserCodeError
@@ -37,6 +39,17 @@ class NoText(Exception):
 class Unreadable(Exception):
     def __getattribute__(self, name):
         raise RuntimeError("no " + name)
+
+
+class Nameless(type):
+    def __getattribute__(cls, name):
+        if name in ("__name__", "__qualname__", "__module__"):
+            raise ValueError(name)
+        return super().__getattribute__(name)
+
+
+class OfNameless(Exception, metaclass=Nameless):
+    pass
 
 
 class OtherText(Exception):
@@ -156,6 +169,7 @@ RAISED = {
         "raise Unreadable",
         "raised RuntimeError: an exception, Unreadable, whose attributes cannot be read",
     ),
+    "no name": ("raise OfNameless", "an exception, OfNameless, whose attributes cannot be read"),
     "another text": ("raise OtherText", "raised OtherText"),
     "half a surrogate pair": (r'raise ValueError("bad \udc80 name")', "raised ValueError: bad ? name"),
     "a very long text": ('raise ValueError("x" * 10**6)', "raised ValueError: xxx"),
@@ -208,6 +222,19 @@ def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> Non
     assert len(str(error)) < 1000
     assert "in boom" in error.user_traceback
     (str(error) + error.user_traceback).encode("utf-8")
+    assert isinstance(error.record, Record)
+    assert len(error.record.steps) == 3
+
+
+def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> None:
+    entered = torch.inference_mode()
+    builtins.entered = entered  # type: ignore[attr-defined]
+    try:
+        error = failed(tmp_path, "forward", "import builtins; builtins.entered.__enter__()")
+    finally:
+        entered.__exit__(None, None, None)
+        del builtins.entered  # type: ignore[attr-defined]
+    assert "raised RuntimeError: " in str(error)
     assert isinstance(error.record, Record)
     assert len(error.record.steps) == 3
 
