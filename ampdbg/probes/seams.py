@@ -43,7 +43,8 @@ def attach(watcher: Watcher) -> None:
 def detach(watcher: Watcher) -> None:
     """The opposite of :func:`attach`; with the last watcher torch is as it was."""
     with _changing:
-        _watchers.remove(watcher)
+        if watcher in _watchers:
+            _watchers.remove(watcher)
         if not _watchers:
             _replaced.clear()
             _restoring.close()
@@ -52,8 +53,8 @@ def detach(watcher: Watcher) -> None:
 @contextlib.contextmanager
 def attached(watcher: Watcher) -> Iterator[None]:
     """While this is entered, the watcher is attached."""
-    attach(watcher)
-    try:
+    try:  # Ctrl-C may come while this begins
+        attach(watcher)
         yield
     finally:
         detach(watcher)
@@ -138,8 +139,8 @@ def replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], 
     """
     original = getattr(owner, name)
     ours = functools.wraps(original)(replacement(original))
-    setattr(owner, name, ours)
-    try:
+    try:  # Ctrl-C may come while this begins
+        setattr(owner, name, ours)
         yield
     finally:
         if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets

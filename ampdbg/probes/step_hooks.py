@@ -69,6 +69,6 @@ def hooked_steps(before: StepHook | None = None, behind: StepHook | None = None)
     with contextlib.ExitStack() as stack:
         for hooks, hook in ((_before, before), (_behind, behind)):
             if hook is not None:
+                stack.callback(hooks.remove, hook)  # first: Ctrl-C may come between the two
                 hooks.add(hook)
-                stack.callback(hooks.remove, hook)
         yield

@@ -33,7 +33,7 @@ from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar, is_sound
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
-from ampdbg.probes.seams import Seam, are_meta, attach, computes_no_numbers, detach
+from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
 from ampdbg.probes.tensors import Scalar
@@ -82,14 +82,13 @@ class Watch:
     def start(self) -> Watch:
         """Watches from now on, until it is stopped or nobody holds it any more; nothing where it does so already."""
         if self._restoring is None:
-            self._restoring = ExitStack()
             # What torch holds does not keep the watch alive.
             alive = weakref.ref(self)
             notes = (partial(_hooked, alive, note) for note in (Watch._before_bare_step, Watch._after_bare_step))
-            self._restoring.enter_context(hooked_steps(*notes))
-            around = partial(_around, alive)
-            attach(around)
-            self._restoring.callback(detach, around)
+            with ExitStack() as begun:  # Ctrl-C may come while this begins
+                begun.enter_context(hooked_steps(*notes))
+                begun.enter_context(attached(partial(_around, alive)))
+                self._restoring = begun.pop_all()
             weakref.finalize(self, self._restoring.close).atexit = False
         return self
 

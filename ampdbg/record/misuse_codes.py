@@ -175,7 +175,7 @@ MISUSES = (
             "warning",
         ),
         verdict="inconclusive",
-        headline="The code asks for half precision, and every step ran in FP32.",
+        headline="The code has autocast and GradScaler, and every step ran in FP32.",
     ),
     _misuse(
         "misuse-bce",

@@ -32,7 +32,7 @@ def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that come from outside of a step, each once with its name: the batch's by its path, and those that
     enter its loss by what takes them."""
     met: set[int] = set()
-    for name, tensor in (*leaves_of(_batch_of(played)), *_of_later_calls(played)):
+    for name, tensor in (*_of_first_calls(played), *_of_later_calls(played)):
         if id(tensor) not in met:
             met.add(id(tensor))
             yield name, tensor
@@ -73,11 +73,15 @@ def blamed_data(
     return bad_data(alone or suspects)
 
 
-def _batch_of(played: PlayedStep) -> Any:
-    """What those calls are given that take nothing which others have made."""
-    calls = (call for given in played.given for number, call in given.items() if not played.calls[number].reads)
-    parts = [part for call in calls for part in call if part]
-    return parts[0] if len(parts) == 1 else tuple(parts)
+def _of_first_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
+    """What those calls are given that take nothing which others have made: of one call alone that is the batch."""
+    first = [(number, given[number]) for given in played.given for number in given if not played.calls[number].reads]
+    parts = [part for _, given in first for part in given if part]
+    if len(parts) == 1:
+        yield from leaves_of(parts[0])
+        return
+    for number, given in first:
+        yield from _arguments(played.calls[number], given)
 
 
 def _data_in(played: PlayedStep, part: Given) -> Given:
@@ -91,13 +95,16 @@ def _data_in(played: PlayedStep, part: Given) -> Given:
 def _of_later_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
     """What enters calls that take results of others, such as the targets of a loss."""
     for given in played.given:
-        for number, (args, kwargs) in given.items():
-            call = played.calls[number]
-            if call.reads:
-                arguments: list[tuple[Any, Any]] = [*enumerate(args, 1), *kwargs.items()]
-                for argument, value in arguments:
-                    for path, tensor in leaves_of(value):
-                        yield f"argument {argument}{path} of {_described(call)}", tensor
+        for number in given:
+            if played.calls[number].reads:
+                yield from _arguments(played.calls[number], given[number])
+
+
+def _arguments(call: TapedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    arguments: list[tuple[Any, Any]] = [*enumerate(given[0], 1), *given[1].items()]
+    for argument, value in arguments:
+        for path, tensor in leaves_of(value):
+            yield f"argument {argument}{path} of {_described(call)}", tensor
 
 
 def _described(call: TapedCall) -> str:

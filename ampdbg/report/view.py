@@ -204,6 +204,11 @@ def with_effects(findings: Sequence[Finding]) -> Iterator[tuple[Finding, tuple[F
             yield finding, tuple(findings[other] for other, root in enumerate(roots) if root == index != other)
 
 
+def conjunction(finding: Finding, effect: Finding) -> str:
+    """How what follows from a finding is told: "then", or "and" where it began before the step that was run again."""
+    return "then" if effect.step >= finding.step else "and"
+
+
 def more(count: int, noun: str = "") -> tuple[Line, ...]:
     """The line below a table that leaves ``count`` rows to the record."""
     rest = counted(count, f"more {noun}") if noun else f"{count:,} more"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
+import linecache
 import math
 import signal
 import sys
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -291,6 +294,53 @@ def test_no_trace_is_left_also_when_the_loop_raises() -> None:
     with pytest.raises(ZeroDivisionError):
         fail_while_watching(model, optimizer)
     assert trace_of_watching(optimizer) == before
+
+
+def patched() -> tuple[Any, ...]:
+    """What a watch has its own in the place of."""
+    optimizers = sys.modules["torch.optim.optimizer"]
+    hooks = (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
+    scaler = tuple(vars(GradScaler)[name] for name in ("scale", "unscale_", "step", "update", "get_scale"))
+    clipping = (torch.nn.utils.clip_grad_norm_, vars(torch.autograd)["_engine_run_backward"])
+    return tuple(map(id, (*hooks, *scaler, *clipping, torch.optim.Optimizer.__init__)))
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_an_interrupt_while_a_watch_begins_leaves_no_trace(enters: bool) -> None:
+    """It may come at any line of ampdbg's: who enters the watch cannot leave it then, and who starts it may stop it."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = patched()
+
+    def interrupted(at: int) -> bool:
+        lines, watcher = itertools.count(1), watch(model, optimizer)
+
+        def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+            if not frame.f_globals.get("__name__", "").startswith("ampdbg."):
+                return None
+            # Python itself handles no signal between a lock and the block that it is held for.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if event == "line" and not line.startswith("with ") and next(lines) == at:
+                raise KeyboardInterrupt
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            watcher.__enter__() if enters else watcher.start()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+            if not enters or next(lines) <= at:
+                watcher.stop()
+        return False
+
+    at = 1
+    while interrupted(at):
+        assert patched() == before, at
+        at += 1
+    assert patched() == before
+    assert at > 40
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)

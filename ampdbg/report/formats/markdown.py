@@ -130,7 +130,9 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
         yield from _finding(finding)
         if effects:
             yield "\n".join(
-                f"- then <code>{escaped(one.code)}</code> at step {one.step}: {escaped(one.message)}" for one in effects
+                f"- {view.conjunction(finding, one)} <code>{escaped(one.code)}</code> at step {one.step}: "
+                f"{escaped(one.message)}"
+                for one in effects
             )
 
 

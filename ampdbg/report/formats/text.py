@@ -209,7 +209,7 @@ def _findings(section: view.Findings) -> Iterator[RenderableType]:
         if section.is_brief and number:
             break
         yield from _finding(finding)
-        yield from (_follow_up(effect, is_cut=section.is_brief and len(effects) > 1) for effect in effects)
+        yield from (_follow_up(finding, effect, is_cut=section.is_brief and len(effects) > 1) for effect in effects)
     if section.is_brief:
         yield from map(_one_line, (finding for finding, _ in groups[1 : 1 + MOST_IN_BRIEF]))
         yield from (_line(one) for one in view.more(len(groups) - 1 - MOST_IN_BRIEF, "finding"))
@@ -241,9 +241,10 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
         yield _verbatim(f"ampdbg explain {finding.code}", "dim", INDENT)
 
 
-def _follow_up(finding: Finding, *, is_cut: bool) -> RenderableType:
+def _follow_up(finding: Finding, effect: Finding, *, is_cut: bool) -> RenderableType:
     """What follows from a finding; of several that have to share a screen the beginning of each."""
-    text = Text(f"└ then {finding.code} at step {finding.step}: {finding.message}", style="dim")
+    joined = view.conjunction(finding, effect)
+    text = Text(f"└ {joined} {effect.code} at step {effect.step}: {effect.message}", style="dim")
     text.no_wrap, text.overflow = is_cut, "ellipsis" if is_cut else "fold"
     return _indented(text)
 

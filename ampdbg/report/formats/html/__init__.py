@@ -286,7 +286,7 @@ def _templates(characters: int) -> Environment:
     )
     filters: dict[str, Callable[..., Any]] = {"kind": _kind, "bar": exponent_bar, "blocks": blocks}
     templates.filters |= filters
-    templates.globals |= {"signs": SIGNS}
+    templates.globals |= {"signs": SIGNS, "conjunction": view.conjunction}
     return templates
 
 
