@@ -20,6 +20,9 @@ TEMPORARY = ".ampdbg-temporary-"
 ABANDONED = 60.0
 """Seconds after which one that nobody holds was left by a process that was killed."""
 
+LOCKED = 2.0
+"""Seconds within which a process that has made a folder holds its lock, with much to spare."""
+
 
 @contextlib.contextmanager
 def staged_file(path: Path, content: bytes) -> Iterator[Path]:
@@ -65,7 +68,8 @@ def _remove_abandoned(folder: Path) -> None:
     """Removes the temporary files and folders there that killed processes have left."""
     for other in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError), _held(other) as is_held:
-            if is_held and time.time() - other.stat().st_mtime > ABANDONED:
+            age = time.time() - other.stat().st_mtime
+            if is_held and age > (min(ABANDONED, LOCKED) if other.is_dir() else ABANDONED):
                 shutil.rmtree(other, ignore_errors=True) if other.is_dir() else other.unlink()
 
 

@@ -35,7 +35,7 @@ class Suspect:
     @property
     def low(self) -> Replay:
         """The replay that it belongs to."""
-        return self.made.replays[0]
+        return blamed_replay(self.made)
 
     @property
     def is_cast(self) -> bool:
@@ -128,7 +128,16 @@ def erased_in(made: Investigation) -> Suspect | None:
 
 
 def _unlike_fp32(made: Investigation) -> list[Suspect]:
-    return [Suspect(made, producer) for producer in made.replays[0].producers if producer.finite_in_fp32 is not False]
+    found = blamed_replay(made).producers
+    return [Suspect(made, producer) for producer in found if producer.finite_in_fp32 is not False]
+
+
+def blamed_replay(made: Investigation) -> Replay:
+    """The replay whose producers explain the step: that at its own loss scale, or where no lower one is finite either
+    that at the lowest, for what overflows at the first may fit there."""
+    first = made.replays[0]
+    lower = (replay for replay in made.replays[2:] if replay.dtype == first.dtype and replay.producers)
+    return first if survivor(made) else next(lower, first)
 
 
 def _first_beyond(found: Iterable[Suspect]) -> Suspect | None:

@@ -95,6 +95,7 @@ class _Replays:
         if why == "gradients" and is_finite(fp32.replay):
             replays[0] = self._with_erased(low, replays[0])
             replays += self._at_lower_scales(fp32, None if overflows_on_the_way(replays[0]) else self._at_scale)
+            replays[-1] = self._traced_at_one(replays[-1], fp32)
         replays.append(self._wider(fp32.replay))
         may_diverge = may_have_risen([step.loss for step in before], fp32.replay.loss)
         continuation = self._continued() if may_diverge and not fp32.replay.error else ()
@@ -175,6 +176,14 @@ class _Replays:
 
     def _at_scale(self, scale: float) -> Replayed:
         return self._replay(f"loss scale {scale:g}", replace(self._as_it_was, scale=scale), keep_gradients=True)
+
+    def _traced_at_one(self, lowest: Replay, fp32: Replayed) -> Replay:
+        """The replay at a loss scale of 1 with its producers, where its gradients are not finite either."""
+        if lowest.scale != 1.0 or lowest.dtype != self._as_it_was.dtype or is_finite(lowest):
+            return lowest
+        manner = replace(self._as_it_was, scale=1.0)
+        low = self._replay("loss scale 1, every op", manner, traced=self._producers, keep_gradients=True)
+        return self._with_erased(low, producers_of(low, fp32))
 
     def _continued(self) -> tuple[float, ...]:
         self._observer.replay(self._snapshot.step, f"{CONTINUED_STEPS} steps in FP32")

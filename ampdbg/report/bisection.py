@@ -245,6 +245,11 @@ def _no_pin_helps(ended: EndedSearch) -> str:
 def _not_in_a_module(ended: EndedSearch) -> str:
     lines = [f"{pin.source.file}:{pin.source.line}" for pin in ended.record.pins if pin.source is not None]
     where = f", at {listed(lines)}" if lines else ""
+    if ended.record.findings and ended.record.findings[0].module:
+        return (
+            f"Pins of modules are not enough: with the whole model in FP32 the step fails all the same{where}. What "
+            "the loss computes of the model again, such as gradients of its gradients, runs outside of them."
+        )
     return f"No module needs FP32: the step function or the loss fails{where}."
 
 

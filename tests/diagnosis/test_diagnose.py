@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
@@ -578,3 +579,24 @@ def test_what_is_no_record_is_refused_by_its_kind(wrong: Any) -> None:
         TypeError, match=r"^got a \w+ in the place of a Record; allowed: diagnose\(record\); ampdbg.scan"
     ):
         diagnose(wrong)
+
+
+def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named() -> None:
+    """What overflows at 32,768 alone fits at 1: there another op is behind gradients that are not finite."""
+
+    def overflow(module: str, fp32_largest: float) -> Producer:
+        return replace(OVERFLOWS, module=module, fp32_largest=fp32_largest)
+
+    producers = (overflow("head", 27.5), overflow("stem", 1e6))
+    first = Replay("float16", 32768.0, 1.0, math.inf, producers=producers, gradients=("head.weight",))
+    fp32, between = Replay("float32", 1.0, 1.0, 1.0), replace(first, scale=16384.0, producers=())
+    lowest = replace(first, scale=1.0, producers=(overflow("stem", 1e6),))
+    steps = [replace(step, scale=32768.0 / 2**step.step) for step in steps_of("x" * 12)]
+    made = Investigation(1, "gradients", (first, fp32, between, lowest), loss=1.0, reproduced=1)
+    found = diagnose(record_of(steps, investigations=(made,))).findings[0]
+    assert (found.code, found.module) == ("gradient-overflow", "stem")
+    # Where a lower scale is finite, it is what overflows at the step's own.
+    survived = replace(lowest, grad_norm=1.0, producers=(), gradients=())
+    suspect = culprit(replace(made, replays=(first, fp32, between, survived)))
+    assert suspect is not None
+    assert suspect.producer.module == "head"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ampdbg.config.file import load_config
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.commands.program import start
 
 WORKLOAD = """\
 import asyncio, sys
@@ -227,16 +226,18 @@ def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> Non
 
 
 def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> None:
-    entered = torch.inference_mode()
-    builtins.entered = entered  # type: ignore[attr-defined]
-    try:
-        error = failed(tmp_path, "forward", "import builtins; builtins.entered.__enter__()")
-    finally:
-        entered.__exit__(None, None, None)
-        del builtins.entered  # type: ignore[attr-defined]
-    assert "raised RuntimeError: " in str(error)
-    assert isinstance(error.record, Record)
-    assert len(error.record.steps) == 3
+    """In a process of its own: what else ran in this one would be in that mode too."""
+    text = WORKLOAD.replace("{raising}", "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
+    text = text.replace("{forward}", "boom(after=3)")
+    for place in STEPS_BEFORE:
+        text = text.replace(f"{{{place}}}", "pass")
+    (tmp_path / "workload.py").write_text(text, encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    result = start(tmp_path, "scan", "config.yaml")
+    assert result.code == 2
+    assert "raised RuntimeError: " in result.stderr
+    assert "ampdbg itself failed" not in result.stderr
+    assert "the 3 steps before it: " in result.stderr
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups")
