@@ -26,6 +26,7 @@ from ampdbg.record.file import from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
 from ampdbg.replay.investigation import Why
+from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
@@ -176,8 +177,9 @@ class Capture:
     @property
     def own_calls(self) -> frozenset[str]:
         """Names of what the script computes of its own data, beside what its models make: where a patch has made FP32
-        of that, it is a part of the step all the same."""
-        return frozenset(call.name for call in self.head.calls if self._is_patched and not call.reads)
+        of that, it is a part of the step all the same. Moves and casts are so by their format alone."""
+        names = (call.name for call in self.head.calls if self._is_patched and not call.reads)
+        return frozenset(name for name in names if name.rpartition(".")[2] not in NARROWS_OR_MOVES)
 
     def match(self, played: PlayedStep) -> Match:
         """Which call of a step of the script that was started again is which of the captured ones."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.program import start
 from tests.script.test_run import run
 
 SCRIPT = """
@@ -56,3 +57,49 @@ def test_a_cast_of_the_loss_code_is_judged_by_what_it_casts(
     assert found.op == "aten._to_copy.default"
     assert found.source is not None
     assert found.source.text == f"loss = {loss}"
+
+
+DICE = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+
+def dice(p, g):
+    inside = torch.einsum("bchw,bchw->c", p / 2, g / 2)
+    union = torch.einsum("bchw,bchw->c", p, p) + torch.einsum("bchw,bchw->c", g, g)
+    return 1 - (8 * inside / (union + 1e-8)).mean()
+
+for step in range(4):
+    x = torch.randn(SAMPLES, 1, 128, 128, device="cuda")
+    mask = (torch.rand(SAMPLES, 1, 128, 128, device="cuda") < 0.9).float()
+    with torch.autocast("cuda"):
+        loss = dice(net(x).sigmoid(), mask)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+@pytest.mark.parametrize("samples", [8, 2])
+def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_path: Path, samples: int) -> None:
+    """Of 8 masks the sum of squares is beyond FP16; of 2 it fits."""
+    result, record = run(tmp_path, DICE.replace("SAMPLES", str(samples)))
+    if samples == 2:
+        assert (result.code, record.verdict, record.findings) == (0, "healthy", ())
+        return
+    found = record.findings[0]
+    assert (found.code, found.op, record.verdict) == ("forward-overflow", "aten.bmm.default", "precision")
+    assert found.message.startswith("bmm reaches 117,916 in FP32, above FP16's limit of 65,504")
+    assert found.source is not None
+    assert found.source.text.startswith("union = ")
+    capture = next((tmp_path / ".ampdbg" / "captures").glob("*-step-1.safetensors"))
+    patch = start(tmp_path, "suggest-fp32", str(capture))
+    assert patch.code == 0, patch.stderr
+    assert "the failing step (1): healthy" in patch.stdout
+    assert "inf" not in patch.stdout
+    assert "enabled=False" in patch.stdout
