@@ -3,8 +3,8 @@
 A script that has trained all night has left its log and its checkpoints, and may be training on; started again for a
 captured step it would begin them anew. What Python or torch opens for writing, removes or renames, and what was there
 before, stays as it is. New files are made where they belong, and go again when the step is found: a script that is
-started once more, as for a proof, would find them and go on from them, or refuse. What a library writes from C, or
-another process, is not seen.
+started once more, as for a proof, would find them and go on from them, or refuse. One that another process has made
+or written since is that one's, and stays. What a library writes from C, or another process, is not seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -94,7 +94,8 @@ class ScratchFiles:
         self._folder = os.path.realpath(folder)
         self._working_folder = os.path.realpath(os.getcwd())
         self._copies: dict[str, str] = {}
-        self._own: set[str] = set()
+        self._own: dict[str, _Mark | None] = {}
+        """What it has made, by its path; None where no more is known of it."""
         self._gone: set[str] = set()
         self._moved: dict[str, str] = {}
         """Folders in the place of those that only seem to be removed, and where they are."""
@@ -103,8 +104,8 @@ class ScratchFiles:
         """Removes what this process has made below the working folder: files, and folders that are empty by then."""
         for path in sorted(self._own, key=len, reverse=True):
             is_below = path.startswith(self._working_folder + os.sep) and CACHES.isdisjoint(Path(path).parts)
-            if is_below and not path.startswith(self._folder + os.sep):
-                with contextlib.suppress(OSError):  # it has not been made, or is gone; or holds what is another's
+            if is_below and self._has_made(path) and not path.startswith(self._folder + os.sep):
+                with contextlib.suppress(OSError):  # it is gone, or holds what is another's
                     (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
 
     def opening(self, original: Function) -> Function:
@@ -115,7 +116,9 @@ class ScratchFiles:
                 file = self._to_make(file) if "x" in mode else self._to_write(file, is_kept="w" not in mode)
             elif self._copies or self._moved:
                 file = self._to_read(file)
-            return original(file, mode, *args, **kwargs)
+            opened = original(file, mode, *args, **kwargs)
+            self._note(file)
+            return opened
 
         return call
 
@@ -131,7 +134,9 @@ class ScratchFiles:
                     path = self._to_write(path, is_kept=not flags & os.O_TRUNC)
                 else:
                     path = self._to_read(path)
-            return original(path, flags, *args, **kwargs)
+            opened = original(path, flags, *args, **kwargs)
+            self._note(path)
+            return opened
 
         return call
 
@@ -140,12 +145,15 @@ class ScratchFiles:
 
         def replacement(original: Function) -> Function:
             def call(*args: Any, **kwargs: Any) -> Any:
-                given = list(args)
+                given, is_kept, file = list(args), name == "path", None
                 if len(given) > position:
-                    given[position] = self._to_write(given[position], is_kept=name == "path")
+                    file = given[position] = self._to_write(given[position], is_kept=is_kept)
                 elif name in kwargs:
-                    kwargs[name] = self._to_write(kwargs[name], is_kept=name == "path")
-                return original(*given, **kwargs)
+                    file = kwargs[name] = self._to_write(kwargs[name], is_kept=is_kept)
+                try:
+                    return original(*given, **kwargs)
+                finally:
+                    self._note(file, is_written=not is_kept)
 
             return call
 
@@ -166,7 +174,10 @@ class ScratchFiles:
         def call(path: Any, **kwargs: Any) -> None:
             path = _from(kwargs, path)
             if not self._is_kept(path):
+                name = os.path.abspath(os.fsdecode(path))
+                name = name if name in self._own else _real(path) or name  # a link of its own, and not what it leads to
                 original(self._as_it_is(path), **kwargs)
+                self._own.pop(name, None)
             else:
                 self._gone.add(os.path.abspath(os.fsdecode(path)))
 
@@ -179,7 +190,7 @@ class ScratchFiles:
             link = os.path.abspath(os.fsdecode(dst))
             if link not in self._gone:
                 original(src, dst, *args, **kwargs)
-                self._own.add(link)
+                self._own[link] = _Mark.of(link)
 
         return call
 
@@ -204,9 +215,12 @@ class ScratchFiles:
                 return
             to = self._to_write(dst, is_kept=False)
             if not is_kept:
+                real_src = _real(self._as_it_is(src))
                 original(self._as_it_is(src), to, **kwargs)
+                self._note_moved(real_src, _real(to))
             elif os.path.isfile(self._to_read(src)):
                 shutil.copy2(self._to_read(src), to)
+                self._note(to, is_written=True)
 
         return call
 
@@ -231,7 +245,7 @@ class ScratchFiles:
                 self._gone.remove(real)
                 return
             original(path, *args, **kwargs)
-            self._own.add(real or "")
+            self._own[real or ""] = _Mark.of(real or "")
 
         return call
 
@@ -254,8 +268,26 @@ class ScratchFiles:
         file = self._as_it_is(file)
         real = _real(file)
         if real is not None and not os.path.lexists(real):
-            self._own.add(real)
+            self._own[real] = None
         return file
+
+    def _note(self, file: Any, *, is_written: bool = False) -> None:
+        """How a file that is its own is known from now on; with ``is_written`` nothing more is written into it."""
+        real = _real(file)
+        if real in self._own:
+            self._own[real] = _Mark.of(real, is_written=is_written)
+
+    def _note_moved(self, src: str | None, dst: str | None) -> None:
+        moved = [path for path in self._own if src and (path == src or path.startswith(src + os.sep))]
+        for path in moved:
+            self._own[f"{dst}{path[len(src or '') :]}"] = self._own.pop(path)
+        if src not in moved:
+            self._note(dst)
+
+    def _has_made(self, path: str) -> bool:
+        """Whether what is there now is still what this process has made."""
+        mark = self._own.get(path)
+        return mark is not None and mark == _Mark.of(path, is_written=mark.written is not None)
 
     def _to_read(self, file: Any) -> Any:
         file = self._as_it_is(file)
@@ -275,8 +307,25 @@ class ScratchFiles:
         return real is not None and os.path.lexists(real) and not self._is_own(real)
 
     def _is_own(self, real: str) -> bool:
-        is_own = real in self._own or real.startswith(self._folder + os.sep)
-        return is_own or any(str(folder) in self._own for folder in Path(real).parents)
+        if self._own.get(real) is not None:
+            return self._has_made(real)
+        return real.startswith(self._folder + os.sep) or any(self._has_made(str(path)) for path in Path(real).parents)
+
+
+class _Mark(NamedTuple):
+    """By what a file is known that is written where another process may write as well."""
+
+    device: int
+    inode: int
+    written: tuple[int, int] | None
+    """When, and how many bytes; None as long as it may still be written."""
+
+    @classmethod
+    def of(cls, path: str, *, is_written: bool = False) -> _Mark | None:
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            return cls(found.st_dev, found.st_ino, (found.st_mtime_ns, found.st_size) if is_written else None)
+        return None
 
 
 def _real(path: Any) -> str | None:

@@ -174,6 +174,52 @@ def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(t
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 
 
+BESIDE = {
+    "put in its place": ("open('new', 'w').write('ours')", "open('t', 'w').write('theirs')\nos.replace('t', 'new')"),
+    "made after it was removed": ("open('new', 'w').close()\nos.remove('new')", "open('new', 'w').write('theirs')"),
+    "made where ours could not be": (
+        "try:\n    torch.save(0, 'no/new')\n    open('new', 'w', 0)\nexcept Exception:\n    pass",
+        "os.makedirs('no')\nopen('new', 'w').write('theirs')",
+    ),
+    "written over it": ("torch.save(1, 'new')", "open('new', 'wb').write(b'theirs')"),
+    "written over it under its name": (
+        "torch.save(1, 't')\nos.replace('t', 'new')",
+        "open('new', 'wb').write(b'theirs')",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BESIDE)
+@pytest.mark.parametrize(
+    "then", ["", "open('new', 'w').write('ours again')\nassert open('new').read() == 'ours again'"]
+)
+def test_a_new_file_that_another_process_has_written_since_stays(tmp_path: Path, way: str, then: str) -> None:
+    ours, theirs = BESIDE[way]
+    code = (
+        f"{ours}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {f'import os{chr(10)}{theirs}'!r}])\n"
+    )
+    ended = in_scratch(tmp_path, code + then)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "new").read_text() == "theirs"
+    assert {path.name for path in tmp_path.iterdir()} <= {"new", "no", "scratch"}
+
+
+MOVES = {
+    "a checkpoint": "torch.save(1, 't')\nos.replace('t', 'best.pt')\ntorch.save(2, 't')\nos.replace('t', 'best.pt')",
+    "a folder": "os.makedirs('t/a')\ntorch.save(1, 't/a/b')\nopen('t/c', 'w').write('c')\nos.rename('t', 'step-1')\n"
+    "assert torch.load('step-1/a/b') == 1",
+    "a link": "open('y', 'w').close()\nos.symlink('y', 'l')\nos.remove('l')\nos.symlink('y', 'l')",
+    "a log that goes on": "log = open('log', 'w')\nlog.write('1')\nlog.flush()\nos.chmod('log', 0o600)\nlog.write('2')",
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_what_was_moved_or_written_on_goes_too(tmp_path: Path, what: str) -> None:
+    ended = in_scratch(tmp_path, MOVES[what])
+    assert ended.returncode == 0, ended.stderr
+    assert list(tmp_path.rglob("*")) == []
+
+
 def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("old")
