@@ -30,34 +30,27 @@ _replaced: set[tuple[int, str]] = set()
 _restoring = ExitStack()
 
 
-def attach(watcher: Watcher) -> None:
-    """Lets the watcher stand around every call from now on; it stands outside of those that came before it."""
-    with _changing:
-        _watchers.append(watcher)
-        for owner, name, seam in _seams():
-            if (id(owner), name) not in _replaced:
-                _replaced.add((id(owner), name))
-                _restoring.enter_context(_seam_replaced(owner, name, seam))
-
-
-def detach(watcher: Watcher) -> None:
-    """The opposite of :func:`attach`; with the last watcher torch is as it was."""
-    with _changing:
-        if watcher in _watchers:
-            _watchers.remove(watcher)
-        if not _watchers:
-            _replaced.clear()
-            _restoring.close()
-
-
 @contextlib.contextmanager
 def attached(watcher: Watcher) -> Iterator[None]:
-    """While this is entered, the watcher is attached."""
+    """While this is entered, the watcher stands around every call, outside of those that came before it.
+
+    With the last watcher torch is as it was.
+    """
     try:  # Ctrl-C may come while this begins
-        attach(watcher)
+        with _changing:
+            _watchers.append(watcher)
+            for owner, name, seam in _seams():
+                if (id(owner), name) not in _replaced:
+                    _replaced.add((id(owner), name))
+                    _restoring.enter_context(_seam_replaced(owner, name, seam))
         yield
     finally:
-        detach(watcher)
+        with _changing:
+            if watcher in _watchers:
+                _watchers.remove(watcher)
+            if not _watchers:
+                _replaced.clear()
+                _restoring.close()
 
 
 def _seams() -> Iterator[tuple[Any, str, Seam]]:
