@@ -5,13 +5,13 @@ One exception: what replays show of a forward pass stands before misuses that ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import runaway, skips
+from ampdbg.diagnosis.scale import UNTOLD, runaway, skips
 from ampdbg.diagnosis.tensors import (
     SMALL_UPDATES,
     WEIGHTS,
@@ -73,8 +73,7 @@ def diagnose(record: Record) -> Record:
                 faults = _led_by(finding, faults) if leads else [*faults, replace(finding, root=_root(finding, faults))]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
-    untold = any("untold" in finding.evidence for finding in information)
-    return replace(record, findings=found, verdict=_verdict(record, faults, untold))
+    return replace(record, findings=found, verdict=_verdict(record, found))
 
 
 def _in_script(finding: Finding, record: Record) -> Finding:
@@ -128,10 +127,14 @@ def _is_of_precision(finding: Finding) -> bool:
     return CODES[finding.code].verdict == "precision"
 
 
-def _verdict(record: Record, faults: list[Finding], untold: bool) -> Verdict:
-    """``untold`` says that skips are no plain calibration, and that nothing has told what they are."""
+def _verdict(record: Record, found: Sequence[Finding]) -> Verdict:
+    faults = [finding for finding in found if finding.severity != "info"]
     if not faults:
-        shows_nothing = untold or record.took_no_step or (record.script and not record.steps)
+        shows_nothing = (
+            any(UNTOLD in finding.evidence for finding in found)
+            or record.took_no_step
+            or (record.script and not record.steps)
+        )
         return "inconclusive" if record.error or shows_nothing else "healthy"
     verdict, finite_in_fp32 = CODES[faults[0].code].verdict, faults[0].evidence.get("finite_in_fp32")
     if faults[0].code == UNKNOWN and _was_in_fp32(record):

@@ -38,6 +38,9 @@ SETTLING_STEPS = 20
 SKIPS_IN_A_ROW = 5
 """So many skipped steps in a row are no calibration: healthy models settle within four halvings of 65536."""
 
+UNTOLD = "untold"
+"""The evidence of how many skips nothing has explained, where they are so many that nothing is known to be well."""
+
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
@@ -359,7 +362,7 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
         remedy="" if settled is None or are_many else f"none is needed{saving}",
         evidence={"skipped": len(skipped)}
         | ({} if settled is None else {"scale": settled})
-        | ({"untold": len(untold)} if are_many else {}),
+        | ({UNTOLD: len(untold)} if are_many else {}),
     )
 
 
