@@ -214,7 +214,7 @@ class Tape(TorchFunctionMode):
             self.state = ModelState.now(self._model)
             self._trained = {id(module): module.training for module in self._model.modules()}
         elif isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
-            self._modes = [(module, module.training) for module in self._model.modules()]
+            self._note_modes()
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
@@ -236,6 +236,14 @@ class Tape(TorchFunctionMode):
         )
         self._put(call, taken, args[0] if writes else result)
         return result
+
+    def _note_modes(self) -> None:
+        """One list for all calls between two changes: there may be thousands of calls, of thousands of modules."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        if len(modes) != len(self._modes) or any(
+            now[0] is not then[0] or now[1] != then[1] for now, then in zip(modes, self._modes, strict=True)
+        ):
+            self._modes = modes
 
     def _has_other_modes(self, called: torch.nn.Module) -> bool:
         """Whether a module is in training mode that was not at the first call, or the other way round."""
