@@ -41,6 +41,8 @@ LAUNCHERS = {
 SHARED = {"__main__", "__mp_main__", "ampdbg", "torch", "torchgen", "functorch", *sys.stdlib_module_names}
 """What a script shares with ampdbg, also where its own folder has a module of that name."""
 
+LARGEST_SCRIPT = 2**26
+"""In bytes; nobody's script comes near it, and a file of data named by mistake would fill the memory."""
 
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 """Where a launcher says which of how many processes one is."""
@@ -83,8 +85,7 @@ class Script:
             with _path_of(self):
                 if not _has_module(self.name):
                     raise ScriptError(f"-m {self.name}: there is no such module; needed: one that Python can import")
-        elif not os.path.exists(self.name) or (os.path.isdir(self.name) and not _has_main(Path(self.name))):
-            what = "is a folder without __main__.py" if Path(self.name).is_dir() else "there is no such file"
+        elif what := _obstacle(self):
             raise ScriptError(f"{self.name}: {what}; needed: a Python file, or -m and the name of a module")
 
 
@@ -180,6 +181,22 @@ def _new_main() -> ModuleType:
     if sys.version_info < (3, 14):
         vars(module)["__annotations__"] = {}
     return module
+
+
+def _obstacle(script: Script) -> str:
+    """Why a file cannot be run, and "" of one that may be: what has no end, or nearly none, is never read."""
+    path = Path(script.name)
+    if not path.exists():
+        return "there is no such file"
+    if path.is_dir():
+        return "" if _has_main(path) else "is a folder without __main__.py"
+    if path.is_char_device() and not (
+        sys.stdin and sys.stdin.isatty() and path.samefile(f"/dev/fd/{sys.stdin.fileno()}")
+    ):
+        return "is a device"
+    if path.is_file() and path.stat().st_size > LARGEST_SCRIPT and not _is_importable(script):
+        return f"is larger than {LARGEST_SCRIPT:,} bytes"
+    return ""
 
 
 def _is_importable(script: Script) -> bool:

@@ -288,12 +288,16 @@ def test_a_module_is_run_as_of_python_m(tmp_path: Path) -> None:
     [
         (("nothing.py",), "nothing.py: there is no such file; needed: a Python file, or -m and the name of a module"),
         ((".",), ".: is a folder"),
+        (("/dev/zero",), "/dev/zero: is a device; needed: a Python file"),
+        (("data.bin",), "data.bin: is larger than 67,108,864 bytes; needed: a Python file"),
         (("-m", "no.such"), "-m no.such: there is no such module"),
         (("torchrun", "train.py"), "start ampdbg inside it: torchrun --no-python ampdbg run train.py"),
         (("python", "train.py"), "start ampdbg inside it: ampdbg run train.py"),
     ],
 )
 def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    with open(tmp_path / "data.bin", "wb") as data:
+        data.truncate(2**35)
     result = start(tmp_path, "run", *arguments)
     assert (result.code, says in result.stderr) == (2, True)
     assert not (tmp_path / ".ampdbg").exists()
