@@ -2,16 +2,20 @@
 
 The methods of GradScaler, ``backward`` and ``autograd.grad``, clipping, learning-rate schedulers, new optimizers,
 and the export of a model.
-Watchers may come and go in any order: the last one that leaves restores torch.
+Watchers may come and go in any order: the last one that leaves restores torch. A warning that torch gives its caller
+is shown for the user's line meanwhile, and not for the one of ours that stands between.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,10 +23,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.fx import _symbolic_trace
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampdbg.source.ownership import AMPDBG, is_ampdbgs
+
 Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer", "export"]
 
 Watcher = Callable[..., Any]
 """Called with the seam, torch's function and its arguments: runs the function, once, and returns what it returns."""
+
+SHOW = "_showwarnmsg"
+"""What Python calls with each warning that its filters let through, whoever shows it in the end."""
 
 _changing = threading.RLock()
 _watchers: list[Watcher] = []
@@ -39,6 +48,8 @@ def attached(watcher: Watcher) -> Iterator[None]:
     try:  # Ctrl-C may come while this begins
         with _changing:
             _watchers.append(watcher)
+            if not _replaced and hasattr(warnings, SHOW):
+                _restoring.enter_context(replaced(warnings, SHOW, _shown_for_the_caller))
             for owner, name, seam in _seams():
                 if (id(owner), name) not in _replaced:
                     _replaced.add((id(owner), name))
@@ -81,6 +92,27 @@ def _through(original: Callable[..., Any], seam: Seam) -> Callable[..., Any]:
         return run(*args, **kwargs) if outermost is None else outermost(seam, run, *args, **kwargs)
 
     return call
+
+
+def _shown_for_the_caller(original: Callable[..., Any]) -> Callable[..., Any]:
+    def show(message: Any) -> Any:
+        if str(message.filename).startswith(str(AMPDBG)):
+            caller = _caller_of(message.filename, message.lineno)
+            if caller is not None:
+                message.filename, message.lineno, message.line = caller.f_code.co_filename, caller.f_lineno, None
+        return original(message)
+
+    return show
+
+
+def _caller_of(file: str, line: int) -> FrameType | None:
+    """The innermost frame of somebody else's that has led to this line of ours; None where none has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename != file or frame.f_lineno != line):
+        frame = frame.f_back
+    while frame is not None and is_ampdbgs(frame):
+        frame = frame.f_back
+    return frame
 
 
 _dispatch_mode, _KEYS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey

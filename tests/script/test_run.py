@@ -276,6 +276,35 @@ def test_a_script_without_an_optimizer_is_not_called_healthy(tmp_path: Path) -> 
     assert (result.code, result.stdout, record.verdict) == (0, "1\n", "inconclusive")
 
 
+WARNED = """\
+import torch, warnings
+net = torch.nn.Linear(2, 2)
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = net(torch.ones(2, 2)).sum()
+        schedule.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    schedule.step(epoch=3)
+    warnings.warn("my own")
+for warning in warned:
+    if warning.category is UserWarning:
+        print(warning.filename.rpartition("/")[2], warning.lineno, str(warning.message)[:30])
+"""
+
+
+def test_a_warning_names_the_line_that_it_names_without(tmp_path: Path) -> None:
+    result, _ = run(tmp_path, WARNED, options=())
+    assert result.stdout == alone(tmp_path, "train.py")
+    assert result.stdout.startswith("train.py 10 Detected call")
+    assert "\ntrain.py 14 The epoch" in result.stdout
+
+
 def test_a_module_is_run_as_of_python_m(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("import sys\nprint(__package__, __name__, sys.argv)\n")
