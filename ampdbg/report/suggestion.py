@@ -27,6 +27,8 @@ OF_THE_PATCH = "What the patch takes was not measured: it may be more or less."
 MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, stand in a story."""
 
+TOGETHER = "FP32 throughout makes the step healthy: switch autocast off around the model and the loss together."
+
 EDITS = "The patch"
 """The title of what is edited, in words."""
 
@@ -77,7 +79,7 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
         yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
     if record.verification is not None:
         yield Paragraph((proof_line(record.verification),), "The proof")
-    yield from _remedies(handed.notes[:MOST_IN_BRIEF])
+    yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF])
 
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
@@ -102,7 +104,19 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
         low, of_patch = format_of_config(record.config), handed.files and handed.form in ("diff", "json")
         said = cost_sentence(record.search.cost, low, "Pinned by name, the set" if of_patch else "The set")
         yield Paragraph((line(f"{said} {OF_THE_PATCH}" if of_patch else said),))
-    yield from _remedies(handed.notes)
+    yield from _remedies((*handed.notes, *_together(record)))
+
+
+def _together(record: Record) -> tuple[str, ...]:
+    """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
+    return (TOGETHER,) if _is_past_search(record) else ()
+
+
+def _is_past_search(record: Record) -> bool:
+    """Whether all was tried that is known of: no set of modules cures the step, nor did the patch of other lines."""
+    outcome = record.search.outcome if record.search is not None else ""
+    has_failed = record.verification is not None and not record.verification.passed
+    return has_failed and outcome in ("not-in-a-module", "no-set-helps")
 
 
 def _is_by_name(record: Record, handed: Handover) -> bool:
@@ -144,6 +158,8 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
     if proof is not None and not proof.passed:
         if handover.form == "diff" and handover.names and handover.refused:  # the set may do, with all of its edits
             return NextCommand("have the same modules pinned by name", f"{again} --format module")
+        if _is_past_search(record) and record.findings:
+            return NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
         return NextCommand("search again, blind to what overflows", f"ampdbg bisect {typed.config} --strategy ddmin")
     if content(record) is None:
         if not handover.names and not handover.files:

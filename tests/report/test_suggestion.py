@@ -149,3 +149,16 @@ def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() ->
     assert text.startswith("✗ No pin helps: step 3 fails in FP32 too.")
     assert "\nOther remedies\n  normalise the data\n" in text
     assert text.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_left"),
+    [("found", False), ("not-in-a-module", True), ("no-set-helps", True), ("out-of-trials", False)],
+)
+def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(outcome: str, is_left: bool) -> None:
+    record = found()
+    assert record.search is not None
+    record = replace(record, verification=FAILED, search=replace(record.search, outcome=outcome))
+    text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
+    assert ("switch autocast off around the model and the loss together" in text) == is_left
+    assert text.endswith("ampdbg explain forward-overflow" if is_left else "ampdbg bisect c.yaml --strategy ddmin")
