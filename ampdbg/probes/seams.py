@@ -162,11 +162,11 @@ def replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], 
 
     Who enters this while another has is to leave it first.
     """
-    original = getattr(owner, name)
+    original, is_own = getattr(owner, name), name in getattr(owner, "__dict__", {name: None})
     ours = functools.wraps(original)(replacement(original))
     try:  # Ctrl-C may come while this begins
         setattr(owner, name, ours)
         yield
     finally:
         if getattr(owner, name) is ours:  # else somebody has wrapped it since, and ours only hands on what it gets
-            setattr(owner, name, original)
+            setattr(owner, name, original) if is_own else delattr(owner, name)

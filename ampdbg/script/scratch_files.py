@@ -12,13 +12,16 @@ from __future__ import annotations
 import _io
 import builtins
 import contextlib
+import errno
+import functools
 import io
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -52,9 +55,10 @@ def scratch_files(folder: Path) -> Iterator[ScratchFiles]:
     files = ScratchFiles(folder)
     paths = getattr(pathlib, "_normal_accessor", None)  # before Python 3.11 a Path has the functions from here
     of_paths = (
-        ("chmod", files.writing("path", 0)),
+        ("chmod", files.writing("path", 0, is_kept=True)),
         ("unlink", files.removing),
         ("symlink", files.linking),
+        ("link", files.sharing),
         ("rename", files.renaming),
         ("replace", files.renaming),
         ("rmdir", files.removing_a_folder),
@@ -63,28 +67,79 @@ def scratch_files(folder: Path) -> Iterator[ScratchFiles]:
     of_os = (
         *of_paths,
         ("open", files.opening_a_descriptor),
-        ("truncate", files.writing("path", 0)),
-        ("utime", files.writing("path", 0)),
+        ("truncate", files.writing("path", 0, is_kept=True)),
+        ("utime", files.writing("path", 0, is_kept=True)),
         ("remove", files.removing),
     )
+    replacements = (
+        *((owner, name, replacement) for owner in (os, BELOW_OS) for name, replacement in of_os),
+        *((paths, name, replacement) for name, replacement in of_paths),
+        *((owner, "open", files.opening) for owner in (builtins, io, _io, paths)),
+        (shutil, "rmtree", files.removing_a_folder),
+        (torch, "save", files.writing("f", 1)),
+        (torch, "from_file", files.mapping),
+        (torch.UntypedStorage, "from_file", files.mapping),
+        (torch.jit, "save", files.writing("f", 1)),
+        *((kind, "save", files.writing("f", 1)) for kind in (torch.jit.ScriptModule, RecursiveScriptModule)),
+        (torch._C, "PyTorchFileWriter", files.writing("file_name", 0, is_written=False)),
+        *((owner, "load", files.reading) for owner in (torch.jit, torch.export)),
+        (torch.autograd.profiler.profile, "export_chrome_trace", files.writing("path", 1)),
+        (safetensors.torch, "save_file", files.writing("filename", 1)),
+        (sys.modules.get("numpy.lib._datasource"), "open", files.opening),
+    )
     with contextlib.ExitStack() as stack:
-        for owner, name, replacement in (
-            *((owner, name, replacement) for owner in (os, BELOW_OS) for name, replacement in of_os),
-            *((paths, name, replacement) for name, replacement in of_paths),
-            *((owner, "open", files.opening) for owner in (builtins, io, _io, paths)),
-            (shutil, "rmtree", files.removing_a_folder),
-            (torch, "save", files.writing("f", 1)),
-            (torch, "from_file", files.mapping),
-            (torch.jit, "save", files.writing("f", 1)),
-            (RecursiveScriptModule, "save", files.writing("f", 1)),
-            (safetensors.torch, "save_file", files.writing("filename", 1)),
-        ):
+        for owner, name, replacement in (*_bound_elsewhere(replacements), *replacements):
             if owner is not None:
                 stack.enter_context(replaced(owner, name, replacement))
+        stack.enter_context(_guarded(files))
         try:
             yield files
         finally:
             files.remove_new()
+
+
+Replacement = tuple[Any, str, Callable[[Function], Function]]
+
+
+def _bound_elsewhere(replacements: Sequence[Replacement]) -> Iterator[Replacement]:
+    """The same functions where a module has them under a name of its own, as tarfile does with ``open``."""
+    known = {id(owner) for owner, _, _ in replacements}
+    of_functions = {
+        id(getattr(owner, name)): replacement for owner, name, replacement in replacements if owner is not None
+    }
+    modules: list[Any] = list(sys.modules.values())  # a script may put anything there
+    for module in modules:
+        if isinstance(module, ModuleType) and id(module) not in known:
+            for name, value in list(vars(module).items()):
+                if id(value) in of_functions:
+                    yield module, name, of_functions[id(value)]
+
+
+_guarding: list[ScratchFiles] = []
+
+
+@contextlib.contextmanager
+def _guarded(files: ScratchFiles) -> Iterator[None]:
+    """While this is entered, what comes past the replaced functions and would write over a file raises."""
+    if not _guarding:
+        _add_guard()
+    _guarding.append(files)
+    try:
+        yield
+    finally:
+        _guarding.remove(files)
+
+
+@functools.cache
+def _add_guard() -> None:
+    """Python takes no audit hook back: this one is there once, and does nothing unless it is asked to."""
+    sys.addaudithook(_guard)
+
+
+def _guard(event: str, given: tuple[Any, ...]) -> None:
+    if event == "open" and _guarding and given[2] & (WRITES | os.O_TRUNC) and not given[2] & os.O_EXCL:
+        for files in tuple(_guarding):
+            files.check_write(given[0])
 
 
 class ScratchFiles:
@@ -93,6 +148,7 @@ class ScratchFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = os.path.realpath(folder)
         self._working_folder = os.path.realpath(os.getcwd())
+        self._unlink, self._rmdir = os.unlink, os.rmdir
         self._copies: dict[str, str] = {}
         self._own: dict[str, _Mark | None] = {}
         """What it has made, by its path; None where no more is known of it."""
@@ -106,14 +162,24 @@ class ScratchFiles:
             is_below = path.startswith(self._working_folder + os.sep) and CACHES.isdisjoint(Path(path).parts)
             if is_below and self._has_made(path) and not path.startswith(self._folder + os.sep):
                 with contextlib.suppress(OSError):  # it is gone, or holds what is another's
-                    (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
+                    (self._rmdir if os.path.isdir(path) and not os.path.islink(path) else self._unlink)(path)
+
+    def check_write(self, file: Any) -> None:
+        """Raises PermissionError where this would write over what was there before."""
+        real = _real(self._to_make(file))
+        if real is not None and self._own.get(real, self) is None and os.path.isfile(real):
+            self._note(real)
+        if real is None or not os.path.isfile(real) or self._is_own(real) or not CACHES.isdisjoint(Path(real).parts):
+            return
+        why = "kept as it is while ampdbg starts the script again, and opened in a way that cannot be led to a copy"
+        raise PermissionError(errno.EACCES, why, real)
 
     def opening(self, original: Function) -> Function:
         """For ``open(file, mode)``."""
 
         def call(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
             if isinstance(mode, str) and not {"w", "a", "+", "x"}.isdisjoint(mode):
-                file = self._to_make(file) if "x" in mode else self._to_write(file, is_kept="w" not in mode)
+                file = self._to_make_anew(file) if "x" in mode else self._to_write(file, is_kept="w" not in mode)
             elif self._copies or self._moved:
                 file = self._to_read(file)
             opened = original(file, mode, *args, **kwargs)
@@ -129,7 +195,7 @@ class ScratchFiles:
             if isinstance(flags, int):
                 path = _from(kwargs, path)
                 if flags & CREATES_ONLY == CREATES_ONLY:
-                    path = self._to_make(path)
+                    path = self._to_make_anew(path)
                 elif flags & (WRITES | os.O_TRUNC):
                     path = self._to_write(path, is_kept=not flags & os.O_TRUNC)
                 else:
@@ -140,12 +206,17 @@ class ScratchFiles:
 
         return call
 
-    def writing(self, name: str, position: int) -> Callable[[Function], Function]:
-        """For a function that is given the file to write by this name, or at this position."""
+    def writing(
+        self, name: str, position: int, *, is_kept: bool = False, is_written: bool = True
+    ) -> Callable[[Function], Function]:
+        """For a function that is given the file to write by this name, or at this position.
+
+        With ``is_kept`` it alters what is in it, or about it; ``is_written`` says that it writes all before it returns.
+        """
 
         def replacement(original: Function) -> Function:
             def call(*args: Any, **kwargs: Any) -> Any:
-                given, is_kept, file = list(args), name == "path", None
+                given, file = list(args), None
                 if len(given) > position:
                     file = given[position] = self._to_write(given[position], is_kept=is_kept)
                 elif name in kwargs:
@@ -153,11 +224,19 @@ class ScratchFiles:
                 try:
                     return original(*given, **kwargs)
                 finally:
-                    self._note(file, is_written=not is_kept)
+                    self._note(file, is_written=is_written and not is_kept)
 
             return call
 
         return replacement
+
+    def reading(self, original: Function) -> Function:
+        """For a function that is given the file to read, before all else."""
+
+        def call(file: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self._to_read(file), *args, **kwargs)
+
+        return call
 
     def mapping(self, original: Function) -> Function:
         """For ``torch.from_file(filename, shared)``: a tensor that is shared writes into the file."""
@@ -194,6 +273,20 @@ class ScratchFiles:
 
         return call
 
+    def sharing(self, original: Function) -> Function:
+        """For ``os.link(src, dst)``: of what was there a copy gets the second name, which may be written to."""
+
+        def call(src: Any, dst: Any, **kwargs: Any) -> None:
+            src, dst = _from(kwargs, src, "src_dir_fd"), _from(kwargs, dst, "dst_dir_fd")
+            to = self._to_make_anew(dst)
+            if self._is_kept(src) and not os.path.lexists(to):
+                shutil.copy2(self._to_read(src), to)
+            else:
+                original(self._to_read(src), to, **kwargs)
+            self._note(to)
+
+        return call
+
     def renaming(self, original: Function) -> Function:
         """For ``os.rename(src, dst)``: of what was there a copy gets the new name.
 
@@ -212,6 +305,7 @@ class ScratchFiles:
                 return
             if is_kept and real is not None and os.path.isdir(self._as_it_is(src)) and not os.path.lexists(real):
                 self._moved[real] = os.path.realpath(self._as_it_is(src))
+                self._gone.add(os.path.realpath(src))
                 return
             to = self._to_write(dst, is_kept=False)
             if not is_kept:
@@ -241,8 +335,9 @@ class ScratchFiles:
 
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
             real = _real(path)
-            if real in self._gone:
-                self._gone.remove(real)
+            gone = {real, *map(str, Path(real or "").parents)} & self._gone
+            if gone and os.path.isdir(real or ""):
+                self._gone.discard(real or "")
                 return
             original(path, *args, **kwargs)
             self._own[real or ""] = _Mark.of(real or "")
@@ -288,6 +383,17 @@ class ScratchFiles:
         """Whether what is there now is still what this process has made."""
         mark = self._own.get(path)
         return mark is not None and mark == _Mark.of(path, is_written=mark.written is not None)
+
+    def _to_make_anew(self, file: Any) -> Any:
+        """The same; what only seems to be removed is made at a place of its own."""
+        real = _real(file)
+        if real not in self._gone or not os.path.isfile(real or ""):
+            return self._to_make(file)
+        copy = self._to_write(file, is_kept=False)
+        with contextlib.suppress(OSError):
+            self._unlink(copy)
+        self._gone.discard(real or "")
+        return copy
 
     def _to_read(self, file: Any) -> Any:
         file = self._as_it_is(file)

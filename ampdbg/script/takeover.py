@@ -7,6 +7,8 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -173,6 +175,7 @@ class _Taking:
         self.is_used = False
         self._capture = capture
         self._use = use
+        self._folder = os.getcwd()
         self.scratch: ScratchFiles | None = None
         self._steps, self._began = 0, time.monotonic()
         self._nearest = Difference(-1, "the first one shows what it trains: it has to make two")
@@ -263,6 +266,8 @@ class _Taking:
         self.is_used = True
         self.end()
         torch.clear_autocast_cache()
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
         if self.scratch is not None:
             self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
         with self.watcher.paused(), torch.enable_grad():

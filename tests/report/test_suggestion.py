@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Proof, ProofStep
+from ampdbg.record.pins import FileDiff, Handover, Outcome, PatchUnit, Proof, ProofStep
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
@@ -155,7 +155,7 @@ def test_without_pins_it_is_the_report_of_the_search_and_the_other_remedies() ->
     ("outcome", "is_left"),
     [("found", False), ("not-in-a-module", True), ("no-set-helps", True), ("out-of-trials", False)],
 )
-def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(outcome: str, is_left: bool) -> None:
+def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(outcome: Outcome, is_left: bool) -> None:
     record = found()
     assert record.search is not None
     record = replace(record, verification=FAILED, search=replace(record.search, outcome=outcome))

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 from pathlib import Path
 
@@ -82,6 +83,19 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
     assert not (folder / "new.txt").exists()
 
 
+WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path) -> None:
+    run(tmp_path, WORKS_IN_ITS_OWN + scripts.PLAIN, "400", "6")
+    if not is_there:
+        shutil.rmtree(tmp_path / "outputs")
+    result = start(tmp_path, "suggest-fp32", str(capture_of(tmp_path)))
+    assert (result.code, "the failing step (1): healthy" in result.stdout) == (0, True), result.stderr
+    assert (tmp_path / "outputs" / "run").exists() == is_there
+
+
 @pytest.mark.slow
 def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"
@@ -130,6 +144,24 @@ WAYS = {
     "moved away": "os.rename('a.txt', 'b.txt')\nassert open('b.txt').read() == 'old'",
     "through a link": "os.symlink('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('a.txt').read() == 'new'",
     "a link that is made anew": "os.remove('latest')\nos.symlink('d/b', 'latest')\nos.readlink('latest')",
+    "by a module that has its own name for open": "import tarfile\ntarfile.open('a.txt', 'w').close()\n"
+    "import bz2\nbz2.open('d/b', 'wb').write(b'new')\nassert bz2.open('d/b').read() == b'new'",
+    "unpacked over": "import tarfile\nwith tarfile.open('new.tar', 'w') as new:\n    open('c', 'w').write('new')\n"
+    "    new.add('c', 'a.txt')\ntarfile.open('new.tar').extractall()\nassert open('a.txt').read() == 'new'",
+    "by numpy": "import numpy\nnumpy.savetxt('a.txt', [1.0])\nassert numpy.loadtxt('a.txt') == 1",
+    "as a traced module": "module = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(2))\nmodule.save('a.txt')\n"
+    "assert torch.jit.load('a.txt')(torch.ones(2)).shape == (2,)",
+    "as a package": "with torch.package.PackageExporter('a.txt') as package:\n    package.save_pickle('a', 'b', 1)",
+    "as the memory of a storage": "torch.UntypedStorage.from_file('a.txt', True, 3).fill_(78)\n"
+    "assert open('a.txt').read() == 'NNN'",
+    "as a profile": "from torch.profiler import profile\nwith profile() as seen:\n    torch.ones(3)\n"
+    "seen.export_chrome_trace('a.txt')",
+    "through a hard link": "os.link('a.txt', 'l')\nopen('l', 'w').write('new')\nassert open('l').read() == 'new'",
+    "removed and made by who must make it": "os.remove('a.txt')\nopen('a.txt', 'x').write('new')\n"
+    "assert open('a.txt').read() == 'new'",
+    "removed, with others in its place": "shutil.rmtree('d')\nos.makedirs('d/e/f')\nopen('d/b', 'w').write('new')",
+    "in a folder that gives its name away": "os.rename('d', 'old')\nos.mkdir('n')\nopen('n/b', 'w').write('new')\n"
+    "os.rename('n', 'd')\nassert (open('d/b').read(), open('old/b').read()) == ('new', 'old')",
     "removed with its folder": "shutil.rmtree('d')\nos.makedirs('d')\nopen('d/b', 'w').write('new')",
 }
 
@@ -209,6 +241,8 @@ MOVES = {
     "a folder": "os.makedirs('t/a')\ntorch.save(1, 't/a/b')\nopen('t/c', 'w').write('c')\nos.rename('t', 'step-1')\n"
     "assert torch.load('step-1/a/b') == 1",
     "a link": "open('y', 'w').close()\nos.symlink('y', 'l')\nos.remove('l')\nos.symlink('y', 'l')",
+    "a package": "package = torch.package.PackageExporter('p')\npackage.save_pickle('a', 'b', 1)\npackage.close()",
+    "a second name": "open('y', 'w').close()\nos.link('y', 'l')\nos.symlink('scratch', 's')",
     "a log that goes on": "log = open('log', 'w')\nlog.write('1')\nlog.flush()\nos.chmod('log', 0o600)\nlog.write('2')",
 }
 
@@ -242,9 +276,29 @@ def test_what_would_be_an_error_is_one(tmp_path: Path) -> None:
         assert f"{error}: " in in_scratch(tmp_path, code).stderr
 
 
+def test_what_cannot_be_led_to_a_copy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("old")
+    ended = in_scratch(tmp_path, "io.FileIO('a.txt', 'w')")
+    assert "PermissionError: [Errno 13] kept as it is while ampdbg starts the script again" in ended.stderr
+    assert (tmp_path / "a.txt").read_text() == "old"
+    ended = in_scratch(tmp_path, "io.FileIO('b', 'w')\nio.FileIO('b', 'a')\nio.FileIO('a.txt').read()")
+    assert ended.returncode == 0, ended.stderr
+
+
+def replaced_by_scratch_files() -> list[object]:
+    of_python = [builtins.open, io.open, os.open, os.remove, os.link, shutil.rmtree, vars(tarfile)["bltn_open"]]
+    return [
+        *of_python,
+        torch.save,
+        torch.jit.load,
+        torch._C.PyTorchFileWriter,
+        "from_file" in vars(torch.UntypedStorage),
+    ]
+
+
 def test_afterwards_python_is_as_it_was(tmp_path: Path) -> None:
-    before = builtins.open, io.open, os.open, os.remove, shutil.rmtree, torch.save
+    before = replaced_by_scratch_files()
     with contextlib.suppress(ZeroDivisionError), scratch_files(tmp_path / "scratch"):
-        assert builtins.open is not before[0]
+        assert all(now is not then for now, then in zip(replaced_by_scratch_files(), before, strict=True))
         raise ZeroDivisionError
-    assert (builtins.open, io.open, os.open, os.remove, shutil.rmtree, torch.save) == before
+    assert replaced_by_scratch_files() == before
