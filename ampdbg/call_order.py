@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+UNSCALED_LOSS = "misuse-unscaled-loss"
+
 CallKind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
 
 
@@ -28,6 +30,7 @@ class Call(NamedTuple):
             to be zero: nobody had cleared them in a way that is not seen. Looked at for :attr:`CallOrder.doubtful`.
         in_autocast: autocast was on.
         lowered_to: the 16-bit dtypes in the loss's graph; empty where nobody looked.
+        is_plain: of a ``backward`` whose loss nobody has scaled in any way that can be seen, while a scaler is in use.
         creates_graph: the gradients can be part of a loss.
         skipped: the scaler withheld the step; for a ``bare step``, that it wrote gradients known to be non-finite.
         raised: what the call raised.
@@ -42,6 +45,7 @@ class Call(NamedTuple):
     added: tuple[int, ...] = ()
     in_autocast: bool = False
     lowered_to: tuple[str, ...] = ()
+    is_plain: bool = False
     creates_graph: bool = False
     skipped: bool = False
     raised: str = ""
@@ -66,6 +70,8 @@ class GradientState:
     backward pass that added to them. ``by_hand`` says that the loop has asked for the scale, and may have
     divided by it. ``used`` says that the scaler's step has used or withheld them, and that they are still there;
     ``piled`` is the backward pass that added scaled ones to those that a step had unscaled and used.
+    ``plain`` is the first backward pass of those that wrote them, where all are plain; ``is_of_several`` says that
+    another has written them too.
     """
 
     scaled: Call | None = None
@@ -79,6 +85,8 @@ class GradientState:
     by_hand: bool = False
     used: bool = False
     piled: Call | None = None
+    plain: Call | None = None
+    is_of_several: bool = False
 
 
 @dataclass
@@ -139,6 +147,10 @@ class CallOrder:
         """The update between two steps is missing."""
         return "misuse-no-update"
 
+    def code_of_first_step(self, call: Call) -> str:
+        """A step before any loss was scaled."""
+        return UNSCALED_LOSS
+
     def code_of_empty_update(self, call: Call) -> str:
         """An update that no gradient was checked for."""
         if self.bare:
@@ -169,6 +181,8 @@ def _written(held: GradientState, call: Call) -> Iterator[Hit]:
     if held.kept:
         held.stale = call
     if not call.actor:
+        held.is_of_several |= not call.is_plain
+        held.plain = None if held.is_of_several else held.plain or call
         held.scaled = None
         held.half = call if "float16" in call.lowered_to else held.half
         return
@@ -177,6 +191,7 @@ def _written(held: GradientState, call: Call) -> Iterator[Hit]:
         held.unscaled, held.accumulated = None, True
     held.mixed = held.updated is not None
     held.scaled, held.by_hand = call, False
+    held.plain, held.is_of_several = None, True
 
 
 def _grad(order: CallOrder, call: Call) -> Iterator[Hit]:
@@ -205,6 +220,8 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
     for index in call.optimizers:
         held = order.gradients[index]
         yield from _scale_has_changed(held)
+        if held.plain is not None and not held.by_hand and not order.scale_is_known:
+            yield Hit(UNSCALED_LOSS, held.plain)
         if call.skipped and held.stale is not None:
             yield Hit("misuse-stale-gradients", held.stale)
         if held.piled is not None:

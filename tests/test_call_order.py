@@ -11,6 +11,7 @@ SCALED = Call("backward", optimizers=(0,), actor=1)
 FRESH = Call("backward", optimizers=(0,), actor=1, rewritten=(0, 1))
 ADDED = Call("backward", optimizers=(0,), actor=1, added=(0,))
 UNSCALED = Call("backward", optimizers=(0,), rewritten=(0, 1))
+PLAIN = UNSCALED._replace(is_plain=True)
 CLIP = Call("clip", optimizers=(0,))
 UNSCALE = Call("unscale", optimizers=(0,))
 STEP = Call("step", optimizers=(0,))
@@ -51,6 +52,13 @@ RIGHT: dict[str, tuple[Call, ...]] = {
     "stale gradients that do no harm": (FRESH, SKIP, UPDATE, SCALED, STEP),
     "gradients that only seem to be left behind a step": (FRESH, STEP, UPDATE, SCALED, STEP, UPDATE),
     "gradients of another's loss, cleared before their own": (FRESH, STEP, UPDATE, ADDED, FRESH, STEP, UPDATE),
+    "a plain loss for an optimizer that steps by itself": (FRESH, STEP, UPDATE, PLAIN, BARE),
+    "a plain loss beside a scaled one": (FRESH, PLAIN._replace(rewritten=()), STEP, UPDATE),
+    "a scaled loss beside a plain one": (PLAIN, SCALED, PLAIN._replace(rewritten=()), STEP, UPDATE),
+    "a plain loss beside one that is scaled unseen": (PLAIN, UNSCALED._replace(rewritten=()), STEP, UPDATE),
+    "a plain loss whose gradients were written by hand": (PLAIN, FRESH, STEP, UPDATE),
+    "a plain loss of who asks for the scale": (GET_SCALE, PLAIN, STEP, UPDATE),
+    "a plain loss whose gradients get the scale": (PLAIN, GET_SCALE, STEP, UPDATE),
     "unscaled gradients on top of used ones": (
         FRESH,
         STEP,
@@ -79,6 +87,11 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "scheduler": (
         (FRESH, SKIP, UPDATE, moved := MOVE._replace(step=1), moved),  # the skipped step has ended by then
         Hit("misuse-scheduler-on-skip", MOVE),
+    ),
+    "plain": ((FRESH, STEP, UPDATE, PLAIN, STEP), Hit("misuse-unscaled-loss", PLAIN)),
+    "plain in each micro-batch": (
+        (PLAIN, PLAIN._replace(rewritten=(), step=1), UNSCALE, CLIP, STEP),
+        Hit("misuse-unscaled-loss", PLAIN),
     ),
     "no scaler": (
         (half := Call("backward", optimizers=(0,), lowered_to=("float16",)), BARE),

@@ -6,23 +6,21 @@ Autograd tells without a sync which scaler scaled a loss, which dtypes it went t
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import signature
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import torch
 from torch._C import is_autocast_enabled  # as it is, where an emulated GPU has other names
-from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
+from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, mark_scaled, scaler_of
 from ampdbg.probes.source_lines import innermost_line, source_of
-from ampdbg.probes.tensors import HALVES, hold_values
+from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
 from ampdbg.source.ownership import Line, line_of_error
@@ -33,19 +31,8 @@ FEW = 16
 MISUSES_KEPT = 50
 """So many misuses, told apart by code and line, go into the record."""
 
-NEAR = 16
-"""A scaled loss may be divided or added up before ``backward``: so many nodes are looked at for the scaler."""
-
-FAR = 4000
-"""So many nodes are looked at for the dtypes of the forward pass."""
-
-SCALED_BY_HAND = 8.0
-"""A loss that is multiplied by at least this has a loss scale of the loop's own."""
-
 SAMPLE = 8
 """So many parameters of each optimizer are looked at. What they do not show is not blamed."""
-
-_SCALER = "ampdbg.scaler"
 
 
 class Calls:
@@ -71,6 +58,7 @@ class Calls:
         self._lines: dict[tuple[CallKind, tuple[int, ...]], Line | None] = {}
         self._found: dict[tuple[str, Line | None], Misuse] = {}
         self._explained = 0
+        self._looks = 0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Another one, whose place is behind the others; held weakly, as all that is noted here."""
@@ -160,8 +148,9 @@ class Calls:
         ``scaled_by`` is the scaler of what goes backward, or None; the other arguments are the engine's own.
         """
         scaler, halves = 0 if scaled_by is None else self.number_of(scaled_by), self._halves(roots)
-        if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(_is_one, starts))):
+        if not scaler and halves and (is_scaled_by_hand(roots) or not all(map(is_one, starts))):
             halves = ()
+        is_plain = not scaler and self._is_plain(roots, starts)
         in_autocast, before = _in_autocast(roots), self._marks_now()
         rewritten = self._rewritten(before)
         filled = self._filled(rewritten) if scaler else ()
@@ -185,6 +174,7 @@ class Calls:
             added=tuple(added),
             in_autocast=in_autocast,
             lowered_to=halves,
+            is_plain=is_plain,
         )
         return result
 
@@ -248,6 +238,13 @@ class Calls:
         used = (place for place in tuple(self._order.doubtful) if self._order.gradients[place].used)
         return tuple(place for place in used if place not in rewritten and not self._marks[place].are_cleared())
 
+    def _is_plain(self, roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a scaler is in use, and nothing may have scaled these losses; few are looked at."""
+        if self._looks == FEW or not any(is_scaling(alive()) for alive in tuple(self._actors.values())):
+            return False
+        self._looks += 1
+        return is_plain(roots, starts)
+
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""
         times = self._times.get("backward", 0) + 1
@@ -293,85 +290,6 @@ def _in_autocast(roots: Sequence[Any]) -> bool:
         if isinstance(root, torch.Tensor):
             return is_autocast_enabled(root.device.type)
     return False
-
-
-def _is_one(gradient: torch.Tensor | None) -> bool:
-    """Whether a backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
-    return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
-
-
-def mark_scaled(outputs: Any, scaler: Any) -> None:
-    """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
-    for leaf in (outputs,) if isinstance(outputs, torch.Tensor) else _pytree.tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            _metadata(leaf.grad_fn)[_SCALER] = scaler
-
-
-def scaler_of(roots: Sequence[Any]) -> Any:
-    """The scaler that scaled these losses, or None."""
-    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
-        for node in nodes:
-            scaler = _metadata(node).get(_SCALER)
-            if scaler is not None:
-                return scaler
-    return None
-
-
-def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:
-    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count.
-
-    ``compiled`` stands for those inside a compiled function, which its one node does not show.
-    """
-    found: set[torch.dtype] = set()
-    is_compiled = False
-    for node in islice(_nodes(roots), FAR):
-        is_compiled |= node.name().startswith("CompiledFunction")
-        if not node.name().endswith("AccumulateGrad"):
-            found.update(entry.dtype for entry in node._input_metadata if entry is not None)
-    names = tuple(str(dtype).rpartition(".")[2] for dtype in HALVES if dtype in found)
-    return (*names, "compiled") if is_compiled else names
-
-
-def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
-    """Whether the losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
-    return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
-
-
-def _metadata(node: Any) -> dict[Any, Any]:
-    """A node's own place for notes; torch's annotation takes it for a method."""
-    notes: dict[Any, Any] = node.metadata
-    return notes
-
-
-def _factor(node: Any) -> float:
-    """The largest scalar that the node multiplies by; a tensor that is no constant of the loop counts as well."""
-    if not node.name().startswith("MulBackward"):
-        return 0.0
-    try:
-        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
-    except RuntimeError:  # an earlier backward pass has freed them
-        return 0.0
-    scalars = [value for value in saved if isinstance(value, torch.Tensor) and value.numel() == 1]
-    # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
-    with _disable_current_modes():
-        return max((abs(float(value.detach())) for value in scalars), default=0.0)
-
-
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """The graph's nodes, the nearest to the roots first."""
-    waiting = deque(node for node in map(_node_of, roots) if node is not None)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.popleft()
-        yield node
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                waiting.append(other)
-
-
-def _node_of(root: Any) -> Any:
-    return root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
 
 
 Marks = tuple[tuple[int, int] | None, ...]
@@ -424,5 +342,7 @@ def _is_captured(gradient: torch.Tensor) -> bool:
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # A discriminator's are frozen while its generator trains, and the optimizers are learnt then.
+    trained = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return tuple(trained[:: max(1, -(-len(trained) // SAMPLE))])

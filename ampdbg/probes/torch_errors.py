@@ -83,6 +83,7 @@ TORCH_ERRORS = (
     ),
     TorchError(DTYPES_DIFFER, "misuse-custom-function", in_loop=True, applies=_in_undecorated_function),
     TorchError(r"Attempting to unscale FP16 gradients", "misuse-half-parameters", by_autocast=True),
+    TorchError(r"Attempted (step|unscale_) but _scale is None", decide=CallOrder.code_of_first_step),
     TorchError(r"unscale_\(\) has already been called", decide=CallOrder.code_of_second_unscale),
     TorchError(r"unscale_\(\) is being called after step\(\)", decide=CallOrder.code_of_late_unscale),
     TorchError(r"step\(\) has already been called", decide=CallOrder.code_of_second_step),

@@ -27,8 +27,9 @@ from ampdbg.call_order import CallKind
 from ampdbg.environment import environment_of
 from ampdbg.errors import AmpdbgError
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.probes.calls import Calls, scaler_of
+from ampdbg.probes.calls import Calls
 from ampdbg.probes.guard import Guard
+from ampdbg.probes.loss_graph import scaler_of
 from ampdbg.probes.models import Models
 from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar, is_sound
 from ampdbg.probes.optimizers import Optimizers, innermost

@@ -71,6 +71,17 @@ MISUSES = (
         "the code calls optimizer.step() beside the scaler: nothing unscales the gradients or withholds bad ones",
         "replace it by scaler.step(optimizer), followed by scaler.update()",
     ),
+    replace(
+        _misuse(
+            "misuse-unscaled-loss",
+            CALLS,
+            "optimizer",
+            "the scaler steps on gradients of a loss that it has not scaled, and divides them by its scale even so",
+            "scale the loss of each optimizer that the scaler steps: scaler.scale(loss).backward()",
+            harms_forward=False,
+        ),
+        is_counted=False,
+    ),
     _misuse(
         "misuse-unused-optimizer",
         CALLS,

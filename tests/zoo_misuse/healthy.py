@@ -91,6 +91,72 @@ def bare_step_for_the_other(parts: Parts) -> None:
         scaler.update()
 
 
+def scaled_by_hand_for_the_other(parts: Parts) -> None:
+    """By the scaler's scale, asked for or read; by a number; by a tensor that a scaled loss has given a gradient."""
+    scaler = scaler_of(parts)
+    fixed = scaler.get_scale()
+    for number, x in enumerate(parts.batches):
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
+        scaler.step(parts.optimizer)
+        parts.other_optimizer.zero_grad()
+        with amp():
+            loss = parts.other(x).square().mean()
+        if number % 2 == 0:
+            (loss * fixed).backward()
+        else:
+            (loss * (scaler._scale if number % 3 else scaler.get_scale())).backward()
+        scaler.step(parts.other_optimizer)
+        scaler.update()
+
+
+def gradients_handed_on(parts: Parts) -> None:
+    """The scaled loss goes backward to what the other model has made, and that gradient into the other model."""
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches):
+        parts.optimizer.zero_grad()
+        parts.other_optimizer.zero_grad()
+        with amp():
+            made = parts.other(x)
+            cached = made.detach().requires_grad_()
+            loss = parts.model(cached * x).square().mean()
+        scaler.scale(loss).backward()
+        assert cached.grad is not None
+        if number % 3 == 0:
+            made.backward(cached.grad)
+        elif number % 3 == 1:
+            (made * cached.grad).sum().backward()
+        else:
+            torch.dot(made.flatten().float(), cached.grad.flatten().float()).backward()
+        scaler.step(parts.optimizer)
+        scaler.step(parts.other_optimizer)
+        scaler.update()
+
+
+class Scaling(torch.autograd.Function):
+    """Multiplies what goes backward by the loss scale."""
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 1024.0
+
+
+def scaled_by_a_function(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
+        scaler.step(parts.optimizer)
+        parts.other_optimizer.zero_grad()
+        Scaling.apply(parts.other(x).square().mean()).backward()
+        scaler.step(parts.other_optimizer)
+        scaler.update()
+
+
 def unscaled_by_hand(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:

@@ -72,6 +72,51 @@ def bare_step_behind_the_scalers(parts: Parts) -> None:
         parts.optimizer.step()  # misuse-bare-step
 
 
+def unscaled_loss_of_the_other(parts: Parts) -> None:
+    """As in a GAN whose generator trains while its discriminator is frozen."""
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.other.requires_grad_(False)
+        parts.optimizer.zero_grad()
+        with amp():
+            loss = parts.other(x.sin() * parts.model(x)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(parts.optimizer)
+        parts.other.requires_grad_(True)
+        parts.other_optimizer.zero_grad()
+        with amp():
+            loss = (parts.other(x).square().mean() + F.softplus(parts.other(x * parts.model(x).detach())).mean()) * 0.5
+        loss.backward()  # misuse-unscaled-loss
+        scaler.step(parts.other_optimizer)
+        scaler.update()
+
+
+def unscaled_losses_of_a_window(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for number, x in enumerate(parts.batches):
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
+        scaler.step(parts.optimizer)
+        with amp():
+            loss = parts.other(x).square().mean() / 2
+        loss.backward()  # misuse-unscaled-loss
+        if number % 2:
+            scaler.unscale_(parts.other_optimizer)
+            clip_grad_norm_(parts.other.parameters(), 1.0)
+            scaler.step(parts.other_optimizer)
+            parts.other_optimizer.zero_grad()
+        scaler.update()
+
+
+def no_loss_is_scaled(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        parts.model(x).square().mean().backward()
+        scaler.step(parts.optimizer)  # misuse-unscaled-loss
+        scaler.update()
+
+
 def unscale_twice(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:

@@ -32,6 +32,7 @@ ENDS_THE_RUN = {
     "update_in_window",
     "half_parameters",
     "unused_optimizer",
+    "no_loss_is_scaled",
     "update_again",
     "custom_function",
     "bce",

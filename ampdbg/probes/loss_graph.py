@@ -1,0 +1,149 @@
+"""What the graph of a loss tells: which scaler has scaled it, what it was lowered to, whether the code has scaled it.
+
+Nodes are looked at, and no tensor is kept; where a scalar is read, a GPU syncs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampdbg.probes.tensors import HALVES
+
+NEAREST = 4
+"""So many nodes are looked at for what the code itself has made of the loss."""
+
+NEAR = 16
+"""A scaled loss may be divided or added up before ``backward``: so many nodes are looked at for the scaler."""
+
+FAR = 4000
+"""So many nodes are looked at for the dtypes of the forward pass."""
+
+SCALED_BY_HAND = 8.0
+"""A loss that is multiplied by at least this has a loss scale of the loop's own."""
+
+_SCALER = "ampdbg.scaler"
+
+
+def mark_scaled(outputs: Any, scaler: Any) -> None:
+    """Marks what ``scaler.scale`` returned, on its graph: the mark goes when the graph does, and any watch reads it."""
+    for leaf in (outputs,) if isinstance(outputs, torch.Tensor) else _pytree.tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            _metadata(leaf.grad_fn)[_SCALER] = scaler
+
+
+def scaler_of(roots: Sequence[Any]) -> Any:
+    """The scaler that scaled these losses, or None."""
+    for nodes in (filter(None, map(_node_of, roots)), islice(_nodes(roots), NEAR)):  # seldom is one altered since
+        for node in nodes:
+            scaler = _metadata(node).get(_SCALER)
+            if scaler is not None:
+                return scaler
+    return None
+
+
+def lowered_to(roots: Sequence[Any]) -> tuple[str, ...]:
+    """The 16-bit dtypes of the forward pass behind these losses; what parameters are stored in does not count.
+
+    ``compiled`` stands for those inside a compiled function, which its one node does not show.
+    """
+    found: set[torch.dtype] = set()
+    is_compiled = False
+    for node in islice(_nodes(roots), FAR):
+        is_compiled |= node.name().startswith("CompiledFunction")
+        if not node.name().endswith("AccumulateGrad"):
+            found.update(entry.dtype for entry in node._input_metadata if entry is not None)
+    names = tuple(str(dtype).rpartition(".")[2] for dtype in HALVES if dtype in found)
+    return (*names, "compiled") if is_compiled else names
+
+
+def is_scaled_by_hand(roots: Sequence[Any]) -> bool:
+    """Whether the losses were multiplied by a large constant on the way to ``backward``. Syncs on a GPU."""
+    return any(_factor(node) >= SCALED_BY_HAND for node in islice(_nodes(roots), 3))
+
+
+def is_plain(roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
+    """Whether nothing in the graph of these losses may have scaled them; the backward pass ``starts`` with these.
+
+    A product with a constant tensor may: that tensor may be a gradient of a scaled loss.
+    """
+    if not all(map(is_one, starts)) or is_scaled_by_hand(roots):
+        return False
+    nodes = list(islice(_nodes(roots), FAR))
+    is_known = all(_SCALER not in _metadata(node) and _is_torchs(node) for node in nodes)
+    return is_known and not any(map(_has_constant_factor, nodes[:NEAREST]))
+
+
+def is_one(gradient: torch.Tensor | None) -> bool:
+    """Whether a backward pass starts from the loss as it is: torch fills in a one where nothing is given."""
+    return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
+
+
+def is_scaling(actor: Any) -> bool:
+    """Whether it is a scaler, with a scale that makes a difference. Syncs on a GPU."""
+    scale = getattr(actor, "_scale", None) if isinstance(actor, GradScaler) else None
+    return isinstance(scale, torch.Tensor) and float(scale) >= SCALED_BY_HAND
+
+
+def _is_torchs(node: Any) -> bool:
+    """Whether what the node does is known: a compiled or a user's own function may scale."""
+    if isinstance(node, BackwardCFunction):
+        return str(getattr(type(node), "_forward_cls", node).__module__).startswith("torch.")
+    return not node.name().startswith("CompiledFunction")
+
+
+def _has_constant_factor(node: Any) -> bool:
+    """Whether the node is of a product, number by number, with a tensor of several that needs no gradient."""
+    if not node.name().startswith(("MulBackward", "DotBackward")):
+        return False
+    try:
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+    except RuntimeError:  # an earlier backward pass has freed them
+        return True
+    tensors = [value for value in saved if isinstance(value, torch.Tensor)]
+    return any(value.numel() > 1 and not value.requires_grad for value in tensors)
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    """A node's own place for notes; torch's annotation takes it for a method."""
+    notes: dict[Any, Any] = node.metadata
+    return notes
+
+
+def _factor(node: Any) -> float:
+    """The largest scalar that the node multiplies by; a tensor that is no constant of the loop counts as well."""
+    if not node.name().startswith("MulBackward"):
+        return 0.0
+    try:
+        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+    except RuntimeError:  # an earlier backward pass has freed them
+        return 0.0
+    scalars = [value for value in saved if isinstance(value, torch.Tensor) and value.numel() == 1]
+    # To a dispatch mode of the user's torch hands the constant of a product as a number, which has no methods.
+    with _disable_current_modes():
+        return max((abs(float(value.detach())) for value in scalars), default=0.0)
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """The graph's nodes, the nearest to the roots first."""
+    waiting = deque(node for node in map(_node_of, roots) if node is not None)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+
+
+def _node_of(root: Any) -> Any:
+    return root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
