@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._C import is_autocast_enabled  # as it is, where an emulated GPU has other names
+from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
@@ -240,10 +241,10 @@ class Calls:
 
     def _is_plain(self, roots: Sequence[Any], starts: Sequence[torch.Tensor | None]) -> bool:
         """Whether a scaler is in use, and nothing may have scaled these losses; few are looked at."""
-        if self._looks == FEW or not any(is_scaling(alive()) for alive in tuple(self._actors.values())):
-            return False
-        self._looks += 1
-        return is_plain(roots, starts)
+        actors = () if self._looks == FEW else tuple(self._actors.values())
+        scalers = [actor for actor in (alive() for alive in actors) if isinstance(actor, GradScaler)]
+        self._looks += bool(scalers)
+        return any(map(is_scaling, scalers)) and is_plain(roots, starts)
 
     def _halves(self, roots: Sequence[Any]) -> tuple[str, ...]:
         """Looks into the graph at the 1st, 2nd, 4th, 8th … backward pass: a loop seldom changes its precision."""

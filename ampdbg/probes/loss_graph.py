@@ -87,9 +87,9 @@ def is_one(gradient: torch.Tensor | None) -> bool:
     return gradient is None or (gradient.numel() == 1 and float(gradient) == 1.0)
 
 
-def is_scaling(actor: Any) -> bool:
-    """Whether it is a scaler, with a scale that makes a difference. Syncs on a GPU."""
-    scale = getattr(actor, "_scale", None) if isinstance(actor, GradScaler) else None
+def is_scaling(scaler: GradScaler) -> bool:
+    """Whether the scaler has a scale that makes a difference. Syncs on a GPU."""
+    scale = getattr(scaler, "_scale", None)
     return isinstance(scale, torch.Tensor) and float(scale) >= SCALED_BY_HAND
 
 
