@@ -42,11 +42,12 @@ from ampdbg.replay.step_data import blamed_data, snapshot_of
 from ampdbg.replay.tape import Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.captured_calls import Difference
+from ampdbg.script.file_functions import scratch_files
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
-from ampdbg.script.scratch_files import ScratchFiles, scratch_files
+from ampdbg.script.scratch_files import ScratchFiles
 
 AGAIN = 5
 """So many replays tell how often a step fails."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.script.scratch_files import scratch_files
+from ampdbg.script.file_functions import scratch_files
 from tests.commands.program import environment, start
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted
@@ -107,7 +107,7 @@ def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
 def in_scratch(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
     program = "import io, os, shutil, torch\nfrom pathlib import Path\n"
-    program += "from ampdbg.script.scratch_files import scratch_files\n"
+    program += "from ampdbg.script.file_functions import scratch_files\n"
     program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
     found = environment()
     return subprocess.run(
