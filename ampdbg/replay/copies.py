@@ -13,8 +13,20 @@ from ampdbg.replay.state import CONSTANTS, LARGEST, MOST, OBJECT, OBJECTS_IN_A_B
 
 
 def altered_batch(batch: Any, alter: Alteration) -> Any:
-    """The batch with its tensors altered; the one that was given is left as it is."""
-    return Copying(lambda value: alter(value) if isinstance(value, torch.Tensor) else value).of(batch)
+    """The batch with its tensors altered; the one that was given is left as it is.
+
+    A tensor that needs a gradient becomes a leaf that needs one: were the alteration part of the graph, a cast to
+    another dtype would lead the gradient back to the dtype that the replay has lifted.
+    """
+    with torch.no_grad():
+        return Copying(lambda value: _altered_leaf(value, alter) if isinstance(value, torch.Tensor) else value).of(
+            batch
+        )
+
+
+def _altered_leaf(tensor: torch.Tensor, alter: Alteration) -> torch.Tensor:
+    other = alter(tensor)
+    return other if other is tensor else other.requires_grad_(tensor.requires_grad)
 
 
 def duplicate(batch: Any) -> Any:

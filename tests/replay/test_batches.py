@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ampdbg.config.file import load_config
-from ampdbg.replay.copies import duplicate
+from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
@@ -104,6 +104,36 @@ def test_every_replay_starts_with_the_batch_as_the_step_found_it(accumulate: int
         assert [replay.error for replay in replays] == [""] * 3
         assert [replay.loss for replay in replays] == pytest.approx([loss] * 3, rel=1e-6)
         assert described(batches) == ended
+
+
+PENALTY = """
+import torch
+
+def data():
+    return [torch.randn(4, 2, requires_grad=True) for _ in range(3)]
+
+def step(model, x):
+    y = model(x)
+    slope, = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return slope.square().mean() + y.square().mean()
+"""
+
+
+@pytest.mark.parametrize("manner", [Manner("float64"), Manner("float32", rounds_to="float16"), Manner("bfloat16")])
+def test_a_batch_that_needs_gradients_is_a_leaf_in_every_replay(manner: Manner, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(PENALTY)
+    (tmp_path / "config.yaml").write_text(
+        "model: {target: torch.nn:Linear, args: {in_features: 2, out_features: 1}}\n"
+        "data: {target: work.py:data}\nstep: {target: work.py:step}\n"
+    )
+    with prepared(load_config(tmp_path / "config.yaml")) as run:
+        (batch,) = batches = (next(run.workload.batches()),)
+        snapshot = take_snapshot(run.workload.model, 0, batches)
+        fp32 = replay_step(run, snapshot, Manner("float32")).replay
+        replay = replay_step(run, snapshot, manner).replay
+        assert replay.error == fp32.error == ""
+        assert (replay.loss, replay.grad_norm) == pytest.approx((fp32.loss, fp32.grad_norm), rel=2e-2)
+        assert altered_batch(batch, manner.altered).is_leaf
 
 
 def test_what_two_leaves_share_stays_shared() -> None:
