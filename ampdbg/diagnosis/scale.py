@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import groupby, pairwise, takewhile
+from operator import attrgetter
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
@@ -68,7 +69,7 @@ def skips(record: Record) -> Iterator[Finding]:
         if faults or _overflows_behind_a_finite_loss(record):
             made = next((one for one in faults or investigated if _lasts(one, record)), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
-        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record.steps):
+        if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
         yield _cause(faults[0], record)
@@ -91,14 +92,18 @@ def of_one_scaler(record: Record) -> Record:
 
 
 def settled_at(steps: Sequence[Step]) -> float | None:
-    """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that."""
+    """The last loss scale at which a step was taken, and none skipped since at so small a one; None before that.
+
+    A step whose every gradient was zero would have been taken at any scale, and tells of none.
+    """
     if _skips_at_the_end(steps) > 1:
         return None
     skipped_at = math.inf
     for step in reversed(steps):
-        if not step.skipped and step.scale < skipped_at:
+        if step.skipped:
+            skipped_at = min(skipped_at, step.scale)
+        elif step.scale < skipped_at and step.grad_norm != 0.0:
             return step.scale
-        skipped_at = min(skipped_at, step.scale)
     return None
 
 
@@ -140,7 +145,7 @@ def runaway(record: Record) -> Iterator[Finding]:
     if step.scale >= LIMITLESS and step.scale > first.scale and not step.skipped:
         message = f"the loss scale has grown to {number(step.scale)}, and no gradient limits it"
         yield finding_of(RUNAWAY, step.step, "backward", message, severity="warning", evidence={"scale": step.scale})
-    elif (failed := _fails_at_one(record.steps)) is not None:
+    elif (failed := _fails_at_one(record)) is not None:
         loss = number(failed.loss)
         message = (
             f"only a loss scale below 1 works ({step.scale:g}): at 1, half gradients of a loss of {loss} are not finite"
@@ -148,13 +153,42 @@ def runaway(record: Record) -> Iterator[Finding]:
         yield finding_of(RUNAWAY, step.step, "backward", message, evidence={"scale": step.scale})
 
 
-def _fails_at_one(steps: Sequence[Step]) -> Step | None:
-    """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it."""
-    last = steps[-1]
-    if last.scale >= 1.0 or last.skipped:
+def _fails_at_one(record: Record) -> Step | None:
+    """The step for whose gradients, of a finite loss, a scale of 1 was too large, where the run goes on below it.
+
+    None where no lower scale has been shown to work, and where FP32 does not come through such steps either.
+    """
+    steps = record.steps
+    investigated = (made for made in record.investigations if made.why == "gradients")
+    if not _works_below_one(steps) or any(_fails_in_fp32_too(made, record) for made in investigated):
         return None
     failed = (step for step in steps if step.skipped and 1.0 <= step.scale < 2.0 and math.isfinite(step.loss))
     return next(failed, None)
+
+
+def _works_below_one(steps: Sequence[Step]) -> bool:
+    """Whether the run ends at a scale below 1 that has been shown to work: gradients came through, and more steps in a
+    row than had come through so far down before another skip.
+
+    Where two optimizers share a scaler and the steps of one always fail, those between are the other's.
+    """
+    grown = just_grown(steps)
+    low = [step for step in steps if step.scale < 2.0 and not (step.skipped and step.step in grown)]
+    if steps[-1].scale >= 1.0 or steps[-1].skipped:
+        return False
+    *earlier, last = [list(row) for skipped, row in groupby(low, attrgetter("skipped")) if not skipped]
+    has_gradients = any(0.0 < (step.grad_norm or 0.0) < math.inf for step in last)
+    return has_gradients and all(len(row) < len(last) for row in earlier)
+
+
+def _fails_in_fp32_too(made: Investigation, record: Record) -> bool:
+    """Whether FP32 does not come through the step either, or diverges; of one that was seen as it trained, the op."""
+    if made.is_as_it_trained:
+        begins = next(iter(made.replays[0].producers), None)
+        return culprit(made) is None and begins is not None and begins.finite_in_fp32 is False
+    if not made.reproduced or made.replays[1].error:
+        return False
+    return not is_finite(made.replays[1]) or cause_of(made, record).code == DIVERGENCE
 
 
 def _cause(made: Investigation, record: Record) -> Finding:
@@ -218,7 +252,7 @@ def _usable_scale(made: Investigation) -> float | None:
 
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
     """Whether no scale has worked yet, and the replays show that one will."""
-    has_worked = any(not step.skipped for step in record.steps)
+    has_worked = any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
     return not has_worked and bool(investigated) and all(_will_work(made, record) for made in investigated)
 
 

@@ -53,3 +53,48 @@ def test_a_nan_of_the_mathematics_is_one_where_the_input_needs_gradients(tmp_pat
 def test_with_a_safe_root_it_is_healthy(tmp_path: Path, gradient: str) -> None:
     _, record = run(tmp_path, penalty(gradient, 1e-4))
     assert (record.verdict, {found.severity for found in record.findings} - {"info"}) == ("healthy", set())
+
+
+GAN = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+generator = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2)).cuda()
+critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1)).cuda()
+nn.init.zeros_(critic[2].weight)
+ours, theirs = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+scaler = torch.amp.GradScaler("cuda", init_scale=INIT)
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+for _ in range(8):
+    for _ in range(3):
+        x = torch.randn(8, 2, device="cuda").requires_grad_(True)
+        with torch.autocast("cuda"):
+            y = critic(x)
+        slope, = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)
+        step(theirs, ((torch.sqrt((slope ** 2).sum(1)) - 1) ** 2).mean())
+    with torch.autocast("cuda"):
+        z = generator(torch.randn(8, 2, device="cuda"))
+        loss = critic(z).float().mean() * 0.0 + OTHER * z.float().square().mean()
+    step(ours, loss)
+"""
+"""Its critic never takes a step, and its generator takes each, with gradients where ``OTHER`` is not 0."""
+
+
+@pytest.mark.parametrize("other", [0.0, 1.0])
+@pytest.mark.parametrize("options", [(), ("--no-investigate",)])
+def test_no_scale_is_said_to_work_where_one_optimizer_never_steps(
+    tmp_path: Path, other: float, options: tuple[str, ...]
+) -> None:
+    script = GAN.replace("INIT", "64.0").replace("OTHER", str(other))
+    _, record = run(tmp_path, script, options=("--emulate", *options))
+    assert sum(step.skipped for step in record.steps) == 24
+    assert record.steps[-1].scale < 1.0
+    assert not record.steps[-1].skipped
+    assert [found.code for found in record.findings] == ["unknown" if options else "true-nan", "scale-collapse"]
