@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, new_lows, of_one_scaler
 from ampdbg.record.codes import CODES, Code, finding_of
 from ampdbg.record.findings import Finding, Severity
 from ampdbg.record.run import Misuse, Record
+from ampdbg.source.ownership import lies_in_library
 
 
 def misuses(record: Record) -> Iterator[Finding]:
@@ -44,16 +46,30 @@ def _findings(record: Record) -> Iterator[Finding]:
             found.step,
             "optimizer",
             f"{code.message}{times}{refused}",
-            severity=_severity(found, code, steps),
+            severity=_severity(found, code, record),
+            remedy=_remedy(found, code),
             source=found.source,
             evidence={"count": found.count, "steps": steps},
         )
 
 
-def _severity(found: Misuse, code: Code, steps: int) -> Severity:
+def _severity(found: Misuse, code: Code, record: Record) -> Severity:
     """What torch refuses ends the run."""
     if found.raised:
         return "error"
-    if found.count < code.harmless_share * steps:
+    is_harmless = found.count < code.harmless_share * record.steps_run
+    if is_harmless or (code.harmless_share and _settles_the_scale(found, record)):
         return "info"
     return code.severity
+
+
+def _settles_the_scale(found: Misuse, record: Record) -> bool:
+    """Whether it is about a few skips alone, at the start or right after growth: those that every healthy run has."""
+    scaled = of_one_scaler(record)
+    later = (step for step in new_lows(scaled.steps, record.steps_run) if step.step >= found.step)
+    return found.count < SKIPS_IN_A_ROW and next(later, None) is None
+
+
+def _remedy(found: Misuse, code: Code) -> str:
+    is_librarys = found.source is not None and lies_in_library(found.source.file)
+    return code.remedy_in_library if is_librarys and code.remedy_in_library else code.remedy

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 
 from ampdbg.diagnosis.misuse import autocast_errors
 from ampdbg.diagnosis.producers import OVERFLOWS, limit_of, op_name
+from ampdbg.diagnosis.scale import NO_USABLE_SCALE
 from ampdbg.formats import FLOAT16
 from ampdbg.quantities import number
 from ampdbg.record.codes import finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Site
-
-NO_USABLE_SCALE = "no-usable-scale"
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
-from ampdbg.diagnosis.ranges import NO_USABLE_SCALE
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, Step
 
-CALIBRATION, RUNAWAY = "scale-calibration", "scale-runaway"
+CALIBRATION, NO_USABLE_SCALE, RUNAWAY = "scale-calibration", "no-usable-scale", "scale-runaway"
 
 LIMITLESS = 2.0**32
 """A larger loss scale is limited by nothing: a half gradient overflows long before."""

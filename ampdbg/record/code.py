@@ -35,7 +35,9 @@ class Code:
         remedy_behind_half: what cures it where the op's line computes in FP32 what came to it from half.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         is_counted: how often a misuse happens is known: not, where only some passes are looked into.
-        harmless_share: a misuse in a smaller share of the steps is no more than information.
+        harmless_share: a misuse in a smaller share of the steps is no more than information; where this is not 0, so is
+            one in a few skipped steps that settle the loss scale.
+        remedy_in_library: the remedy of a misuse whose line is a library's, and not the user's to edit.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Code:
     message: str = ""
     is_counted: bool = True
     harmless_share: float = 0.0
+    remedy_in_library: str = ""
 
 
 FACTS = ("step", "phase", "where", "skips", "losses", "falling", "first", "last", "settles", "verdict")

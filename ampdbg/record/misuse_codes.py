@@ -21,7 +21,6 @@ def _misuse(
     message: str,
     remedy: str,
     severity: Severity = "error",
-    harmless: float = 0.0,
     harms_forward: bool = True,
 ) -> Code:
     """A misuse of autocast or of the scaler: nothing that it causes says anything about precision."""
@@ -37,7 +36,6 @@ def _misuse(
         severity=severity,
         phase=phase,
         message=message,
-        harmless_share=harmless,
     )
 
 
@@ -114,14 +112,18 @@ MISUSES = (
         "call optimizer.zero_grad() in every iteration, whether the scaler has skipped the step or not",
         harms_forward=False,
     ),
-    _misuse(
-        "misuse-scheduler-on-skip",
-        CALLS,
-        "optimizer",
-        "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
-        "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
-        "warning",
-        harmless=0.05,
+    replace(
+        _misuse(
+            "misuse-scheduler-on-skip",
+            CALLS,
+            "optimizer",
+            "the learning-rate scheduler moves on although the scaler has skipped the optimizer's step",
+            "compare scaler.get_scale() before and after update(), and call scheduler.step() unless it fell",
+            "warning",
+        ),
+        harmless_share=0.05,
+        remedy_in_library="a library steps the scheduler, and a few skips may stay as they are; for many, override its "
+        "hook (in Lightning lr_scheduler_step) and leave the step out where scaler.get_scale() fell",
     ),
     _misuse(
         "misuse-gradient-penalty",

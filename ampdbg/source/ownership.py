@@ -91,10 +91,14 @@ def is_users_file(file: str) -> bool:
     return path.suffix == ".py" and path.exists() and not _is_installed(path.resolve())
 
 
+def lies_in_library(file: str | Path) -> bool:
+    """Whether the path leads through a folder of installed packages, on this machine or on another."""
+    return not LIBRARY_FOLDERS.isdisjoint(Path(file).parts)
+
+
 @functools.lru_cache(maxsize=4096)
 def _is_installed(path: Path) -> bool:
-    in_library = not LIBRARY_FOLDERS.isdisjoint(path.parts)
-    return in_library or any(path.is_relative_to(place) for place in (*INSTALLED, AMPDBG))
+    return lies_in_library(path) or any(path.is_relative_to(place) for place in (*INSTALLED, AMPDBG))
 
 
 def is_library_class(kind: type) -> bool:

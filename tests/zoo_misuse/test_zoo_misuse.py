@@ -38,6 +38,9 @@ ENDS_THE_RUN = {
     "bce",
 }
 
+# A few skips settle the scale, and so the misuse stands beside what says that they do.
+IS_INFORMATION = {"scheduler_on_a_first_skip"}
+
 
 def loops_of(module: ModuleType) -> list[Loop]:
     functions = inspect.getmembers(module, inspect.isfunction)
@@ -89,8 +92,12 @@ def test_a_planted_misuse_has_its_code_and_its_line(loop: Loop) -> None:
     assert source is not None
     assert (Path(source.file), source.line) == (Path(planted.__file__), line)
     assert code in source.text
-    assert record.verdict == "other"
-    assert (record.findings[0].code, record.findings[0].root) == (code, None)
+    if loop.__name__ in IS_INFORMATION:
+        assert (record.verdict, told[0].severity, told[0].root) == ("healthy", "info", None)
+    else:
+        assert record.verdict == "other"
+        assert told[0].severity != "info"
+        assert (record.findings[0].code, record.findings[0].root) == (code, None)
     assert from_json(to_json(record)).misuses == record.misuses
 
 

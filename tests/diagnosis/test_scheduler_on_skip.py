@@ -1,0 +1,73 @@
+"""A scheduler that moves in skipped steps: information where a few settle the scale, a warning where they go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.record.codes import CODES
+from ampdbg.record.findings import Finding, Source
+from ampdbg.record.run import Misuse, Record
+from tests.diagnosis.test_diagnose import record_of, steps_of
+
+CODE = "misuse-scheduler-on-skip"
+
+
+def with_scheduler(pattern: str, *, interval: int = 10_000, file: str = "train.py", raised: str = "") -> Record:
+    """A run whose scheduler moves in every step, the skipped ones as well."""
+    steps = steps_of(pattern, interval)
+    first = next(step.step for step in steps if step.skipped)
+    source = Source(file, 3, "train", "scheduler.step()")
+    misuse = Misuse(CODE, first, sum(step.skipped for step in steps), source, raised)
+    return diagnose(record_of(steps, misuses=(misuse,)))
+
+
+def told(record: Record) -> Finding:
+    return next(finding for finding in record.findings if finding.code == CODE)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "interval"),
+    [
+        ("..x" + "." * 9, 10_000),
+        ("xxxx" + "." * 8, 10_000),
+        ("x", 10_000),
+        (("." * 8 + "x") * 3 + "." * 5, 8),  # each time right after growth
+    ],
+)
+def test_a_few_skips_that_settle_the_scale_are_no_fault(pattern: str, interval: int) -> None:
+    record = with_scheduler(pattern, interval=interval)
+    assert told(record).severity == "info"
+    assert record.verdict == ("inconclusive" if pattern == "x" else "healthy")
+    assert record.findings[0].code == "scale-calibration"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "xxxxx" + "." * 8,
+        "x." * 6,
+        "." * 22 + "x" + "." * 3 + "x" + "." * 3,  # neither the start nor growth
+    ],
+)
+def test_many_skips_and_skips_that_go_on_are_a_warning(pattern: str) -> None:
+    record = with_scheduler(pattern)
+    assert (record.findings[0], record.verdict) == (told(record), "other")
+    assert told(record).severity == "warning"
+
+
+def test_what_torch_refuses_is_an_error_however_seldom() -> None:
+    assert told(with_scheduler("..x" + "." * 9, raised="no")).severity == "error"
+
+
+def test_other_misuses_are_no_better_for_few_skips() -> None:
+    (found,) = diagnose(record_of(steps_of("..x" + "." * 9), misuses=(Misuse("misuse-many-updates", 2),))).findings
+    assert (found.code, found.severity) == ("misuse-many-updates", "warning")
+
+
+@pytest.mark.parametrize("folder", ["/env/lib/python3.12/site-packages", "/usr/lib/python3/dist-packages"])
+def test_the_remedy_leaves_a_librarys_line_alone(folder: str) -> None:
+    remedy = told(with_scheduler("x." * 6, file=f"{folder}/lightning/pytorch/core/module.py")).remedy
+    assert remedy == CODES[CODE].remedy_in_library
+    assert remedy.startswith("a library steps the scheduler")
+    assert told(with_scheduler("x." * 6)).remedy == CODES[CODE].remedy
