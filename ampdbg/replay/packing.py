@@ -103,7 +103,7 @@ class Packing:
             names = list(value) if isinstance(value, dict) else list(getattr(value, "__dict__", {}))
             keys = {"keys": [self.of(name, depth + 1) for name in names]}
         inner = [self.of(part, depth + 1) for part in kind.inner(value)]
-        return {"like": _type_name(value), **keys, "inner": inner}
+        return {"like": type_name(value), **keys, "inner": inner}
 
 
 def _scalar(value: Any) -> Any:
@@ -142,15 +142,16 @@ def _parts_of(value: Any) -> Sequence[Any] | None:
 
 
 def _named(value: Any) -> dict[str, str]:
-    return {"live": _type_name(value)}
+    return {"live": type_name(value)}
 
 
-def _type_name(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The name that an object, or its class, is written by."""
     cls = value if isinstance(value, type) else type(value)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-_MADE = _type_name(Made)
+_MADE = type_name(Made)
 
 
 class Unpacking:
@@ -258,8 +259,8 @@ _MAKE: Mapping[str, Callable[[Unpacking, Any, Mapping[str, Any], Any], Any]] = {
 
 
 def _checked(live: Any, name: str) -> Any:
-    if _type_name(live) != name:
-        raise PackedError(f"the step was given a {name}, which is not written; at hand is a {_type_name(live)}")
+    if type_name(live) != name:
+        raise PackedError(f"the step was given a {name}, which is not written; at hand is a {type_name(live)}")
     return live
 
 

@@ -25,13 +25,14 @@ from ampdbg.quantities import dotted, shown
 from ampdbg.record.file import from_json
 from ampdbg.record.findings import Count
 from ampdbg.record.run import Record
+from ampdbg.replay.copies import Copying
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
-from ampdbg.replay.played_step import PlayedStep
+from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.script.captured_calls import CapturedCall, Match
+from ampdbg.script.captured_calls import CapturedCall, Match, data_calls
 from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class Capture:
     def own_calls(self) -> frozenset[str]:
         """Names of what the script computes of its own data, beside what its models make: where a patch has made FP32
         of that, it is a part of the step all the same. Moves and casts are so by their format alone."""
-        names = (call.name for call in self.head.calls if self._is_patched and not call.reads)
+        names = (self.head.calls[place].name for place in data_calls(self.head.calls) if self._is_patched)
         return frozenset(name for name in names if name.rpartition(".")[2] not in NARROWS_OR_MOVES)
 
     def match(self, played: PlayedStep) -> Match:
@@ -269,8 +270,17 @@ class Capture:
                     given[number] = _with_dtypes(given[number], before)
             except PackedError as error:
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}: {error}") from None
-        parts = tuple({number: given.get(number, part[number]) for number in part} for part in live.given)
-        return replace(live, calls=calls, given=parts)
+            if any(made.call in match.spare for made in _made_in(given[number])):
+                raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}, takes what other calls gave")
+        parts = [{n: given.get(n, before) for n, before in part.items() if n not in match.spare} for part in live.given]
+        losses = {min(now): live.losses[min(part)] for now, part in zip(parts, live.given, strict=True)}
+        return replace(live, calls=calls, given=tuple(parts), losses=losses)
+
+
+def _made_in(given: Any) -> list[Made]:
+    found: list[Made] = []
+    Copying(lambda value: found.append(value) if isinstance(value, Made) else value).of(given)
+    return found
 
 
 def _first_of(cast: CapturedCall | None, unpacking: Unpacking) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,14 @@ import torch
 
 from ampdbg.record.findings import Count
 from ampdbg.replay.open_pass import PassEnd
-from ampdbg.replay.played_step import PlayedStep, TapedCall, torch_name
+from ampdbg.replay.packing import type_name
+from ampdbg.replay.played_step import Own, PlayedStep, TapedCall, torch_name
 
 CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
 """What casts to the format of another tensor."""
+
+OWN = type_name(Own)
+"""So what stands for a model's own tensor is written."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,28 @@ def reads_of(call: TapedCall, numbers: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(sorted({numbers[other] for other in call.reads if other in numbers}))
 
 
+def _is_of_data(call: TapedCall, data: Collection[int]) -> bool:
+    """Whether a function of torch's takes nothing but the script's own data, or what calls of ``data`` make of them."""
+    return bool(torch_name(call.function)) and not call.weights and call.reads <= {*data}
+
+
+def data_calls(captured: Sequence[CapturedCall]) -> set[int]:
+    """The places of the functions of torch's that take nothing but the script's own data, or what others of them make
+    of it."""
+    found: set[int] = set()
+    for place, call in enumerate(captured):
+        is_function = call.name.startswith("torch.") and not call.name.startswith("torch.nn.modules.")
+        if is_function and found.issuperset(call.reads) and not _has_own(call.given):  # as the weights in a penalty
+            found.add(place)
+    return found
+
+
+def _has_own(packed: Any) -> bool:
+    if isinstance(packed, dict):
+        return packed.get("live") == OWN or any(map(_has_own, packed.values()))
+    return isinstance(packed, list) and any(map(_has_own, packed))
+
+
 @dataclass(frozen=True)
 class Difference:
     """Why a step is not of the captured calls, and how many of its first ones are."""
@@ -64,7 +90,8 @@ class Match:
     """Which call of a step, of the script that was started again, is which of the captured ones.
 
     ``own`` has the number of each call that the step needs with its place among the captured ones, ``casts`` those
-    that a patch has put in, each with the place of what it casts, and ``left`` the places that no call has.
+    that a patch has put in, each with the place of what it casts, ``spare`` the numbers of those that only compute what
+    the captured step has as data, and ``left`` the places that no call has.
 
     Args:
         captured: the calls of the captured step, in order.
@@ -80,10 +107,16 @@ class Match:
         self._is_patched = is_patched
         self.own: dict[int, int] = {}
         self.casts: dict[int, int] = {}
+        self.spare: set[int] = set()
+        data: set[int] = set()
         place = 0
         for number in order_of(played):
             call = played.calls[number]
-            if self._is_of_patch(call, place):
+            if _is_of_data(call, data):
+                data.add(number)
+            if number in data and not self._is_known(call, place):
+                self.spare.add(number)
+            elif self._is_of_patch(call, place):
                 read = max(call.reads)
                 self.casts[number] = self.own[read] if read in self.own else self.casts[read]
             else:
@@ -128,6 +161,14 @@ class Match:
         """The cast that the step leaves out and a captured call takes a result from; None where it takes of several."""
         left = [read for read in self._captured[place].reads if read in self.left]
         return self._captured[left[0]] if len(left) == 1 else None
+
+    def _is_known(self, call: TapedCall, place: int) -> bool:
+        """Whether it is the next captured call, or a cast of one: what makes of the script's data what the captured
+        step has made in half is on the tape of a patched one, and so may be more of its kind."""
+        while self._may_be_left_out(place) and name_of(call, {}) != self._captured[place].name:
+            place += 1
+        is_next = any(known.name == name_of(call, {}) for known in self._captured[place : place + 1])
+        return is_next or not self._is_patched or (self._is_of_patch(call, place) and not call.reads & self.spare)
 
     def _may_be_left_out(self, place: int) -> bool:
         """Whether a captured call only casts what the script gave it, such as a target: where a patch has made FP32 of

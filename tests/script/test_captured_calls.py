@@ -12,7 +12,7 @@ from torch import nn
 
 from ampdbg.replay.played_step import Made, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
-from ampdbg.script.captured_calls import CapturedCall, Difference, Match
+from ampdbg.script.captured_calls import CapturedCall, Difference, Match, data_calls
 
 MODEL = nn.Linear(2, 2)
 Calls = Sequence[tuple[Callable[..., Any], tuple[int, ...]]]
@@ -29,12 +29,14 @@ WITHOUT_CAST: Calls = [(MODEL, ()), (F.mse_loss, (0,))]
 CAST_TO_FP32: Calls = [(MODEL, ()), (torch.Tensor.float, (0,)), (F.mse_loss, (1,))]
 
 
-def match_of(calls: Calls, is_patched: bool = False, lowers: bool = True) -> Match:
+def match_of(
+    calls: Calls, is_patched: bool = False, lowers: bool = True, captured: Sequence[CapturedCall] = CAPTURED
+) -> Match:
     state = RandomState.now()
     taped = [TapedCall(function, None, lowers, True, state, frozenset(reads)) for function, reads in calls]
     given: dict[int, tuple[Any, Any]] = {number: ((), {}) for number in range(len(taped))}
     played = PlayedStep(taped, {0: (Made(len(taped) - 1, ""),)}, "cpu", (given,))
-    return Match(CAPTURED, [range(len(CAPTURED))], played, is_patched=is_patched)
+    return Match(captured, [range(len(captured))], played, is_patched=is_patched)
 
 
 def test_a_step_of_the_same_calls_is_told_by_each_of_them() -> None:
@@ -84,3 +86,22 @@ def test_a_patch_begins_behind_the_model() -> None:
     different = match_of(AS_CAPTURED, is_patched=True, lowers=False).why_not(MODEL)
     assert different == Difference(3, "autocast is on in one of them, and off in the other")
     assert match_of(AS_CAPTURED, lowers=False).why_not(MODEL) is None
+
+
+def test_a_patched_step_may_compute_of_its_data_what_the_captured_one_has_as_data() -> None:
+    calls: Calls = [(torch.Tensor.mul, ()), (torch.Tensor.add, (0,)), (MODEL, (1,)), (torch.Tensor.to, ())]
+    calls = [*calls, (F.mse_loss, (2, 3))]
+    match = match_of(calls, is_patched=True)
+    assert match.why_not(MODEL) is None
+    assert (match.own, match.spare, match.left) == ({2: 0, 3: 1, 4: 2}, {0, 1}, set())
+    different = match_of(calls).why_not(MODEL)
+    assert different == Difference(0, "call 1 is of torch.Tensor.mul, and was of the model")
+
+
+def test_what_computes_with_weights_computes_of_no_data() -> None:
+    own, other = {"live": "ampdbg.replay.played_step.Own"}, {"live": "ampdbg.replay.played_step.Made"}
+    calls: list[tuple[str, tuple[int, ...], Any]]
+    calls = [("torch.Tensor.mul", (), [own, own]), ("torch.Tensor.mul", (), [2]), ("the model", (), [])]
+    calls += [("torch.Tensor.add", (1,), [{"list": [other]}]), ("torch.Tensor.add", (1, 2), [other, other])]
+    calls += [("torch.nn.modules.loss.MSELoss", (), [])]
+    assert data_calls([CapturedCall(*call, True, True, False, 0) for call in calls]) == {1, 3}

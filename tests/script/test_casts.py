@@ -103,3 +103,43 @@ def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_
     assert "the failing step (1): healthy" in patch.stdout
     assert "inf" not in patch.stdout
     assert "enabled=False" in patch.stdout
+
+
+BESIDE = """
+import torch
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).cuda()
+with torch.no_grad():
+    net[2].weight.mul_(20000)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-12)
+scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+for step in range(4):
+    x, far = torch.rand(32, 8).cuda(), torch.rand(32, 4).cuda()
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = net(x * 25 * 2)
+        loss = out.square().mean().float() * 1e-12
+        loss = loss + LOSS
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its last layer overflows."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "1e-12 * sum((p * p).sum() for p in net.parameters())",
+        "(out * (far.to(out.dtype) * 2)).mean() * 1e-12",
+        "(out * (far.half() * 2)).mean() * 1e-12",
+    ],
+)
+def test_a_patch_is_proven_whatever_is_computed_beside_the_place(tmp_path: Path, loss: str) -> None:
+    """The script computes more of its own data by functions of the same names."""
+    run(tmp_path, BESIDE.replace("LOSS", loss))
+    capture = next((tmp_path / ".ampdbg" / "captures").glob("*-step-1.safetensors"))
+    patch = start(tmp_path, "suggest-fp32", str(capture))
+    assert patch.code == 0, patch.stderr
+    assert "the failing step (1): healthy" in patch.stdout
