@@ -60,6 +60,8 @@ class TapedCall:
     """The weights that it reads, each with how often it had been written."""
     modes: Modes = ()
     """Those of the model, where they are others than at the first call, as behind a validation."""
+    hands_on: bool = False
+    """Whether it is a cast or a move that had nothing to do, and gave the tensor that it was given."""
 
     @property
     def has_its_weights(self) -> bool:

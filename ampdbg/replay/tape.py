@@ -220,7 +220,9 @@ class Tape(TorchFunctionMode):
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
         self._about_to_call(line)
         result = run(function, *args, **kwargs)
-        writes = getattr(function, "__name__", "") in ("__setitem__", "__set__") or (bool(args) and result is args[0])
+        name, is_first = getattr(function, "__name__", ""), bool(args) and result is args[0]
+        hands_on = is_first and name in NARROWS_OR_MOVES  # in another format it gives another tensor
+        writes = name in ("__setitem__", "__set__") or (is_first and not hands_on)
         weights = [(weight, weight._version) for weight in (*given.own, *_weights_of(function))]
         call = TapedCall(
             function,
@@ -233,6 +235,7 @@ class Tape(TorchFunctionMode):
             given.is_whole,
             weights,
             self._modes,
+            hands_on,
         )
         self._put(call, taken, args[0] if writes else result)
         return result

@@ -32,7 +32,7 @@ from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor
-from ampdbg.script.captured_calls import CapturedCall, Match, data_calls
+from ampdbg.script.captured_calls import CapturedCall, Match, data_calls, first_given
 from ampdbg.script.played_run import Half
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class Capture:
             calls[number] = replace(call, lowers=lowers, has_gradients=captured.has_gradients, random_state=state)
             before = next(part[number] for part in live.given if number in part)
             try:
-                own = unpacking.with_own(_first_of(match.left_out_before(place), unpacking))
+                own = unpacking.with_own(_first_of(match.cast_before(place), unpacking))
                 given[number] = tuple(own.of(captured.given, list(before)))
                 if self._is_patched:
                     given[number] = _with_dtypes(given[number], before)
@@ -285,8 +285,8 @@ def _made_in(given: Any) -> list[Made]:
 
 def _first_of(cast: CapturedCall | None, unpacking: Unpacking) -> torch.Tensor | None:
     """What a cast was given."""
-    args, _ = unpacking.of(cast.given) if cast is not None else ((), {})
-    return args[0] if args and isinstance(args[0], torch.Tensor) else None
+    first = unpacking.of(first_given(cast)) if cast is not None else None
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def _with_dtypes(given: tuple[Any, Any], patched: tuple[Any, Any]) -> tuple[Any, Any]:

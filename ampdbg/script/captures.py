@@ -281,6 +281,7 @@ def _captured_call(
         has_gradients=call.has_gradients,
         writes=call.writes,
         random_state=len(states) - 1,
+        hands_on=call.hands_on,
     )
 
 

@@ -353,6 +353,26 @@ def test_an_op_that_a_loop_calls_itself_is_played() -> None:
     assert tape.played() is not None, tape.why_not
 
 
+def test_a_cast_with_nothing_to_do_writes_into_nothing_and_casts_in_another_format() -> None:
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        output = model(x())
+        output.to(torch.float32).sum()
+        scaler.scale(torch.ones(4, 3).type_as(output).square().mean() + output.mean()).backward()
+
+    tape, _ = taped(net(), loop)
+    played = tape.played()
+    assert played is not None
+    names = [getattr(played.calls[number].function, "__name__", "") for number in played.given[0]]
+    assert names == ["", "to", "type_as", "square", "mean", "mean", "add"]
+    assert [(call.writes, call.hands_on) for call in played.calls[1:4]] == [
+        (False, True),
+        (False, False),
+        (False, True),
+    ]
+    half = torch.ones(4, 3, dtype=torch.half)
+    assert played.calls[3].again((torch.ones(4, 3), half), {}).dtype is torch.half
+
+
 def test_micro_batches_are_played_one_after_another() -> None:
     tape, _ = taped(net(), in_micro_batches)
     played = tape.played()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,11 +31,18 @@ CAST_TO_FP32: Calls = [(MODEL, ()), (torch.Tensor.float, (0,)), (F.mse_loss, (1,
 
 
 def match_of(
-    calls: Calls, is_patched: bool = False, lowers: bool = True, captured: Sequence[CapturedCall] = CAPTURED
+    calls: Calls,
+    is_patched: bool = False,
+    lowers: bool = True,
+    captured: Sequence[CapturedCall] = CAPTURED,
+    hands_on: Collection[int] = (),
 ) -> Match:
     state = RandomState.now()
     taped = [TapedCall(function, None, lowers, True, state, frozenset(reads)) for function, reads in calls]
-    given: dict[int, tuple[Any, Any]] = {number: ((), {}) for number in range(len(taped))}
+    taped = [replace(call, hands_on=number in hands_on) for number, call in enumerate(taped)]
+    given: dict[int, tuple[Any, Any]] = {
+        number: (tuple(Made(read, "") for read in call.reads), {}) for number, call in enumerate(taped)
+    }
     played = PlayedStep(taped, {0: (Made(len(taped) - 1, ""),)}, "cpu", (given,))
     return Match(captured, [range(len(captured))], played, is_patched=is_patched)
 
@@ -43,7 +51,7 @@ def test_a_step_of_the_same_calls_is_told_by_each_of_them() -> None:
     match = match_of(AS_CAPTURED)
     assert match.why_not(MODEL) is None
     assert (match.own, match.casts, match.left) == ({0: 0, 1: 1, 2: 2}, {}, set())
-    assert match.left_out_before(2) is None
+    assert match.cast_before(2) is None
 
 
 @pytest.mark.parametrize(
@@ -70,8 +78,8 @@ def test_a_patched_step_may_leave_out_the_cast_of_a_target_and_no_other_step_may
     match = match_of(WITHOUT_CAST, is_patched=True)
     assert match.why_not(MODEL) is None
     assert (match.own, match.left) == ({0: 0, 1: 2}, {1})
-    assert match.left_out_before(2) is CAPTURED[1]
-    assert match.left_out_before(0) is None
+    assert match.cast_before(2) is CAPTURED[1]
+    assert match.cast_before(0) is None
     assert match_of(WITHOUT_CAST).why_not(MODEL) is not None
 
 
@@ -105,3 +113,15 @@ def test_what_computes_with_weights_computes_of_no_data() -> None:
     calls += [("torch.Tensor.add", (1,), [{"list": [other]}]), ("torch.Tensor.add", (1, 2), [other, other])]
     calls += [("torch.nn.modules.loss.MSELoss", (), [])]
     assert data_calls([CapturedCall(*call, True, True, False, 0) for call in calls]) == {1, 3}
+
+
+def test_a_cast_that_has_nothing_to_do_hands_on_what_it_was_given() -> None:
+    """``out = model(x); mse_loss(out, out.to(half))``: a patch makes FP32 of ``out``, or does so no more."""
+    captured = [CAPTURED[0], replace(CAPTURED[1], reads=(0,)), CAPTURED[2]]
+    calls: Calls = [(MODEL, ()), (torch.Tensor.to, (0,)), (F.mse_loss, (1,))]
+    different = match_of(calls, captured=captured).why_not(MODEL)
+    assert different == Difference(2, "call 3, of torch.nn.functional.mse_loss, takes what other calls gave")
+    assert match_of(calls, captured=captured, hands_on={1}).why_not(MODEL) is None
+    captured = [CAPTURED[0], replace(captured[1], hands_on=True), replace(CAPTURED[2], reads=(1,))]
+    calls = [*calls[:2], (F.mse_loss, (0, 1))]
+    assert match_of(calls, captured=captured).why_not(MODEL) is None

@@ -116,6 +116,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=1e-12)
 scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
 for step in range(4):
     x, far = torch.rand(32, 8).cuda(), torch.rand(32, 4).cuda()
+    half = torch.ones(32, 4, dtype=torch.half).cuda()
     with torch.autocast("cuda", dtype=torch.float16):
         out = net(x * 25 * 2)
         loss = out.square().mean().float() * 1e-12
@@ -134,10 +135,15 @@ for step in range(4):
         "1e-12 * sum((p * p).sum() for p in net.parameters())",
         "(out * (far.to(out.dtype) * 2)).mean() * 1e-12",
         "(out * (far.half() * 2)).mean() * 1e-12",
+        "((far.type_as(out) + out) * far.type_as(out)).mean() * 1e-12",
+        "((far.to(out) + out) * (far * 3)).mean() * 1e-12",
+        "((half.type_as(out) + out) * half.type_as(out)).mean() * 1e-12",
+        "((far.half().type(out.dtype) + out) * far.half().to(out)).mean() * 1e-12",
+        "(out.float() * out).mean() * 1e-18",
     ],
 )
 def test_a_patch_is_proven_whatever_is_computed_beside_the_place(tmp_path: Path, loss: str) -> None:
-    """The script computes more of its own data by functions of the same names."""
+    """The script computes more of its own data by functions of the same names, and a cast may have nothing to do."""
     run(tmp_path, BESIDE.replace("LOSS", loss))
     capture = next((tmp_path / ".ampdbg" / "captures").glob("*-step-1.safetensors"))
     patch = start(tmp_path, "suggest-fp32", str(capture))
