@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
@@ -48,6 +48,9 @@ TOO_LARGE = (
     "bring these values down: look for weights, divisors or inputs of that size; no pin helps, since FP32 fails too"
 )
 OF_OTHERS = "look at what the other ranks have found: their records stand beside this one"
+LONGEST_TURN = 32
+"""Steps, of all optimizers of a loop, that take turns."""
+
 MAY_DIVERGE = "a learning rate that diverges may be behind it: the losses before it have risen, or are too few to tell"
 LEARNING_RATE = "lower the learning rate; where the weights keep their size and it still fails, precision is the cause"
 GROWS = (
@@ -153,7 +156,8 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     """The root finding of an investigated step whose loss or gradients are not finite.
 
     In a script a step is investigated once another has gone wrong: what is found counts from the first of the withheld
-    steps in a row, for all have the same weights. Where the loss is at fault, one with a finite loss is none of them.
+    steps in a row, for all have the same weights; a row of an optimizer's own turns is one too. Where the loss is at
+    fault, one with a finite loss is none of them.
     """
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
     if made.weights_grew > GREW and CODES[found.code].verdict == "precision":
@@ -164,6 +168,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
     first = first_in_a_row(found.step, alike)
+    first = _first_of_turns(first, alike, record) if is_of_loss else first
     told = first == found.step or made.is_as_it_trained
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
@@ -182,6 +187,21 @@ def first_in_a_row(last: int, numbers: Container[int]) -> int:
     while last - 1 in numbers:
         last -= 1
     return last
+
+
+def _first_of_turns(last: int, alike: Collection[int], record: Record) -> int:
+    """The first step of an optimizer whose loss is lost at each of its turns, one of which is ``last``: the steps in
+    between are of others, which have no scaler or another one, or else it has three turns at least."""
+    turn = last - max((step for step in alike if step < last), default=-math.inf)
+    if turn > LONGEST_TURN:
+        return last
+    scalers = {step.step: step.scaler for step in record.steps}
+    between = range(last - int(turn) + 1, last)
+    are_of_others = all(scalers.get(step, scalers[last]) != scalers[last] for step in between)
+    first = last
+    while first - int(turn) in alike:
+        first -= int(turn)
+    return first if are_of_others or first < last - turn else last
 
 
 def _of_replays(made: Investigation, record: Record) -> Finding:

@@ -12,6 +12,7 @@ from typing import get_args
 import torch
 
 from ampdbg.agreement import is_finite
+from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
@@ -40,7 +41,7 @@ REST = 10
 WAITS, SHARE = 60.0, 0.05
 """Seconds that a script may wait for steps that are run again, and the share of its time beyond them."""
 
-LONGEST_GAP = 32
+LONGEST_GAP = LONGEST_TURN
 """A bad step that comes so many steps after the last one has nothing to do with it."""
 
 MOST_FOUND = 2

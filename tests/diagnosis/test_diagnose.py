@@ -559,6 +559,27 @@ def test_a_batch_is_bad_at_its_own_step_whatever_was_skipped_before_it() -> None
     assert [(one.code, one.step) for one in diagnose(other).findings[:1]] == [("forward-overflow", 2)]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "replayed", "scalers", "first"),
+    [
+        ("N.N.N.N", 4, "1010101", 0),  # critic and actor take turns, and only the one has a scaler
+        ("N..N..N", 6, "1111111", 0),
+        ("..N..NN", 5, "1111111", 5),  # a step that was taken lies between, of the same optimizer maybe
+        ("N.N.N.N", 6, "1111111", 0),
+        ("..N.N..", 4, "1110111", 2),
+        ("x.N.x..", 2, "1010101", 2),
+    ],
+)
+def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_first(
+    pattern: str, replayed: int, scalers: str, first: int
+) -> None:
+    steps = [replace(step, scaler=int(scaler)) for step, scaler in zip(steps_of(pattern), scalers, strict=True)]
+    record = diagnose(record_of(steps, investigations=(overflowing(replayed),), script=ScriptRun("train.py")))
+    found = record.findings[0]
+    assert (found.code, found.step) == ("forward-overflow", first)
+    assert (f"(as step {replayed} was run again)" in found.message) == (first != replayed)
+
+
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
 def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -> None:
     record = record_of(steps_of(pattern, interval))
