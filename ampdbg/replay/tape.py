@@ -40,6 +40,12 @@ from ampdbg.source.ownership import Line
 MOST_CALLS = 10_000
 """A step of more calls is no step but an epoch."""
 
+NOT_ALL_SEEN = "what makes its loss was not all seen"
+"""Why a step cannot be run again where something has come before the tape, or has passed it by."""
+
+OF_SCALED = "its loss takes gradients of what the scaler has scaled"
+"""The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
+
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
 """The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing: a loop asks
 each of its parameters for it several times a step."""
@@ -148,6 +154,8 @@ class Tape(TorchFunctionMode):
         is_scaled = seam == "scale" and args[0].is_enabled()
         if is_scaled or (seam == "engine" and kwargs.get("accumulate_grad", True) and not self._inside):
             self._add_losses(args[1] if is_scaled else args[0])
+        elif seam == "engine" and not kwargs.get("accumulate_grad", True):
+            self._note_gradients(*args)
         self._inside += 1
         try:
             result = original(*args, **kwargs)
@@ -157,6 +165,13 @@ class Tape(TorchFunctionMode):
             self._alive.append([tensor for _, tensor in leaves_of(result)])
             self._scaled.update(map(id, self._alive[-1]))
         return result
+
+    def _note_gradients(
+        self, outputs: Any, gradients: Any, keeps_graph: bool, creates_graph: bool, *others: Any
+    ) -> None:
+        """Notes ``torch.autograd.grad``, where a loss may be made of what it gives."""
+        if creates_graph and any(id(output) in self._scaled for output in outputs):
+            self.why_not = OF_SCALED  # whatever was said of what was scaled: it is no loss
 
     @property
     def is_of_this_thread(self) -> bool:
@@ -177,7 +192,7 @@ class Tape(TorchFunctionMode):
             self.loss += float(loss.detach().sum())
             made = self.placeholder(loss)
             if not isinstance(made, Made):
-                self.why_not = self.why_not or "what makes its loss was not all seen"
+                self.why_not = self.why_not or NOT_ALL_SEEN
             elif loss.numel() != 1:
                 self.why_not = self.why_not or "its loss is no scalar"
             else:
@@ -303,7 +318,7 @@ class Tape(TorchFunctionMode):
             losses = [(loss,) for loss in self.losses]
         needed = [self._calls[number] for part in parts for number in part]
         if not all(call.is_whole for call in needed):
-            self.why_not = self.why_not or "what makes its loss was not all seen"
+            self.why_not = self.why_not or NOT_ALL_SEEN
         elif not all(call.has_its_weights for call in needed):
             self.why_not = self.why_not or "its weights are others by now"
         if self.why_not:

@@ -400,6 +400,14 @@ def penalized_by_what_is_scaled(model: nn.Module, scaler: torch.amp.GradScaler) 
     scaler.scale(output + (gradient / scaler.get_scale()).square().sum()).backward()
 
 
+def penalized_by_many_that_are_scaled(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+    inner = x().requires_grad_()
+    output = model(inner)
+    scaled, ones = scaler.scale(output), torch.ones_like(output)
+    (gradient,) = torch.autograd.grad(scaled, inner, grad_outputs=ones, create_graph=True)
+    scaler.scale((gradient / scaler.get_scale()).square().mean()).backward()
+
+
 def no_scalar(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     loss = model(x())
     scaler.scale(loss).backward(torch.ones_like(loss))
@@ -422,7 +430,8 @@ EARLIER = torch.ones(3, requires_grad=True) * 2
 
 REFUSED: dict[str, tuple[Loop, str]] = {
     "a function of autograd's": (hidden, "not all seen"),
-    "a scaled loss in a loss": (penalized_by_what_is_scaled, "not all seen"),
+    "a scaled loss in a loss": (penalized_by_what_is_scaled, "its loss takes gradients of what the scaler has scaled"),
+    "scaled values in a loss": (penalized_by_many_that_are_scaled, "its loss takes gradients of what the scaler has"),
     "no scalar": (no_scalar, "no scalar"),
     "a graph from before": (made_before, "not all seen"),
     "other weights": (steps_in_between, "others by now"),
