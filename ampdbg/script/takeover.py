@@ -39,7 +39,7 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step
 from ampdbg.replay.step_data import blamed_data, snapshot_of
-from ampdbg.replay.tape import Tape, taping
+from ampdbg.replay.tape import NOT_ALL_SEEN, Tape, taping
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.captured_calls import Difference
 from ampdbg.script.file_functions import scratch_files
@@ -55,6 +55,10 @@ AGAIN = 5
 MOST_STEPS, LONGEST = 50, 60.0
 """A script that has not made the calls of the captured step in so many steps, nor in so many seconds, trains something
 else."""
+
+MOST_ON_A_TAPE = 4
+"""Steps. Of several optimizers one may end its step only when the forward pass of the next is over: a tape that begins
+then has not seen that, and goes on."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class _Taking:
         self._folder = os.getcwd()
         self.scratch: ScratchFiles | None = None
         self._steps, self._began = 0, time.monotonic()
+        self._on_tape, self._is_late = 0, False
         self._nearest = Difference(-1, "the first one shows what it trains: it has to make two")
         self._names = CallNames()
         self._entered = ExitStack()
@@ -208,11 +213,19 @@ class _Taking:
         self._entered.close()
 
     def _step_ended(self) -> None:
-        self.end()
         self._steps += 1
         is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
-        if self.is_used or is_long:
+        is_over = self.is_used or is_long
+        if self._is_late and not is_over and self._on_tape < MOST_ON_A_TAPE:
+            self._on_tape, self._is_late = self._on_tape + 1, False
             return
+        self.end()
+        if not is_over:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Tapes from now on."""
+        self._on_tape, self._is_late = 1, False
         self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -227,7 +240,9 @@ class _Taking:
         if self._capture.head.is_broken_off:
             self._take_forward_pass()
         else:
-            self._take(tape.played(), tape.why_not)
+            played = tape.played()
+            self._is_late = played is None and tape.why_not == NOT_ALL_SEEN
+            self._take(played, tape.why_not)
         if not self.is_used:
             tape.stepped_on()
 

@@ -361,6 +361,53 @@ def test_the_line_that_calls_a_loss_of_torchs_is_named(tmp_path: Path) -> None:
     assert found.source.text.startswith("loss = criterion(")
 
 
+TAKES_TURNS = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+critic, actor = nn.Linear(8, 4).cuda(), nn.Linear(8, 8).cuda()
+with torch.no_grad():
+    critic.weight.mul_(1e6)
+log_alpha = torch.zeros(1, requires_grad=True, device="cuda")
+critics, actors = (torch.optim.Adam(net.parameters(), lr=1e-3) for net in (critic, actor))
+alphas = torch.optim.Adam([log_alpha], lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+alpha = 0.2
+for step in range(8):
+    x = torch.rand(16, 8).cuda()
+    with torch.autocast("cuda"):
+        loss = critic(x).float().square().mean() * 1e-9
+    critics.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(critics)
+    with torch.autocast("cuda"):
+        action = actor(x)
+        loss = (alpha * action.float()).mean() - critic(action).float().mean() * 1e-9
+    actors.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(actors)
+    scaler.update()
+    loss = -(log_alpha * action.detach().float().mean()).mean()
+    alphas.zero_grad()
+    loss.backward()
+    alphas.step()
+    alpha = log_alpha.exp()
+"""
+"""As a soft actor critic: the step of the last optimizer ends when the forward pass of the first is over."""
+
+
+def test_a_step_that_follows_one_of_another_optimizer_is_found_again(tmp_path: Path) -> None:
+    _, record = run(tmp_path, TAKES_TURNS)
+    capture = capture_of(tmp_path)
+    assert capture.name.endswith("-step-4.safetensors")
+    result, again = on(tmp_path, "replay", capture)
+    assert result.code == 1
+    for found in (record.findings[0], again.findings[0]):  # steps 0 and 2 have lost their losses before it
+        assert (found.code, found.module, found.step) == ("forward-overflow", "critic", 0)
+    assert again.findings[0].message.endswith("(as step 4 was run again)")
+
+
 def test_a_healthy_script_writes_none(tmp_path: Path) -> None:
     run(tmp_path, scripts.PLAIN, "1", "4")
     assert not (tmp_path / ".ampdbg" / "captures").exists()
