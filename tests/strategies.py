@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, Search, Trial
+from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Search, Trial
 from ampdbg.record.run import (
     AutocastError,
     Environment,
@@ -156,6 +156,7 @@ searches = st.builds(
     losses=st.dictionaries(texts, floats, max_size=2),
     cost=st.none() | costs,
     classes=st.dictionaries(texts, tuples(counts), max_size=2),
+    roots=tuples(st.builds(RootModel, name=texts, argument=texts, what=texts, is_global=st.booleans())),
 )
 proofs = st.builds(
     Proof,

@@ -14,7 +14,7 @@ from torch import nn
 from ampdbg.patch.edits import Edited, Refused
 from ampdbg.patch.makers import FUNCTION, with_made_kept, with_model_kept
 from ampdbg.probes.makings import Making
-from ampdbg.record.pins import OWN
+from ampdbg.record.pins import OWN, RootModel, call_of_pins, root_of, within
 from ampdbg.source.expressions import names_assigned
 from ampdbg.source.imports import Statement, apart, imports_of, with_imported
 from ampdbg.source.source_file import EditError, read_source
@@ -27,6 +27,25 @@ MODULE = '''"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp
     from {name} import pin_fp32
 
     pin_fp32(model)  # once, after the model is built and before it is compiled or wrapped
+"""
+
+import functools
+
+import torch
+
+
+{functions}
+'''
+
+MODULE_OF_SEVERAL = '''"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp32`; needs torch alone.
+
+    from {name} import pin_fp32
+
+    {call}  # once, when all of its modules are made, and before it is compiled
+
+The script has several models. It takes, also where DataParallel or its like wraps it:
+
+{roots}
 """
 
 import functools
@@ -61,7 +80,7 @@ def layers_of_one_tensor(names: Iterable[str], model: nn.Module) -> tuple[str, .
     return tuple(name for name in names if name in modules and takes_one_tensor(modules[name]))
 
 
-def module_text(names: Sequence[str], *, one_tensor: Collection[str] = ()) -> str:
+def module_text(names: Sequence[str], *, one_tensor: Collection[str] = (), roots: Sequence[RootModel] = ()) -> str:
     """A file of its own with ``pin_fp32(model)``, for code that cannot be edited.
 
     The user saves it as ``ampdbg_pins.py`` and calls ``from ampdbg_pins import pin_fp32; pin_fp32(model)``.
@@ -69,8 +88,13 @@ def module_text(names: Sequence[str], *, one_tensor: Collection[str] = ()) -> st
     Args:
         names: pins, as the config takes them: qualified names, with ``:own`` behind where only own lines are meant.
         one_tensor: those of ``names`` that are layers with a ``weight`` and called with one floating-point tensor.
+        roots: the models that the names are of, where the script has several: ``pin_fp32`` takes each of them.
     """
-    functions = helper_functions("pin_fp32", names, one_tensor)
+    functions = helper_functions("pin_fp32", names, one_tensor, roots)
+    if roots:
+        told = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
+        text = "\n\n\n".join(functions.values())
+        return MODULE_OF_SEVERAL.format(name=MODULE_NAME, call=call_of_pins(roots), roots=told, functions=text)
     return MODULE.format(name=MODULE_NAME, functions="\n\n\n".join(functions.values()))
 
 
@@ -229,11 +253,24 @@ def _device_type(*groups):
     return None
 '''
 
+UNWRAPPED = '''
+def _unwrapped(model):
+    """The model inside of DataParallel, DistributedDataParallel, torch.compile and their like."""
+    parts = model._modules
+    name = next(iter(parts), "")
+    is_wrapper = name in ("module", "_orig_mod", "_forward_module") and parts[name] is not None
+    if is_wrapper and all(part is parts[name] for part in parts.values()):
+        return _unwrapped(parts[name])
+    return model
+'''
+
 PIN = ("module.forward = functools.partial(_forward_in_fp32, module)",)
 PIN_OWN = ("module.forward = functools.partial(_own_lines_in_fp32, module)", "_autocast_inner_modules(module, None)")
 
 
-def helper_functions(function: str, pins: Sequence[str], one_tensor: Collection[str] = ()) -> dict[str, str]:
+def helper_functions(
+    function: str, pins: Sequence[str], one_tensor: Collection[str] = (), roots: Sequence[RootModel] = ()
+) -> dict[str, str]:
     """The text of each function by its name, the one to call with a model last; no blank lines around them.
 
     Args:
@@ -241,35 +278,53 @@ def helper_functions(function: str, pins: Sequence[str], one_tensor: Collection[
         pins: qualified names of modules, with ``:own`` behind where only own lines are meant.
         one_tensor: those of ``pins`` that are layers with a ``weight`` and called with one floating-point tensor:
             where all are, a quarter of the code does.
+        roots: the models that it takes, where the pins are of several.
     """
-    whole = [name for name in dict.fromkeys(pins) if not name.endswith(OWN)]
-    own = [name.removesuffix(OWN) for name in dict.fromkeys(pins) if name.endswith(OWN)]
+    pins = tuple(dict.fromkeys(pins))
+    whole, has_own = [name for name in pins if not name.endswith(OWN)], any(name.endswith(OWN) for name in pins)
     is_short = set(whole) <= set(one_tensor)
-    parts = [CASTS] * bool(own or not is_short)
+    parts = [CASTS] * (has_own or not is_short)
     parts += [FORWARD_OF_ONE_TENSOR if is_short else FORWARD] * bool(whole)
-    parts += [OWN_LINES] * bool(own)
+    parts += [OWN_LINES] * has_own + [UNWRAPPED] * bool(roots)
     texts = [text for part in parts for text in part.strip().split("\n\n\n")]
     functions = {text.partition("(")[0].removeprefix("def "): text for text in texts}
-    # A module wraps those that it calls, whatever their forward is by then: the inner ones come first.
-    own.sort(key=lambda name: name.count("."), reverse=True)
+    given = ", ".join(root.argument for root in roots) or "model"
+    returned = "models" if len(roots) > 1 else "model"
     lines = [
-        f"def {function}(model):",
-        f'{INDENT}"""Keeps modules that overflow in FP16 in FP32 under autocast; returns the model."""',
-        *(INDENT + line for line in (*_loop(whole, PIN), *_loop(own, PIN_OWN))),
-        f"{INDENT}return model",
+        f"def {function}({given}):",
+        f'{INDENT}"""Keeps modules that overflow in FP16 in FP32 under autocast; returns the {returned}."""',
+        *(INDENT + line for line in _pinning(pins, roots)),
+        f"{INDENT}return {given}",
     ]
     return {**functions, function: "\n".join(lines)}
 
 
-def _loop(names: Sequence[str], body: Sequence[str]) -> Iterator[str]:
-    """The lines that pin each of the modules by ``body``."""
+def _pinning(pins: Sequence[str], roots: Sequence[RootModel]) -> Iterator[str]:
+    """The lines that pin the modules of each model."""
+    if not roots:
+        yield from _pinning_of_one(pins, "model")
+    for root in roots:
+        own = [within(root.name, pin) for pin in pins if root_of(pin) == root.name]
+        yield from _pinning_of_one(own, f"_unwrapped({root.argument})")
+
+
+def _pinning_of_one(pins: Sequence[str], model: str) -> Iterator[str]:
+    own = [pin.removesuffix(OWN) for pin in pins if pin.endswith(OWN)]
+    # A module wraps those that it calls, whatever their forward is by then: the inner ones come first.
+    own.sort(key=lambda name: name.count("."), reverse=True)
+    yield from _loop([pin for pin in pins if not pin.endswith(OWN)], PIN, model)
+    yield from _loop(own, PIN_OWN, model)
+
+
+def _loop(names: Sequence[str], body: Sequence[str], model: str) -> Iterator[str]:
+    """The lines that pin each of the modules by ``body``; ``model`` is the expression that has them."""
     # As JSON: the keys of an nn.ModuleDict may hold anything but dots.
     quoted = [json.dumps(name, ensure_ascii=False) for name in names]
     if len(quoted) == 1:
-        yield f"module = model.get_submodule({quoted[0]})"
+        yield f"module = {model}.get_submodule({quoted[0]})"
         yield from body
     elif quoted:
         line = f"for name in [{', '.join(quoted)}]:"
         is_short = len(INDENT + line) <= LINE_LENGTH
         yield from [line] if is_short else ["for name in [", *(f"{INDENT}{name}," for name in quoted), "]:"]
-        yield from (INDENT + line for line in ("module = model.get_submodule(name)", *body))
+        yield from (INDENT + line for line in (f"module = {model}.get_submodule(name)", *body))

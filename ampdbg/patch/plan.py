@@ -24,9 +24,9 @@ from ampdbg.patch.own_lines import OwnLines, UsersCall
 from ampdbg.patch.tensor_names import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
-from ampdbg.probes.makings import Making, Makings, within
+from ampdbg.probes.makings import Making, Makings
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import PatchUnit, Pin, in_words
+from ampdbg.record.pins import PatchUnit, Pin, in_words, within
 from ampdbg.source.ownership import is_users_file
 
 LONG = 20

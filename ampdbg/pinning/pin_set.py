@@ -18,6 +18,7 @@ from ampdbg.costs.step import FlopCount
 from ampdbg.errors import AmpdbgError
 from ampdbg.observer import Observer
 from ampdbg.pinning.experiment import Experiment, on_further_batches
+from ampdbg.pinning.roots import roots_of
 from ampdbg.probes.module_calls import ModulePaths, module_paths, run_eagerly
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, placed
 from ampdbg.probes.tensors import HALVES
@@ -180,6 +181,7 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
         search,
         cost=costs.of(tree.expand(result.pins)) if costs is not None else None,
         classes=classes_of(model, result.pins, setting.order),
+        roots=roots_of(model, result.pins, setting.run.makings),
         sources=digests(pins),
     )
     return replace(record, search=search, trials=setting.trials.made, pins=tuple(pins))

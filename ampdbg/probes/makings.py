@@ -17,7 +17,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ampdbg.record.pins import OWN
+from ampdbg.probes.models import Together
+from ampdbg.record.pins import OWN, root_of, within
 from ampdbg.source.ownership import by_code, is_ampdbgs, is_users_file
 
 FORWARD = "_call_impl"
@@ -82,14 +83,26 @@ class Makings:
 
         It may be several models in one, as :meth:`Models.together` makes: then the one that the pins are of.
         """
-        if type(model) is not nn.Module or self._of(model):
+        if not isinstance(model, Together):
             return self._of_one(model, pins)
-        paths = {pin.removesuffix(OWN).partition(".")[0] for pin in pins}
+        paths = set(map(root_of, pins))
         if len(paths) > 1 or "" in paths:
             return None
         (path,) = paths
         making = self._of_one(model.get_submodule(path), [within(path, pin) for pin in pins])
         return making if making is None else replace(making, path=path)
+
+    def lines_apart(self, models: Sequence[nn.Module]) -> tuple[tuple[str, int], ...]:
+        """The file and line that makes each of the models: of the calls that lead there the innermost in which all
+        differ; nothing where there is none."""
+        calls = [tuple(self._calls_that_make(model)) for model in models]
+        lines = (tuple((call.file, call.line) for call in same) for same in zip(*calls, strict=False))
+        return next((found for found in lines if len(set(found)) == len(models)), ())
+
+    def _calls_that_make(self, model: nn.Module) -> Iterator[_Caller]:
+        """Those under way when the first of its parts was put into it, the innermost first; none of its own."""
+        first = min(self._of(model).values(), key=_number_of, default=None)
+        return iter(()) if first is None else _outside(first, model)
 
     def _of_one(self, model: nn.Module, pins: Sequence[str]) -> Making | None:
         events = [event for pin in pins for event in self._leading_to(pin.removesuffix(OWN), model)]
@@ -134,11 +147,6 @@ class Makings:
         events[name] = event = _Event(self._number, callers)
         if isinstance(value, nn.Module):
             self._held[id(value)] = weakref.ref(value), event
-
-
-def within(path: str, pin: str) -> str:
-    """A pin as a model has it that is a part of others: ``1.fc:own`` of ``net.1.fc:own``."""
-    return pin.removeprefix(path).removeprefix(".")
 
 
 def _number_of(event: _Event) -> int:

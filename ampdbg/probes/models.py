@@ -23,6 +23,10 @@ NO_MODULES: Mapping[type, tuple[()]] = dict.fromkeys((tuple, dict, list, set, Fu
 """Most objects are of these types."""
 
 
+class Together(nn.Module):
+    """Several models as the parts of one, which is never called."""
+
+
 class Models:
     """The models of one loop, those first that were given or found first.
 
@@ -67,7 +71,7 @@ class Models:
 
     def together(self) -> nn.Module:
         """The only model; of several one that has them for its parts, under their names."""
-        whole = nn.Module()
+        whole = Together()
         for name, root in self._named():
             if not name:
                 return root
@@ -146,6 +150,12 @@ def _that_run(roots: list[nn.Module], trained: set[int], called: Iterable[nn.Mod
 def _children(module: nn.Module) -> list[nn.Module]:
     held = vars(module).get("_modules") or {}  # none where __init__ has not come to it yet
     return [child for child in held.values() if child is not None]
+
+
+def is_global_of_script(name: str, model: nn.Module) -> bool:
+    """Whether the running script has this name for the model, or for what wraps it."""
+    value = vars(sys.modules["__main__"]).get(name)
+    return isinstance(value, nn.Module) and unwrapped(value) is model
 
 
 def _name_in_script(*modules: nn.Module) -> str:

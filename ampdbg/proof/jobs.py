@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from ampdbg.config.schema import Config
 from ampdbg.patch.file_edits import counterpart
+from ampdbg.record.pins import RootModel
 from ampdbg.record.replays import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
@@ -43,12 +44,14 @@ class Patched:
     """A workload with its pins in force, in any form that a suggestion has; nothing of it for the workload as it is.
 
     ``files`` are the patched bytes by absolute path; a file that does not exist is made by them. ``pins_file`` is the
-    one among them whose ``pin_fp32`` is called with the model. ``pins`` are added to the config's. ``moves_constants``
-    says that the files compute with other constants in half than in FP32.
+    one among them whose ``pin_fp32`` is called with the model, or with those of several that are its ``roots``.
+    ``pins`` are added to the config's. ``moves_constants`` says that the files compute with other constants in half
+    than in FP32.
     """
 
     files: Mapping[Path, bytes] = field(default_factory=dict)
     pins_file: Path | None = None
+    roots: tuple[RootModel, ...] = ()
     pins: tuple[str, ...] = ()
     moves_constants: bool = False
 
@@ -170,7 +173,10 @@ def pinned_by(patched: Patched, run: Run) -> Iterator[None]:
 
 def _pin_by_file(patched: Patched, run: Run) -> None:
     if patched.pins_file is not None:
-        _imported(patched.pins_file).pin_fp32(run.workload.model)
+        model = run.workload.model
+        given = {root.argument: model.get_submodule(root.name) for root in patched.roots}
+        pin_fp32 = _imported(patched.pins_file).pin_fp32
+        pin_fp32(**given) if given else pin_fp32(model)
 
 
 def _imported(file: Path) -> ModuleType:

@@ -15,8 +15,8 @@ from ampdbg.observer import Observer
 from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried
 from ampdbg.proof.processes import Run, fresh_processes
 from ampdbg.proof.step_file import save_steps
-from ampdbg.quantities import byte_size, counted, duration, percent, scale
-from ampdbg.record.pins import Proof, ProofStep
+from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
+from ampdbg.record.pins import Proof, ProofStep, call_of_pins
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
@@ -119,7 +119,8 @@ def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
 def _in_force(patched: Patched) -> tuple[str, str]:
     """What is proven, and how it came into force."""
     if patched.pins_file is not None:
-        return "this file", f"imported, and called with the model: {patched.pins_file.stem}.pin_fp32(model)"
+        given = listed(root.what for root in patched.roots) or "the model"
+        return "this file", f"imported, and called with {given}: {patched.pins_file.stem}.{call_of_pins(patched.roots)}"
     if patched.pins:
         return "these pins", "in force, and the model built"
     return "the patched code", "imported, and the model built"

@@ -24,7 +24,7 @@ from ampdbg.proof.jobs import CapturedStep, Job, Patched
 from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, Strategy
+from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, RootModel, Strategy, root_of
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
@@ -139,7 +139,15 @@ def _have_names(record: Record) -> bool:
 
 def _pins_file(names: Sequence[str], searched: Bisected) -> str:
     """The file that pins those of ``names``."""
-    return module_text(names, one_tensor=layers_of_one_tensor(names, searched.run.workload.model))
+    one_tensor = layers_of_one_tensor(names, searched.run.workload.model)
+    return module_text(names, one_tensor=one_tensor, roots=_roots(names, searched))
+
+
+def _roots(names: Sequence[str], searched: Bisected) -> tuple[RootModel, ...]:
+    """Which of several models ``names`` are of."""
+    every = searched.record.search.roots if searched.record.search is not None else ()
+    own = set(map(root_of, names))
+    return tuple(root for root in every if root.name in own)
 
 
 def _with_patch(record: Record, materials: Materials, prover: Prover | None, *, trains: bool) -> Suggestion:
@@ -223,7 +231,9 @@ def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
     def patched(names: Sequence[str]) -> Patched:
         if form == "yaml":
             return Patched(pins=tuple(name or EVERYTHING for name in names))
-        return Patched({file: _pins_file(names, ended).encode()}, pins_file=file) if names else Patched()
+        if not names:
+            return Patched()
+        return Patched({file: _pins_file(names, ended).encode()}, pins_file=file, roots=_roots(names, ended))
 
     names = [pin.name for pin in ended.record.pins]
     parts = tied_together(names, ended.run.workload.model)

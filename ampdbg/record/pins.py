@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,6 +97,36 @@ class Pin:
 
 
 @dataclass(frozen=True)
+class RootModel:
+    """One of the several models of a script: the first part of the pins' names, which is no attribute of the script's.
+
+    ``what`` says in words which object it is, ``argument`` is its name in the ``pin_fp32`` of a file. The name
+    ``is_global`` where the script itself has that for it; else it is the model's class.
+    """
+
+    name: str
+    argument: str
+    what: str
+    is_global: bool = False
+
+
+def call_of_pins(roots: Sequence[RootModel]) -> str:
+    """The call of a file's ``pin_fp32``; ``...`` stands for a model that has no name in the script."""
+    given = (f"{root.argument}={root.name if root.is_global else '...'}" for root in roots)
+    return f"pin_fp32({', '.join(given) or 'model'})"
+
+
+def root_of(pin: str) -> str:
+    """Which of several models a pin is of, by its name."""
+    return pin.removesuffix(OWN).partition(".")[0]
+
+
+def within(path: str, pin: str) -> str:
+    """A pin as a model has it that is a part of others: ``1.fc:own`` of ``net.1.fc:own``."""
+    return pin.removeprefix(path).removeprefix(".")
+
+
+@dataclass(frozen=True)
 class Trial:
     """One experiment: a step run with ``pins`` in FP32 (names as the config's ``pins`` takes them).
 
@@ -125,6 +155,7 @@ class Search:
     ran: "float16", "float32", "pinned". ``further`` and ``further_healthy`` count the batches that the whole set was
     tried on besides. ``classes`` counts pinned instances of a class against all that the model has, where there are
     several. ``sources`` are the digests (SHA-256) of the user's files that the pins' lines stand in, as they were.
+    ``roots`` are the models that the pins' names begin with, where a script has several.
     """
 
     strategy: Strategy
@@ -145,6 +176,7 @@ class Search:
     cost: PinCost | None = None
     classes: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    roots: tuple[RootModel, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
-from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial
+from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
 from ampdbg.record.run import Record
 
 from . import scan, view
-from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table
+from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table, roots_of, roots_paragraph
 from .trials import names_of, trial_table
 from .view import line, ran_on, with_option
 
@@ -96,7 +96,7 @@ def _story(ended: EndedSearch) -> Iterator[view.Section]:
     if facts:
         yield view.Paragraph(facts)
     if ended.names and ended.holds and len(ended.names) <= MOST_TO_PASTE:
-        yield view.Snippet("In the config", tuple(pins_yaml(ended.names, record.config)))
+        yield _snippet(ended)
 
 
 def _sections(ended: EndedSearch) -> Iterator[view.Section]:
@@ -107,6 +107,7 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
         yield pin_table(record)
     elif record.findings:
         yield view.Findings(record.findings)
+    yield from roots_paragraph(record)
     facts = tuple(_about_the_set(ended))
     if facts:
         yield view.Paragraph(facts)
@@ -117,9 +118,23 @@ def _sections(ended: EndedSearch) -> Iterator[view.Section]:
 
 def _snippet(ended: EndedSearch) -> view.Section:
     if ended.record.script is not None:
-        pins = json.dumps([name or EVERYTHING for name in ended.names])
-        return view.Snippet("In the script", (f"ampdbg.pin_fp32(model, {pins})",))
+        return view.Snippet("In the script", tuple(_pinning(ended)))
     return view.Snippet("In the config", tuple(pins_yaml(ended.names, ended.record.config)))
+
+
+def _pinning(ended: EndedSearch) -> Iterator[str]:
+    """The calls that pin the set, one for each model."""
+    roots = roots_of(ended.record)
+    if not roots:
+        yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
+    for root in roots:
+        own = (within(root.name, name) for name in ended.names if root_of(name) == root.name)
+        model, comment = (root.name, "") if root.is_global else ("...", f"  # ...: {root.what}")
+        yield f"ampdbg.pin_fp32({model}, {_as_patterns(own)}){comment}"
+
+
+def _as_patterns(names: Iterable[str]) -> str:
+    return json.dumps([name or EVERYTHING for name in names])
 
 
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:

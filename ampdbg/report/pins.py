@@ -12,7 +12,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep
+from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep, RootModel
 from ampdbg.record.run import Record
 
 from .view import Column, Line, Paragraph, Table, Words, line, more
@@ -159,6 +159,23 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
 
 
 # What to paste
+
+
+def roots_of(record: Record) -> tuple[RootModel, ...]:
+    """The models that the names of the set begin with, where the script has several."""
+    return record.search.roots if record.search is not None else ()
+
+
+def about_roots(record: Record) -> Iterator[str]:
+    """What the names of the set begin with, where the script has several models."""
+    if roots := roots_of(record):
+        said = "; ".join(f"{root.name} is {root.what}" for root in roots)
+        yield f"The script has several models, and the name of a module begins with its model: {said}."
+
+
+def roots_paragraph(record: Record) -> Iterator[Paragraph]:
+    """The same as a part of a page."""
+    yield from (Paragraph((line(said),)) for said in about_roots(record))
 
 
 def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:

@@ -13,11 +13,21 @@ from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, listed
 from ampdbg.record.file import to_json
-from ampdbg.record.pins import Form, Handover, in_words
+from ampdbg.record.pins import Form, Handover, RootModel, call_of_pins, in_words
 from ampdbg.record.run import Record
 
 from . import bisection
-from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_line, proof_table
+from .pins import (
+    about_roots,
+    cost_sentence,
+    pin_lines,
+    pin_table,
+    pins_yaml,
+    proof_line,
+    proof_table,
+    roots_of,
+    roots_paragraph,
+)
 from .view import Findings, Headline, NextCommand, Page, Paragraph, Section, Snippet, Typed, line, more, ran_on
 
 FORMAT, VERSION = "ampdbg.patch", 1
@@ -72,6 +82,8 @@ def _unproven(handed: Handover) -> Iterator[Section]:
 
 def _story(record: Record, handed: Handover) -> Iterator[Section]:
     yield Findings(record.findings, is_brief=True) if handed.pins_nothing else pin_lines(record)
+    if _is_by_name(record, handed):
+        yield from roots_paragraph(record)
     if handed.files:
         units = [line(unit.title) for unit in handed.units]
         yield Paragraph((*units[:MOST_IN_BRIEF], *more(len(units) - MOST_IN_BRIEF)), "The patch")
@@ -84,6 +96,7 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
 
 def _sections(record: Record, handed: Handover) -> Iterator[Section]:
     yield Findings(record.findings) if handed.pins_nothing else pin_table(record)
+    yield from roots_paragraph(record)
     if handed.files:
         edits = (
             text
@@ -169,18 +182,21 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
         return NextCommand("make a patch: lines outside of any module have no name", again)
     if typed.is_applied:
         return NextCommand("run it again, with the patch", f"ampdbg scan {typed.config}")
-    return _use_of(handover, typed, again) if typed.handed_over else None
+    return _use_of(handover, roots_of(record), typed, again) if typed.handed_over else None
 
 
-def _use_of(handover: Handover, typed: Typed, again: str) -> NextCommand:
+def _use_of(handover: Handover, roots: Sequence[RootModel], typed: Typed, again: str) -> NextCommand:
     """What to do with the file that has it."""
     if handover.form == "diff":
         return NextCommand("apply the patch", applying(handover, typed.handed_over))
     if handover.form == "module":
-        what = "put it beside your code as ampdbg_pins.py, and call it where the model is made"
-        return NextCommand(what, "from ampdbg_pins import pin_fp32; pin_fp32(model)")
+        given = f"with {listed(root.what for root in roots)}" if roots else "where the model is made"
+        what = f"put it beside your code as ampdbg_pins.py, and call it {given}"
+        return NextCommand(what, f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}")
     if handover.form == "json":
         return NextCommand("make a patch of it", again)
+    if roots:
+        return NextCommand("put these lines into a config whose model has these models for its parts", "")
     if typed.is_record:  # it does not know the name of its config's file
         return NextCommand("put these lines into the config of that run", "")
     return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
@@ -243,7 +259,7 @@ def module(record: Record, handover: Handover) -> bytes:
 def config_lines(record: Record, handover: Handover) -> bytes:
     """The pins as the config takes them, in YAML."""
     lines = "\n".join(pins_yaml(handover.names, record.config))
-    return f"{_comments_by_name(record, handover)}{lines}\n".encode()
+    return f"{_comments_by_name(record, handover)}{_commented([*about_roots(record)])}{lines}\n".encode()
 
 
 def as_json(record: Record, handover: Handover) -> bytes:
@@ -253,6 +269,7 @@ def as_json(record: Record, handover: Handover) -> bytes:
     keys = ("folder", "names", "files", "units", "notes", "refused")
     text: dict[str, object] = {"format": FORMAT, "version": VERSION}
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
+    text |= {"roots": of_record["search"]["roots"]} if roots_of(record) else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.yaml_document import read_yaml
-from ampdbg.record.pins import Outcome, Pin, PinSite, Search, Trial
-from ampdbg.record.run import Record
+from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel, Search, Trial
+from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.bisection import ENDINGS
 from ampdbg.report.pins import pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
@@ -34,6 +34,19 @@ def first_sentence(record: Record) -> str:
 @pytest.mark.parametrize("name", BISECTIONS)
 def test_without_unicode_it_is_drawn_in_ascii(name: str) -> None:
     assert plain(BISECTIONS[name](), unicode=False).isascii()
+
+
+def test_of_several_models_each_is_pinned_by_the_names_that_it_has_itself() -> None:
+    net = RootModel("blocks", "blocks", "the model of class Blocks that the script makes")
+    of_script = replace(found(), script=ScriptRun("train.py"))
+    assert 'ampdbg.pin_fp32(model, ["blocks.2.attn", "blocks.3:own"])' in plain(of_script)
+    for root, call in (
+        (net, 'ampdbg.pin_fp32(..., ["2.attn", "3:own"])  # ...: the model of class Blocks that the script makes'),
+        (replace(net, is_global=True), 'ampdbg.pin_fp32(blocks, ["2.attn", "3:own"])'),
+    ):
+        text = plain(replace(of_script, search=replace(FOUND, roots=(root,))), width=120)
+        assert f"\nIn the script\n  {call}\n" in text
+        assert "blocks is the model of class Blocks that the script makes." in " ".join(text.split())
 
 
 def test_every_outcome_has_a_sentence_of_its_own() -> None:

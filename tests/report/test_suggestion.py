@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from ampdbg.record.pins import FileDiff, Handover, Outcome, PatchUnit, Proof, ProofStep
+from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Proof, ProofStep, RootModel
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
@@ -43,6 +44,7 @@ def proven() -> Record:
     return replace(found(), verification=PASSED)
 
 
+FORMS: tuple[Form, ...] = ("module", "yaml", "json")
 TYPED = Typed(record_path="r.json", folder="/home/me", verbose=True)
 PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
 
@@ -59,6 +61,46 @@ def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed
     assert "What the patch takes was not measured" in said[0]
     assert "The set takes" in said[1]
     assert "not measured" not in said[1]
+
+
+ROOTS = (
+    RootModel("blocks", "blocks", "the model of class Blocks that the script makes"),
+    RootModel("net", "net", "the model that the script calls net", is_global=True),
+)
+SAID = (
+    "The script has several models, and the name of a module begins with its model: blocks is the model of class "
+    "Blocks that the script makes; net is the model that the script calls net."
+)
+
+
+def of_several_models() -> Record:
+    search = proven().search
+    assert search is not None
+    return replace(proven(), search=replace(search, roots=ROOTS))
+
+
+def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
+    typed = replace(TYPED, handed_over=PATCH)
+    pages = {form: rendered(of_several_models(), Handover(form, NAMES, "x = 1"), typed) for form in FORMS}
+    for text in pages.values():
+        assert SAID in " ".join(text.split())
+    told = " ".join(pages["module"].split("Next: ")[1].split())
+    assert told == (
+        "put it beside your code as ampdbg_pins.py, and call it with the model of class Blocks that the script makes "
+        "and the model that the script calls net from ampdbg_pins import pin_fp32; pin_fp32(blocks=..., net=net)"
+    )
+    told = pages["yaml"].split("Next: ")[1]
+    assert " ".join(told.split()) == "put these lines into a config whose model has these models for its parts"
+
+
+def test_what_is_handed_over_of_several_models_says_so_too() -> None:
+    texts = {}
+    for form in FORMS:
+        texts[form] = (content(replace(of_several_models(), handover=Handover(form, NAMES, "x = 1"))) or b"").decode()
+    assert f"# {SAID}\nprecision:\n" in texts["yaml"]
+    assert [root["name"] for root in json.loads(texts["json"])["roots"]] == ["blocks", "net"]
+    one = content(replace(proven(), handover=Handover("json", NAMES, "x = 1"))) or b""
+    assert "roots" not in json.loads(one)
 
 
 def test_what_an_interrupt_of_the_proof_leaves_is_shown_and_marked() -> None:

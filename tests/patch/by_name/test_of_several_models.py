@@ -1,0 +1,89 @@
+"""The file of pins of a script with several models: it takes those that have pins, as the script holds them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.patch.by_name import module_text
+from ampdbg.record.pins import RootModel
+from tests.patch.by_name.pinned_models import (
+    Model,
+    Scores,
+    autocast_as_on_cuda,
+    dtypes_of_outputs,
+    pin_function,
+    pinned,
+)
+
+ROOTS = (
+    RootModel("net", "net", "the model that the script calls net", is_global=True),
+    RootModel("Model", "Model_", "another"),
+)
+WRAPPINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "as it is": lambda model: model,
+    "DataParallel": nn.DataParallel,
+    "within two": lambda model: nn.DataParallel(nn.DataParallel(model)),
+}
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(inner=Scores())
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path: Path) -> None:
+    first, second, expected = model(), model(), model()
+    names = ["net.first", "Model.attn:own", "net.attn.inner:own", "Model.attn.inner:own", "Model:own"]
+    pin = pin_function(tmp_path, names, one_tensor=["net.first"], roots=ROOTS)
+    assert list(inspect.signature(pin).parameters) == ["net", "Model_"]
+    given = WRAPPINGS[wrapping](first), WRAPPINGS[wrapping](second)
+    assert pin(*given) == given
+    pinned(expected, ["attn:own", "attn.inner:own", ":own"], tmp_path)
+    batch = torch.randn(4, 4)
+    with autocast_as_on_cuda():
+        seen = dtypes_of_outputs(first, batch)
+        assert (seen["first"], seen["attn.inner"], seen["attn"]) == (torch.float32, torch.float32, torch.float16)
+        assert dtypes_of_outputs(second, batch) == dtypes_of_outputs(expected, batch)
+
+
+def test_one_is_returned_as_it_was_given_and_the_whole_of_it_can_be_pinned(tmp_path: Path) -> None:
+    wrapped = nn.DataParallel(model())
+    assert pin_function(tmp_path, ["net"], roots=ROOTS[:1])(net=wrapped) is wrapped
+    with autocast_as_on_cuda():
+        assert wrapped(torch.randn(4, 4)).dtype is torch.float32
+
+
+def test_a_part_of_the_model_by_a_wrappers_name_is_no_wrapped_model(tmp_path: Path) -> None:
+    net = nn.Sequential()
+    net.add_module("module", nn.Linear(4, 4))
+    net.add_module("out", nn.Linear(4, 4))
+    pin_function(tmp_path, ["net.module"], one_tensor=["net.module"], roots=ROOTS[:1])(net)
+    assert ["forward" in vars(part) for part in net] == [True, False]
+
+
+HEAD = '''\
+"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp32`; needs torch alone.
+
+    from ampdbg_pins import pin_fp32
+
+    pin_fp32(net=net, Model_=...)  # once, when all of its modules are made, and before it is compiled
+
+The script has several models. It takes, also where DataParallel or its like wraps it:
+
+    net: the model that the script calls net
+    Model_: another
+"""
+'''
+
+
+def test_it_says_which_models_it_takes() -> None:
+    text = module_text(["net.first", "Model.first"], one_tensor=["net.first", "Model.first"], roots=ROOTS)
+    assert text.startswith(HEAD)
+    assert "under autocast; returns the models." in text

@@ -1,0 +1,90 @@
+"""Of several models of a script: which object each pin's name begins with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from ampdbg.pinning.roots import roots_of
+from ampdbg.probes.makings import Makings
+from ampdbg.probes.models import Models, Together
+from ampdbg.record.pins import RootModel, call_of_pins
+
+
+class Net(nn.Module):
+    """One that a script makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+
+class Critic(Net):
+    """Another."""
+
+
+FILE = Path(__file__).name
+
+
+def made() -> nn.Module:
+    return nn.DataParallel(Net())
+
+
+def together(*models: nn.Module) -> nn.Module:
+    found = Models()
+    found.adopt(models)
+    return found.together()
+
+
+def test_the_name_of_an_only_model_is_its_own() -> None:
+    assert roots_of(together(Net()), ["head"], None) == ()
+
+
+def test_a_name_that_the_script_has_is_told_of_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, critic = made(), Critic()
+    monkeypatch.setattr(sys.modules["__main__"], "net_g", net, raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "net_d", critic, raising=False)
+    roots = roots_of(together(net, critic), ["net_g.head", "net_d:own", "net_g:own"], None)
+    assert roots == (
+        RootModel("net_g", "net_g", "the model that the script calls net_g", is_global=True),
+        RootModel("net_d", "net_d", "the model that the script calls net_d", is_global=True),
+    )
+    assert call_of_pins(roots) == "pin_fp32(net_g=net_g, net_d=net_d)"
+
+
+def test_else_it_is_its_class() -> None:
+    net, critic = made(), Critic()
+    roots = roots_of(together(net, critic), ["Critic"], None)
+    assert roots == (RootModel("Critic", "Critic", "the model of class Critic that the script makes"),)
+    assert call_of_pins(roots) == "pin_fp32(Critic=...)"
+
+
+def test_of_one_class_the_line_that_makes_it_tells_which_it_is() -> None:
+    with Makings() as makings:
+        there = made()
+        back = made()
+        line = sys._getframe().f_lineno - 1
+        both = together(there, back)
+    (first, second) = roots_of(both, ["Net.head", "Net_.head"], makings)
+    assert first == RootModel("Net", "Net", f"the model of class Net that line {line - 1} of {FILE} makes")
+    assert second == RootModel("Net_", "Net_", f"the model of class Net that line {line} of {FILE} makes")
+
+
+def test_where_nothing_tells_which_it_is_that_is_said() -> None:
+    with Makings() as makings:
+        both = together(*[made() for _ in range(2)])
+    unknown = "one of the 2 models of class Net that the script makes; which of them is not known"
+    for known in (makings, None):
+        assert [root.what for root in roots_of(both, ["Net_.head"], known)] == [unknown]
+
+
+def test_each_has_an_argument_that_means_nothing_else() -> None:
+    names = ("functools", "name", "_name", "class", "1", "Net", "_Net")
+    whole = Together()
+    for name in names:
+        whole.add_module(name, nn.Identity())
+    arguments = [root.argument for root in roots_of(whole, names, None)]
+    assert arguments == ["functools_", "name_", "name__", "model", "model_", "Net", "Net_"]

@@ -1,0 +1,90 @@
+"""A script that trains several models: what is handed over of a failing step can be used in it as it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ampdbg.record.file import read_record
+from tests.commands.program import start
+from tests.script.test_captures import capture_of, on
+from tests.script.test_run import run
+
+SEVERAL = """\
+import torch
+from torch import nn
+
+
+class Mix(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x):
+        similar = (x * self.gain) @ (x * self.gain).transpose(-1, -2)
+        return x + similar.mean(-1, keepdim=True) * 1e-6
+
+
+class Generator(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.up, self.mix, self.out = nn.Linear(8, 16), Mix(gain), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.out(self.mix(self.up(x)))
+
+
+def made(gain):
+    return nn.DataParallel(Generator(gain)).cuda()
+
+
+class Trainer:
+    def __init__(self):
+        self.there = made(400.0)  # <- here
+        self.back = made(1.0)
+        self.critic = nn.Linear(8, 1).cuda()
+        generators = [*self.there.parameters(), *self.back.parameters()]
+        self.optimizers = [torch.optim.Adam(one, 1e-3) for one in (self.critic.parameters(), generators)]
+        self.scaler = torch.amp.GradScaler("cuda")
+
+    def step(self, optimizer, loss):
+        optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+
+    def train(self):
+        for _ in range(6):
+            noise, real = torch.randn(16, 8).cuda(), torch.randn(16, 8).cuda()
+            with torch.autocast("cuda"):
+                fake = self.back(self.there(noise))
+                loss = self.critic(fake.detach()).mean() - self.critic(real).mean()
+            self.step(self.optimizers[0], loss)
+            with torch.autocast("cuda"):
+                loss = -self.critic(self.back(self.there(noise))).mean()
+            self.step(self.optimizers[1], loss)
+            self.scaler.update()
+
+
+torch.manual_seed(0)
+Trainer().train()
+"""
+"""The first of two generators of a class overflows; none of the models has a name of its own in the script."""
+
+
+def test_the_file_of_pins_takes_the_object_that_it_names(tmp_path: Path) -> None:
+    run(tmp_path, SEVERAL)
+    result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--format=module", "--output=ampdbg_pins.py")
+    assert result.code == 0
+    assert record.search is not None
+    assert record.verification is not None
+    (root,), (pin,) = record.search.roots, record.pins
+    line = SEVERAL.splitlines().index("        self.there = made(400.0)  # <- here") + 1
+    assert pin.name == f"{root.name}.mix"
+    assert root.what == f"the model of class Generator that line {line} of train.py makes"
+    proven = {step.name: step.detail for step in record.verification.steps}
+    assert proven["this file"] == (f"imported, and called with {root.what}: ampdbg_pins.pin_fp32({root.argument}=...)")
+    call = f"import ampdbg_pins; ampdbg_pins.pin_fp32({root.argument}=self.there)"
+    script = SEVERAL.replace("  # <- here", f"; {call}")
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    pinned = start(tmp_path, "run", "--emulate", "--record=p.json", "train.py")
+    after = read_record(tmp_path / "p.json")
+    assert (pinned.code, after.verdict, after.steps_run) == (0, "healthy", 6)
