@@ -171,8 +171,8 @@ def format_of(dtype: str) -> FloatFormat:
 def _flushed(suspect: Suspect) -> str:
     if suspect.divides_by_flushed or not suspect.departs:
         rounded = f"a value that {format_of(suspect.low.dtype).short} rounds to zero and FP32 does not"
-        return f"{named(suspect.producer)} {_takes(suspect)} {rounded}"
-    return f"{_departed(suspect)}: it {_takes(suspect)} a value that half precision has rounded to almost nothing"
+        return f"{named(suspect.producer)} {takes(suspect)} {rounded}"
+    return f"{_departed(suspect)}: it {takes(suspect)} a value that half precision has rounded to almost nothing"
 
 
 def _beyond_range(suspect: Suspect) -> str:
@@ -286,5 +286,6 @@ def _departed(suspect: Suspect) -> str:
     return f"{named(suspect.producer)} reaches {reached} where FP32 has {_magnitude(suspect)}, and a later op overflows"
 
 
-def _takes(suspect: Suspect) -> str:
+def takes(suspect: Suspect) -> str:
+    """What an op with a pole does with the value that half has rounded to zero, as messages say it."""
     return "takes the logarithm of" if suspect.producer.op.startswith("aten.log") else "divides by"

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ampdbg.agreement import LOST_ENERGY, agrees, is_finite, losses_agree, noise_floor
-from ampdbg.diagnosis.producers import Suspect, named, suspects
+from ampdbg.diagnosis.producers import Suspect, format_of, named, suspects, takes
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
@@ -215,7 +215,7 @@ def _guilty(made: Investigation) -> tuple[Suspect, ...]:
 
 
 def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
-    return f"{_what(made.replays[0])}: {_reaches(guilty[0])}" if guilty else _what(made.replays[0])
+    return f"{_what(made.replays[0])}: {_goes_wrong(guilty[0])}" if guilty else _what(made.replays[0])
 
 
 def _what(low: Replay) -> str:
@@ -226,10 +226,14 @@ def _what(low: Replay) -> str:
     return f"buffer {listed(low.buffers, 1)} not finite"
 
 
-def _reaches(suspect: Suspect) -> str:
-    producer = suspect.producer
-    value = f" reaches {number(suspect.value)}" if suspect.value is not None else ""
-    return f"{named(producer)}{_place(producer.source)}{value}"
+def _goes_wrong(suspect: Suspect) -> str:
+    """The op, and its value where that is what explains it: behind a zero divisor no value of FP32's does."""
+    why = ""
+    if suspect.overflows:
+        why = f" reaches {number(suspect.value)}"
+    elif suspect.divides_by_flushed:
+        why = f" {takes(suspect)} a value that {format_of(suspect.low.dtype).short} rounds to zero"
+    return f"{named(suspect.producer)}{_place(suspect.producer.source)}{why}"
 
 
 def _place(source: Source | None) -> str:

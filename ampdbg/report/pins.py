@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
+from typing import TypeGuard
 
-from ampdbg.diagnosis.producers import limit_of, op_name
+from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
@@ -55,11 +56,12 @@ def pin_table(record: Record) -> Table:
 def pin_lines(record: Record) -> Paragraph:
     """The set in a line a pin: what it is, and the first op that it cures."""
     lines: list[Line] = []
+    low = format_of_config(record.config)
     for pin in record.pins[:MOST_IN_BRIEF]:
         site = pin.sites[0] if pin.sites else None
         code = _what_goes_wrong(pin, record)
         place = _base(site.source) if site is not None and site.source is not None else ""
-        value = f"{number(site.value)} in FP32" if site is not None and site.value is not None else ""
+        value = f"{number(site.value)} in FP32" if site is not None and _explains(site.value, low) else ""
         why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
         lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
     return Paragraph((*lines, *more(len(record.pins) - MOST_IN_BRIEF)), _title(record))
@@ -110,8 +112,8 @@ def _without(what: str) -> tuple[Line, ...]:
 
 
 def _same_line(pin: Pin, record: Record) -> tuple[Line, ...]:
-    value = pin.sites[0].value
-    beside = f": {_against_half(value, format_of_config(record.config))}" if value is not None else ""
+    value, low = pin.sites[0].value, format_of_config(record.config)
+    beside = f": {_against_half(value, low)}" if _explains(value, low) else ""
     return (line(f"the same line{beside}"), *_without(pin.without.partition(": ")[0]))
 
 
@@ -123,7 +125,7 @@ def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
     yield line(" · ".join(part for part in (backward, inner, call, op_name(site.op), place) if part))
     if site.source is not None and site.source.text.strip():
         yield line(site.source.text.strip(), tone="strong", is_code=True)
-    if site.value is not None:
+    if _explains(site.value, low):
         yield line(_against_half(site.value, low))
 
 
@@ -131,6 +133,14 @@ def _ops(sites: Sequence[PinSite]) -> str:
     """The ops, each with its line, in a few words."""
     ops = (f"{op_name(site.op)}{f':{site.source.line}' if site.source else ''}" for site in sites)
     return listed(list(dict.fromkeys(ops)))
+
+
+def _explains(value: float | None, low: FloatFormat) -> TypeGuard[float]:
+    """Whether a value in FP32 is why the op fails: that of a division by what half rounds to zero says nothing."""
+    if value is None:
+        return False
+    size = abs(value)
+    return size >= NEAR * low.overflow_threshold or 0.0 < size < low.smallest_subnormal
 
 
 def _against_half(value: float, low: FloatFormat) -> str:

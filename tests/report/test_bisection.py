@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.yaml_document import read_yaml
+from ampdbg.quantities import number
 from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel, Search, Trial
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.bisection import ENDINGS
-from ampdbg.report.pins import pins_yaml
+from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
 from tests.report.pages import rendered
 from tests.report.records import interrupted
@@ -142,11 +143,14 @@ def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int
 def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:
     def shown(value: float) -> str:
         pin = replace(ATTENTION, sites=(replace(ATTENTION.sites[0], value=value),))
-        return plain(searched(FOUND, pins=(pin,)))
+        record = searched(FOUND, pins=(pin,))
+        assert (f"{number(value)} in FP32" in str(pin_lines(record))) == (f"{number(value)} in FP32" in plain(record))
+        return plain(record)
 
     assert "-70,000 in FP32, above FP16's" in shown(-7e4)
     assert "1e-9 in FP32, below FP16's" in shown(1e-9)
-    assert "12 in FP32\n" in shown(12.0)
+    assert "65,000 in FP32\n" in shown(6.5e4)
+    assert "12 in FP32" not in shown(12.0)
 
 
 def test_a_pin_in_which_nothing_was_seen_is_not_blamed() -> None:

@@ -93,3 +93,5 @@ def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path
     patch = (content(record) or b"").decode()
     assert "finfo" not in patch
     assert "autocast" in patch
+    assert "divides by a value that FP16 rounds to zero" in record.pins[0].without
+    assert "reaches" not in patch
