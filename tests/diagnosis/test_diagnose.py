@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.commands.scan import exit_code
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
-from ampdbg.diagnosis.scale import new_lows
+from ampdbg.diagnosis.scale import UNTOLD, new_lows
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.replays import Investigation, Producer, Replay
@@ -581,13 +581,15 @@ def test_an_optimizer_whose_loss_is_lost_at_each_of_its_turns_fails_from_the_fir
 
 
 @given(pattern=st.text(alphabet=".xNI", max_size=80), interval=st.integers(1, 30))
+@example(pattern=".xxxx", interval=1)
 def test_every_record_gets_a_consistent_diagnosis(pattern: str, interval: int) -> None:
     record = record_of(steps_of(pattern, interval))
     found = diagnose(record)
     assert diagnose(found) == found
     assert all(step.skipped for step in new_lows(record.steps, record.steps_run))
     is_sound = all(finding.severity == "info" for finding in found.findings)
-    assert (found.verdict == "healthy") == (is_sound and not record.took_no_step)
+    is_told = not any(UNTOLD in finding.evidence for finding in found.findings)
+    assert (found.verdict == "healthy") == (is_sound and is_told and not record.took_no_step)
     assert all(finding.root is None or finding.root < index for index, finding in enumerate(found.findings))
     assert not found.findings or found.findings[0].root is None
     if "N" in pattern or "I" in pattern:
