@@ -15,7 +15,7 @@ from ampdbg.formats import FLOAT16
 from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SATURATES, SCALINGS, WRITTEN_OUT, base_name
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, magnitude_of
 from ampdbg.record.replays import Producer
 
 BEYOND_COMPUTING = 1e30
@@ -50,6 +50,7 @@ class ProducerTrace(OpTrace):
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
         self._behind: dict[int, frozenset[int]] = {}
+        self._read: Sequence[frozenset[int]] = ()
         self._saturated: set[int] = set()
         self._used: set[int] = set()
 
@@ -62,6 +63,7 @@ class ProducerTrace(OpTrace):
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
         self._given, self._numbers = given, numbers
+        self._read = [self._still_behind(tensor) for tensor in given] if self._behind else ()
         self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
         if base_name(traits.name) in WRITTEN_OUT and given[0].dtype is torch.float16:
             return NOTHING  # what it is given is infinite where the number that was written is beyond half
@@ -81,15 +83,19 @@ class ProducerTrace(OpTrace):
         bad = [tensor for tensor in made if not self.known.of(tensor).is_finite]
         if not (bad or self._behind):
             return
-        known = (self._behind.get(storage_of(tensor)) for tensor in self._given)
-        read = frozenset[int]().union(*filter(None, known))
+        read = frozenset[int]().union(*self._read)
         if name in SATURATES and not bad:
             self._saturated |= read
         elif name not in ATEN_MOVES or len(read) > 1:
             self._used |= read
-        if name in POLES and not bad and self._given:
-            self.divisors |= self._behind.get(storage_of(self._given[-1]), frozenset())
+        if name in POLES and not bad and self._read:
+            self.divisors |= self._read[-1]
         self._follow_what_is_bad(before, read, made, bad)
+
+    def _still_behind(self, tensor: torch.Tensor) -> frozenset[int]:
+        """The producers behind what a tensor holds; none where its memory was another's: not every tensor is seen."""
+        behind = self._behind.get(storage_of(tensor), frozenset())
+        return behind if behind and not magnitude_of(tensor).is_finite else frozenset()
 
     def _follow_what_is_bad(
         self, before: Magnitude, read: frozenset[int], made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]

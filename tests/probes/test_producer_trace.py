@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import placed
@@ -146,3 +147,19 @@ def test_half_goes_below_its_lowest_number_in_a_mask_and_beyond_its_largest_in_a
         return lowest + lowest
 
     assert not of_the_last_producer(clamped, PRICES).is_constant
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_what_stands_where_an_infinity_was_is_not_taken_for_it(is_seen: bool) -> None:
+    with placed(Model(), ProducerTrace) as trace:
+        beyond = torch.full((1024,), -3e4, dtype=torch.float16) * torch.full((1024,), 3.0, dtype=torch.float16)
+        kept = beyond.exp()
+        if is_seen:
+            beyond + 1.0
+        else:
+            with _disable_current_modes():
+                beyond.zero_()  # as other memory at that address
+            beyond + 1.0
+    producer = next(place for place, op in enumerate(trace.ops) if op.produces)
+    assert (producer in trace.harmless) != is_seen
+    assert float(kept.sum()) == 0.0
