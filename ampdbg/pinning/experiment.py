@@ -14,7 +14,7 @@ from ampdbg.diagnosis.producers import Suspect, format_of, named, suspects, take
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.replays import Investigation
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
@@ -182,7 +182,9 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
         return Health(False, _nonfinite(made, guilty), guilty)
     if not losses_agree(low, fp32, floor):
         return Health(
-            False, f"finite, but the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32", guilty or _far(made)
+            False,
+            f"finite, but {made.what} is {number(low.loss)}, and {number(fp32.loss)} in FP32",
+            guilty or _far(made),
         )
     if made.why == "end" and (far := gradients_far(made)):
         return Health(False, far, guilty or _far(made))
@@ -215,12 +217,14 @@ def _guilty(made: Investigation) -> tuple[Suspect, ...]:
 
 
 def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
-    return f"{_what(made.replays[0])}: {_goes_wrong(guilty[0])}" if guilty else _what(made.replays[0])
+    return f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
 
 
-def _what(low: Replay) -> str:
+def _what(made: Investigation) -> str:
+    low = made.replays[0]
     if not math.isfinite(low.loss):
-        return f"loss {'NaN' if math.isnan(low.loss) else 'inf'}"
+        value = "NaN" if math.isnan(low.loss) else "inf"
+        return f"loss {value}" if made.has_loss else f"{made.what} is {value}"
     if low.gradients:
         return f"gradient of {listed(low.gradients, 1)} not finite"
     return f"buffer {listed(low.buffers, 1)} not finite"

@@ -100,7 +100,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Tried:
-    """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code."""
+    """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code.
+
+    ``has_loss`` is as of its investigation.
+    """
 
     step: int
     healthy: bool
@@ -109,6 +112,7 @@ class Tried:
     scale: float
     fp32_loss: float
     fp32_grad_norm: float
+    has_loss: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ampdbg.proof.processes import Run, fresh_processes
 from ampdbg.proof.step_file import save_steps
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
+from ampdbg.record.replays import SUM
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 
@@ -157,14 +158,15 @@ def same_in_fp32(patched: Seen, reference: Seen, recorded: Sequence[float]) -> P
     for now, before, loss in zip(patched.tried, reference.tried, recorded, strict=True):
         share = _allowed(before.fp32_loss, loss)
         for what, one, other in (
-            ("loss", now.fp32_loss, before.fp32_loss),
+            ("loss" if now.has_loss else SUM.removeprefix("the "), now.fp32_loss, before.fp32_loss),
             ("gradients' norm", now.fp32_grad_norm, before.fp32_grad_norm),
         ):
             if not math.isclose(one, other, rel_tol=share):
                 told = f"changed: in FP32 the {what} of step {now.step} is {_number(one)}, {_number(other)} without it"
                 return ProofStep(name, False, told)
     losses = " and ".join(_number(one.fp32_loss) for one in patched.tried)
-    return ProofStep(name, True, f"unchanged: in FP32 the loss is {losses} with and without the patch")
+    what = "the loss" if all(one.has_loss for one in patched.tried) else SUM
+    return ProofStep(name, True, f"unchanged: in FP32 {what} is {losses} with and without the patch")
 
 
 def _allowed(loss: float, recorded: float) -> float:
@@ -271,7 +273,8 @@ _USES: tuple[tuple[Callable[[StepUse], str], str], ...] = (
 def _state(one: Tried) -> str:
     if not one.healthy:
         return one.why
-    return f"healthy; loss {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+    what = "loss" if one.has_loss else f"{SUM}:"
+    return f"healthy; {what} {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
 
 
 def _finite(run: Trained) -> bool:

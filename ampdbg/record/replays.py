@@ -9,6 +9,9 @@ from typing import Literal
 
 from ampdbg.record.findings import Count, Phase, Source
 
+SUM = "the sum of what its modules give"
+"""What stands for the loss of a step that has none, in words."""
+
 OpSite = tuple[Phase, str, int, str, Source | None]
 """Where an op is in a step: its phase, its module, which call of that, its name and its line."""
 
@@ -113,6 +116,11 @@ class Investigation:
     is_of_others: bool = False
     has_loss: bool = True
     weights_grew: float = 1.0
+
+    @property
+    def what(self) -> str:
+        """What the losses of its replays are, in words."""
+        return "the loss" if self.has_loss else SUM
 
     @property
     def is_as_it_trained(self) -> bool:

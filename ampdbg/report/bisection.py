@@ -10,6 +10,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
+from ampdbg.record.replays import SUM
 from ampdbg.record.run import Record
 
 from . import scan, view
@@ -192,13 +193,15 @@ def _share_of_class(name: str, pinned: int, every: int) -> str:
 
 
 def _loss_table(ended: EndedSearch) -> view.Table:
-    """The loss of the failing step as it was, in FP32 and with the set."""
-    losses = dict(ended.search.losses)
+    """The loss of the failing step as it was, in FP32 and with the set, or what stands for it."""
+    losses, what = dict(ended.search.losses), "loss"
     for step in ended.record.steps:
-        if step.step == ended.search.step:
+        if step.step == ended.search.step and scan.has_loss(step, ended.record):
             losses.setdefault("float16", step.loss)
+        elif step.step == ended.search.step:
+            what = SUM
     rows = tuple((text, number(losses[way])) for way, text in RAN_AS.items() if way in losses)
-    return view.Table("The failing step", (view.Column(), view.Column("loss", "number")), rows)
+    return view.Table("The failing step", (view.Column(), view.Column(what, "number")), rows)
 
 
 # The headline

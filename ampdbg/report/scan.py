@@ -54,7 +54,7 @@ def _sections(record: Record) -> Iterator[view.Section]:
     yield from raised(record)
     if record.findings:
         yield view.Findings(record.findings)
-    if any(step.skipped or not math.isfinite(step.loss) for step in record.steps):
+    if any(step.skipped or _is_lost(step, record) for step in record.steps):
         yield view.ScaleChart("Loss scale", record.steps)
     groups = group_table(record)
     if groups is not None:
@@ -148,17 +148,33 @@ def _how_it_ends(record: Record) -> str:
     return f"the script ends with exit code {code}" if code else ""
 
 
+def has_loss(step: Step, record: Record) -> bool:
+    """Whether its loss is the step's own: that of one which ended before it is what replays of its modules gave.
+
+    In the middle of a run the loop itself made one, of what the modules gave.
+    """
+    is_last = step.step == record.steps[-1].step and bool(_how_it_ends(record))
+    is_replayed = record.command != "run" or is_last
+    return not is_replayed or all(made.has_loss for made in record.investigations if made.step == step.step)
+
+
+def _is_lost(step: Step, record: Record) -> bool:
+    return not math.isfinite(step.loss) and has_loss(step, record)
+
+
 def _losses(finding: Finding, record: Record) -> str:
     """The loss of the step, and how many losses are not finite."""
-    bad = [step for step in record.steps if not math.isfinite(step.loss)]
-    here = next((step.loss for step in bad if step.step == finding.step), None)
+    bad = [step for step in record.steps if _is_lost(step, record)]
+    here = next((step for step in record.steps if step.step == finding.step and not math.isfinite(step.loss)), None)
     if here is None:
         return ""
-    lost = len(bad) + record.left_out.lost
-    if lost == 1 and finding.step == record.steps[-1].step and (ends := _how_it_ends(record)):
+    lost = len({here.step, *(step.step for step in bad)}) + record.left_out.lost
+    if lost == 1 and here is record.steps[-1] and (ends := _how_it_ends(record)):
         return f", where {ends}"
+    if here not in bad:
+        return ""
     many = f"; {lost:,} of {counted(record.steps_run, 'loss')} are not finite" if lost > 1 else ""
-    return f", where the loss is {number(here)}{many}"
+    return f", where the loss is {number(here.loss)}{many}"
 
 
 # Parameter groups with non-finite gradients
@@ -361,9 +377,11 @@ def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]
 def _facts(record: Record) -> Iterator[str]:
     yield counted(record.steps_run, "step")
     if record.steps:
-        first, last = record.steps[0], record.steps[-1]
+        last = record.steps[-1]
         yield f"{record.steps_skipped:,} skipped"
-        yield f"loss {_change(number(first.loss), number(last.loss))}"
+        with_loss = [step for step in record.steps if has_loss(step, record)]
+        if with_loss:
+            yield f"loss {_change(number(with_loss[0].loss), number(with_loss[-1].loss))}"
         if last.grad_norm is not None:
             yield f"gradient norm {number(last.grad_norm)}"
         scaled = of_one_scaler(record).steps

@@ -74,19 +74,24 @@ class TakenOver:
     capture: Capture
     record: Record
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the step came to a loss: else the sum of what its modules give stands for it."""
+        return not self.capture.head.is_broken_off or losses_of(self.played) > 0
+
     def investigated(self, observer: Observer) -> Investigation:
         """Replays the step until its cause can be told."""
-        head = self.capture.head
+        head, has_loss = self.capture.head, self.has_loss
         made = investigate(
             self.run,
             self.snapshot,
             head.why,
             head.scale,
-            before=self.record.steps,
+            before=self.record.steps if has_loss else (),  # a sum of other numbers is not to be compared with losses
             weights_grew=head.weights_grew,
             observer=observer,
         )
-        return replace(made, loss=head.loss)
+        return replace(made, loss=head.loss, has_loss=has_loss)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""

@@ -42,6 +42,18 @@ def test_a_healthy_step_shows_its_loss_beside_that_of_fp32() -> None:
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
 
 
+def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
+    seen = Seen(tried=(tried(has_loss=False),))
+    *_, step = with_the_patch(seen, Patched())
+    assert step.detail == "healthy; the sum of what its modules give: 1.1720, 1.1722 in FP32"
+    same = same_in_fp32(seen, seen, [1.1722])
+    assert same.detail == "unchanged: in FP32 the sum of what its modules give is 1.1722 with and without the patch"
+    other = same_in_fp32(seen, Seen(tried=(tried(fp32_loss=2.0),)), [2.0])
+    assert other.detail == (
+        "changed: in FP32 the sum of what its modules give of step 403 is 1.1722, 2.0000 without it"
+    )
+
+
 def test_a_step_that_is_not_cured_says_why() -> None:
     *_, step = with_the_patch(Seen(tried=(tried(), SICK)), Patched())
     assert (step.passed, step.detail) == (False, "loss NaN")

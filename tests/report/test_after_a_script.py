@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,27 @@ def typed_next(step: int, replayed: int, *investigations: Investigation) -> str:
 def test_the_capture_that_is_named_is_that_of_the_first_finding(step: int, replayed: int, named: int) -> None:
     path = f".ampdbg/captures/20261124T235949Z-step-{named}.safetensors"
     assert typed_next(step, replayed) == f"ampdbg suggest-fp32 {path}"
+
+
+def said_of(command: str, **fields: object) -> str:
+    """The page of a script's last step, which ended before its loss."""
+    found = Finding("forward-overflow", "error", 1, "forward", "it overflows", "pin it", module="net")
+    last = replace(healthy_step(1), loss=math.nan, grad_norm=None)
+    record = run([healthy_step(0), last], findings=(found,), script=ScriptRun("train.py"), verdict="precision")
+    made = Investigation(1, "loss", (), has_loss=False)
+    return " ".join(rendered(replace(record, command=command, investigations=(made,), **fields)).split())  # type: ignore[arg-type]
+
+
+def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
+    ended = said_of("run", error="the script raised AssertionError")
+    assert "The forward pass overflows in net at step 1, where an error ends the run." in ended
+    assert "0 skipped · loss 4.2 · loss scale" in ended
+    replayed = said_of("replay")
+    assert "The forward pass overflows in net at step 1. " in replayed
+    assert "0 skipped · loss 4.2 · loss scale" in replayed
+    goes_on = said_of("run")  # the loop has made one of what the modules gave, and gone on
+    assert "The forward pass overflows in net at step 1, where the loss is NaN." in goes_on
+    assert "0 skipped · loss 4.2 to NaN · loss scale" in goes_on
 
 
 def test_a_capture_of_an_earlier_step_is_of_another_fault() -> None:

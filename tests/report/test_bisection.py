@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from ampdbg.config.yaml_document import read_yaml
 from ampdbg.quantities import number
 from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel, Search, Trial
+from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.bisection import ENDINGS
 from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
 from tests.report.pages import rendered
-from tests.report.records import interrupted
+from tests.report.records import healthy_step, interrupted, skipped_step
 from tests.strategies import pins, records, searches, trials
 
 FOLDER = Path(__file__).parent / "golden"
@@ -138,6 +140,18 @@ def test_a_narrow_terminal_leaves_the_costs_out_and_no_word_is_broken(width: int
     assert "4  blocks.2.attn  " in text
     assert "  31 more\n" in plain(BISECTIONS["every_instance"](), width=width)
     assert "FLOPs  activations" in plain(found(), width=70)
+
+
+def test_of_a_step_that_ended_before_its_loss_the_table_has_what_stands_for_it() -> None:
+    steps = (healthy_step(0), replace(skipped_step(3, 65536.0, ()), loss=math.nan))
+    record = replace(found(), steps=steps, investigations=(Investigation(3, "loss", (), has_loss=False),))
+    table = plain(record).split("The failing step\n")[1].split("\n\n")[0].splitlines()
+    assert [" ".join(row.split()) for row in table] == [
+        "the sum of what its modules give",
+        "in FP32 2.31",
+        "with the set 2.31",
+    ]
+    assert "as it was NaN in FP32 2.31" in " ".join(plain(replace(record, investigations=())).split())
 
 
 def test_a_value_is_set_against_the_limit_that_it_breaks() -> None:

@@ -266,6 +266,11 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     patched = start(tmp_path, "suggest-fp32", "--apply", capture)
     assert patched.code == 0, patched.stderr
     assert "the patch for it is proven on the failing step" in " ".join(patched.stderr.split())
+    proof = read_record(tmp_path / ".ampdbg" / "latest.json").verification
+    assert proof is not None
+    steps = {step.name: step.detail for step in proof.steps}
+    healthy = steps[f"the failing step ({record.steps[-1].step})"].startswith("healthy; loss ")
+    assert (healthy, "memory of a step" in steps, "where the loss is NaN" in replayed.stdout) == (has_loss,) * 3
     cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", how)
     assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
 
