@@ -238,7 +238,7 @@ def _half_parameters(function: cst.FunctionDef, bindings: Bindings, half: set[st
         raise EditError(f"{', '.join(unknown)} is no named parameter, so the function cannot cast it")
     names = [name for name in bindings.parameters if name in half]
     if not names:
-        raise EditError("none of its parameters held a half tensor")
+        raise EditError("none of its arguments held a half tensor")
     return names
 
 

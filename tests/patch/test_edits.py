@@ -250,6 +250,12 @@ def test_where_no_trace_saw_the_line_the_reason_says_so_and_what_to_do() -> None
     )
 
 
+def test_a_forward_that_is_given_nothing_in_half_is_left_alone_with_a_reason() -> None:
+    source = b"class A:\n    def forward(self, x):\n        return self.weight @ x\n"
+    (refused,) = edit_source(source, [FunctionPin("A.forward")], NamesSeen({2: ("self.weight",)})).refused
+    assert refused.reason == "none of its arguments held a half tensor"
+
+
 def test_a_pin_that_is_refused_does_not_keep_the_others_from_being_made() -> None:
     source = b"import torch\n\ndef f(x):\n    y = x @ x\n    y.add_(x)\n    return y * x\n"
     edited = edit_source(source, [LinePin("f", (4, 5, 6))], seen_anywhere(("x", "y")))
