@@ -23,6 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.fx import _symbolic_trace
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.source.ownership import AMPDBG, is_ampdbgs
 
 Seam = Literal["scale", "unscale_", "step", "update", "get_scale", "engine", "clip", "schedule", "optimizer", "export"]
@@ -45,6 +46,7 @@ def attached(watcher: Watcher) -> Iterator[None]:
 
     With the last watcher torch is as it was.
     """
+    leave_ours_alone()
     try:  # Ctrl-C may come while this begins
         with _changing:
             _watchers.append(watcher)

@@ -27,6 +27,7 @@ from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
+from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.pass_buffers import PassBuffers
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
@@ -113,6 +114,7 @@ class OpenPass:
 
     def __enter__(self) -> OpenPass:
         """Begins to note."""
+        leave_ours_alone()
         self._leaving.enter_context(replaced(torch.nn.Module, "__call__", self._noting_calls))
         return self
 

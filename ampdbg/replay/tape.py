@@ -128,22 +128,31 @@ class Tape(TorchFunctionMode):
         return result
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        is_compiled, entered = torch.compiler.is_dynamo_compiling, [self]
+        self._leaving.callback(entered.clear)
+
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_outer = not self._inside and self.is_of_this_thread
-            if is_outer and only_follows():
-                self._given_up()
-                is_outer = False
-            is_outer = is_outer and torch.is_grad_enabled() and not _is_transformed()
-            if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
-                return self._taped(module, args, kwargs)
-            is_beside = not self._inside and self.is_of_this_thread
-            self._beside += is_beside
-            try:
+            # The first is all that torch.compile sees. A model that is compiled meanwhile keeps this function for good.
+            if is_compiled() or not entered:
                 return original(module, *args, **kwargs)
-            finally:
-                self._beside -= is_beside
+            return entered[0]._called(original, module, args, kwargs)
 
         return call
+
+    def _called(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        is_outer = not self._inside and self.is_of_this_thread
+        if is_outer and only_follows():
+            self._given_up()
+            is_outer = False
+        is_outer = is_outer and torch.is_grad_enabled() and not _is_transformed()
+        if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
+            return self._taped(module, args, kwargs)
+        is_beside = not self._inside and self.is_of_this_thread
+        self._beside += is_beside
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._beside -= is_beside
 
     def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function of torch's; what a scaler scales is a loss, and what else goes backward."""

@@ -17,6 +17,7 @@ from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
+from ampdbg.probes.unfollowed import is_in_compiled_call
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
 from ampdbg.record.replays import Investigation, Replay
@@ -140,7 +141,7 @@ class TracedSteps:
     def _begin(self) -> None:
         # A mode of the script's own that is entered now would be left before ours: torch pops them in order. A step
         # that is run again takes the gradients of all models away for a while, also from loops of other threads.
-        if torch._C._len_torch_dispatch_stack() or self._watcher.has_other_loops:
+        if torch._C._len_torch_dispatch_stack() or self._watcher.has_other_loops or is_in_compiled_call():
             return
         is_wanted = self.captures.take_request()
         self._left -= not is_wanted

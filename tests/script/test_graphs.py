@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ampdbg.source.ownership import AMPDBG
 from tests.script.test_run import alone, run
 from tests.siblings import slow_but_for
 
@@ -223,3 +224,93 @@ def test_of_two_models_with_the_same_weights_the_one_that_runs_counts(
     assert (record.steps_run, record.error) == (6, "")
     named = {one.name for step in record.steps for group in step.groups for one in group.parameters}
     assert named == (set() if factor == "1.0" else {"a.weight", "a.bias", "b.weight", "b.bias"})
+
+
+COMPILED = """\
+import os, sys
+import torch
+import torch._dynamo.convert_frame as compiler
+from torch import nn
+
+way, graphs = sys.argv[1], []
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        if way == "break":
+            os.getpid()
+            print("", end="")
+        return y.abs()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.a, self.b = Inner(), nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(self.inner(x))
+        return self.b((h @ h.transpose(-1, -2)) / 1e4 @ h)
+
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+def train(net, factors):
+    if way == "model":
+        net = torch.compile(net, backend=backend)
+    if way == "in place":
+        net.compile(backend=backend)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-3), torch.amp.GradScaler("cuda", init_scale=1024.0)
+
+    def loss(x):
+        with torch.autocast("cuda"):
+            return net(x).float().square().mean()
+
+    def clipped(x):
+        made = loss(x)
+        nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+        return made, torch.autograd.grad(made, list(net.parameters()))
+
+    def step(x):
+        scaler.scale(loss(x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if way in ("loss", "break"):
+        loss = torch.compile(loss, backend=backend)
+    if way == "optimizer":
+        optimizer.step = torch.compile(optimizer.step, backend=backend)
+    if way == "step":
+        step = torch.compile(step, backend=backend)
+    for factor in factors:
+        optimizer.zero_grad()
+        x = torch.ones(2, 6, 8) * factor
+        if way == "gradients":
+            torch.compile(clipped, backend=backend)(x)
+        step(x)
+
+torch.manual_seed(0)
+train(Net(), (1, 1, 4000, 4000))
+train(Net(), (1, 1, 4000, 1))
+train(Net(), (1, 1, 1))
+codes = (held if hasattr(held, "co_name") else held() for held in compiler.input_codes.seen)
+print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}))
+"""
+"""A step is traced while the second model is made. The last line tells what was compiled: how many graphs, and of what
+code."""
+
+
+@pytest.mark.parametrize(
+    "way", slow_but_for(["model"], ["model", "in place", "loss", "break", "optimizer", "gradients", "step"])
+)
+def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, COMPILED, way)
+    assert record.script is not None
+    assert (record.script.exit_code, record.error, record.steps_run) == (0, "", 11)
+    graphs, codes = result.stdout.strip().split(" ", 1)
+    assert int(graphs) > 0
+    assert str(AMPDBG) not in codes

@@ -1,0 +1,91 @@
+"""Code of ours that no compiler follows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import pytest
+import torch
+
+from ampdbg.probes import unfollowed
+from ampdbg.probes.unfollowed import is_in_compiled_call, leave_ours_alone
+
+MODULE = """\
+import functools
+import torch
+from dataclasses import dataclass
+from pathlib import Path  # not defined here
+
+def plain():
+    return [0 for _ in map(lambda x: x, ())], (each for each in ())
+
+@functools.lru_cache
+def cached(): ...
+
+@torch.no_grad()
+def without_gradients(): ...
+
+TABLE = {"a": lambda: 0}
+
+@dataclass
+class Held:
+    number: int
+
+    class Inner:
+        def deep(self): ...
+
+    @property
+    def asked(self): ...
+
+    @functools.cached_property
+    def kept(self): ...
+
+    @classmethod
+    def made(cls): ...
+"""
+
+
+def test_all_code_that_a_module_defines_is_found_and_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("ampdbg.defines")
+    file = str(Path(unfollowed.__file__).with_name("defines.py"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(MODULE, file, "exec"), vars(module))
+    marked: list[CodeType] = []
+    monkeypatch.setattr(unfollowed, "_skipping", lambda: marked.append)
+    monkeypatch.setattr(unfollowed, "_done", {name for name in sys.modules if name != module.__name__})
+    leave_ours_alone()
+    names = {code.co_name for code in marked}
+    assert {code.co_filename for code in marked} == {file, "<string>"}
+    assert names >= {"plain", "<lambda>", "<genexpr>", "cached", "without_gradients", "deep", "asked", "kept", "made"}
+    assert "__init__" in names
+    assert sum(code.co_name == "<lambda>" for code in marked) == 2
+    marked.clear()
+    leave_ours_alone()
+    assert not marked
+
+
+def test_the_compiler_is_not_imported_for_it() -> None:
+    text = "import sys, torch\nfrom ampdbg.probes.unfollowed import leave_ours_alone, is_in_compiled_call\n"
+    text += "leave_ours_alone()\nassert not is_in_compiled_call()\nassert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", text], check=True)
+
+
+@pytest.mark.slow  # the compiler takes seconds to come
+def test_what_runs_within_a_compiled_call_is_told() -> None:
+    seen = []
+
+    @torch.compile(backend="eager")
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        look()
+        return x + 1
+
+    def look() -> None:
+        torch._dynamo.graph_break()
+        seen.append(is_in_compiled_call())
+
+    outer(torch.ones(1))
+    look()
+    assert seen == [True, False]
