@@ -167,6 +167,17 @@ class OpSeen:
         return self.inputs.is_finite and not self.output.is_finite
 
 
+class _Looked(NamedTuple):
+    """An op that was looked at before it runs."""
+
+    traits: OpTraits
+    place: OpPlace
+    parameter: str
+    args: Any
+    written: list[torch.Tensor]
+    before: Any
+
+
 class PlacedOps(TorchDispatchMode):
     """A dispatch mode that finds the place of every op; what is looked at there is a subclass's to say.
 
@@ -197,24 +208,35 @@ class PlacedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_over or only_follows():
             return op(*args, **kwargs)
+        looked = self.looked_before(op, args, kwargs)
+        if looked is None:
+            return op(*args, **kwargs)
+        output = self.run(op, looked.args, kwargs, looked.written)
+        self.look_behind(looked, output)
+        return output
+
+    def looked_before(self, op: Any, args: Any, kwargs: Any) -> _Looked | None:
+        """Looks at an op that is about to run; None for one that computes nothing."""
         traits = traits_of(op)
         args = as_it_takes_them(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         place, parameter = self._places.of_op(given)
         if traits.is_view:
-            return op(*args, **kwargs)
+            return None
         written = written_by(traits, args, kwargs) if traits.written else []
         if traits.overwrites:
             given = [tensor for tensor in given if not any(tensor is target for target in written)]
         # Looked at before the op runs: it may write into one of them.
         before = self.before(traits, given, numbers_in(traits, args, kwargs))
-        output = self.run(op, args, kwargs, written)
-        made = tensors_in(output) or written
-        for tensor in (*written, *made):
+        return _Looked(traits, place, parameter, args, written, before)
+
+    def look_behind(self, looked: _Looked, output: Any) -> None:
+        """Looks at what the op has made."""
+        made = tensors_in(output) or looked.written
+        for tensor in (*looked.written, *made):
             self.known.forget(tensor)
-        if not traits.allocates and any(tensor.numel() for tensor in made):
-            self.after(traits, place, parameter, before, made)
-        return output
+        if not looked.traits.allocates and any(tensor.numel() for tensor in made):
+            self.after(looked.traits, looked.place, looked.parameter, looked.before, made)
 
     @property
     def is_inner_backward(self) -> bool:

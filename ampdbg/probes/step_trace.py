@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree
 
 from ampdbg.ops import EXCHANGES
+from ampdbg.probes.guard import Guard
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPhase, OpPlace, OpSeen, OpTraits, storage_of, tensors_in
 from ampdbg.probes.producer_trace import ProducerTrace
@@ -39,6 +40,12 @@ class StepTrace(ProducerTrace):
         self._bad_phases: set[str] = set()
         self._spoilt: set[int] = set()
         self._reads_spoilt = False
+        self._guard = Guard()
+
+    @property
+    def failure(self) -> str:
+        """Why it has seen the step in part only, if it has: it failed itself, which is no concern of the script."""
+        return self._guard.failure
 
     def is_bad_itself(self, phase: OpPhase) -> bool:
         """Whether an op of this process made inf or NaN in the phase, of what no other process has sent."""
@@ -51,13 +58,23 @@ class StepTrace(ProducerTrace):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; looks at it where it belongs to training."""
-        if len(self.ops) >= MOST_OPS or not any(root.training for root in self._roots):
+        if self.failure or len(self.ops) >= MOST_OPS or not any(root.training for root in self._roots):
             return op(*args, **(kwargs or {}))
         if op.namespace in EXCHANGES:
             result = op(*args, **(kwargs or {}))
             self._received |= {*map(storage_of, tensors_in((args, result)))} - {0}
             return result
         return super().__torch_dispatch__(op, types, args, kwargs)
+
+    def looked_before(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Looks at an op that is about to run."""
+        looked: list[Any] = []
+        self._guard.hooked(lambda: looked.append(ProducerTrace.looked_before(self, op, args, kwargs)))
+        return looked[0] if looked else None
+
+    def look_behind(self, looked: Any, output: Any) -> None:
+        """Looks at what the op has made."""
+        self._guard.hooked(super().look_behind, looked, output)
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs the op and keeps what it was given until it has been looked at."""

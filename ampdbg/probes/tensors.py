@@ -104,6 +104,8 @@ def float_values(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor) or is_emptied(tensor):
         return None
+    if tensor._is_zerotensor():  # as forward-mode AD makes: below it, in a dispatch mode, it has no memory
+        return None
     if type(tensor) not in _PLAIN and not _is_measurable(tensor):
         return None
     # aminmax and isfinite have no kernels for the 8-bit formats, and nothing has any for two numbers in a byte.

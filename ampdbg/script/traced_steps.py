@@ -104,7 +104,7 @@ class TracedSteps:
         """Keeps what was found in a step that has ended."""
         self._waited += traced.waited
         step = self._watcher.log.latest()
-        if traced.is_given_up:
+        if traced.is_given_up or traced.has_failed:
             self.captures.is_wanted |= traced.is_wanted
         elif step.found_inf or not math.isfinite(step.loss):
             self._in_a_row += 1
@@ -194,6 +194,11 @@ class TracedStep:
     def end(self) -> None:
         """Leaves torch and the models as they were."""
         self._entered.close()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the trace has seen a part of the step only, and no replay has told more."""
+        return bool(self._trace.failure) and self._made is None
 
     def _give_up(self) -> None:
         self.is_given_up = True

@@ -45,3 +45,34 @@ def test_an_overflow_by_which_is_divided_comes_before_one_that_makes_the_nan_beh
     record = producers_in_place(Replay("float16", 1.0, float("nan"), 0.0), trace)
     assert [one.op for one in record.producers] == ["aten.mul.Tensor", "aten.exp.default"][:: 1 if divides else -1]
     assert [one.fp32_largest for one in record.producers if one.op == "aten.mul.Tensor"] == [90000.0]
+
+
+def test_a_trace_that_fails_itself_is_no_concern_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(tensor: torch.Tensor) -> None:
+        raise RuntimeError("no memory")
+
+    with placed(nn.Linear(2, 2), StepTrace) as trace:
+        before = torch.ones(2) * 2.0
+        monkeypatch.setattr(trace.known, "of", fails)
+        behind = before + 1.0
+        assert "no memory" in trace.failure
+        with pytest.raises(RuntimeError, match="size"):  # the step's own
+            torch.ones(2) + torch.ones(3)
+    assert behind.tolist() == [3.0, 3.0]
+
+
+def test_an_error_of_an_op_is_the_steps_own_and_the_trace_goes_on() -> None:
+    with placed(nn.Linear(2, 2), StepTrace) as trace:
+        with pytest.raises(RuntimeError, match="size"):
+            torch.ones(2) + torch.ones(3)
+        torch.ones(2) * 2.0
+    assert not trace.failure
+    assert trace.ops[-1].op == "aten.mul.Tensor"
+
+
+def test_a_zero_of_forward_mode_ad_has_no_memory_to_look_at() -> None:
+    with placed(nn.Linear(2, 2), StepTrace) as trace:
+        zeros = torch._efficientzerotensor((2, 3))
+        (torch.ones(2, 3) + zeros) * 2.0
+    assert not trace.failure
+    assert trace.ops[-1].output.largest == 2.0

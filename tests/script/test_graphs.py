@@ -314,3 +314,55 @@ def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path
     graphs, codes = result.stdout.strip().split(" ", 1)
     assert int(graphs) > 0
     assert str(AMPDBG) not in codes
+
+
+TRANSFORMED = """\
+import sys
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, jvp, vmap
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 16)
+
+    def forward(self, x):
+        h = self.a(x)
+        return h @ h.transpose(-1, -2) / 1e4
+
+def pushed(x):
+    return sum(jvp(net, (x,), (torch.ones_like(x),)))
+
+def dual(x):
+    with forward_ad.dual_level():
+        return sum(forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x)))))
+
+def dual_weights(x):
+    with forward_ad.dual_level():
+        weights = {name: forward_ad.make_dual(one, torch.ones_like(one)) for name, one in net.named_parameters()}
+        return sum(forward_ad.unpack_dual(functional_call(net, weights, (x,))))
+
+WAYS = {"jvp": pushed, "dual": dual, "dual weights": dual_weights, "vmap": lambda x: vmap(net)(x)}
+torch.manual_seed(0)
+net = Net()
+optimizer, scaler = torch.optim.SGD(net.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+for factor in (1, 1, 1, 4000, 4000, 1, 1):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = WAYS[sys.argv[1]](torch.ones(2, 6, 8) * factor).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+print([value.tolist() for value in net.state_dict().values()])
+"""
+"""What forward-mode AD takes for zero has no memory where a trace sees it."""
+
+
+@pytest.mark.parametrize("way", slow_but_for(["jvp"], ["jvp", "dual", "dual weights", "vmap"]))
+def test_a_step_with_other_derivatives_trains_as_without_ampdbg(way: str, tmp_path: Path) -> None:
+    result, record = run(tmp_path, TRANSFORMED, way, options=())
+    assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way)
+    assert (record.steps_run, record.error) == (7, "")
+    assert (record.findings[0].code, record.findings[0].step) == ("unknown", 3)
