@@ -159,6 +159,10 @@ class StepLog:
         if step.skipped or is_known or self._on_step is not None or len(self._unread) >= UNREAD_STEPS:
             self._read()
 
+    def tell_no_more(self) -> None:
+        """Calls ``on_step`` no more: in an interrupted run it would raise again, and cut off what is to be noted."""
+        self._on_step = None
+
     def break_off(self, loss: float, *, is_skipped: bool = False) -> None:
         """Ends a step of this loss from which nothing has gone backward; its loss scale is that of the last one.
 

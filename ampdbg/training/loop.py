@@ -78,11 +78,12 @@ def train_prepared(
         with _noted(run, watcher, watcher.calls.explains) as ending:
             for unseen in _steps(run, watcher, investigator, updates):  # noqa: B007 - the last one stays after an interrupt
                 pass
-        if ending.autocast_error is not None:
-            investigator.raised(is_told=True)
-        elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
-            ending.error, ending.failure = str(ending.failure), None
-            watcher.log.break_off(math.nan)
+        with _kept_if_interrupted(watcher, ending):
+            if ending.autocast_error is not None:
+                investigator.raised(is_told=True)
+            elif ending.failure is not None and ending.may_be_of_half and investigator.raised(is_told=False):
+                ending.error, ending.failure = str(ending.failure), None
+                watcher.log.break_off(math.nan)
     notes = (*compiled_notes(model), *notes_on(model)) if investigator.found else ()
     return _record(
         run,
@@ -116,10 +117,8 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
     """Notes what ends the run early; an error that the watcher ``explains`` is a misuse of which it says more."""
     ending = RunEnd()
     try:
-        with run.workload.user.reading("training"):
+        with _kept_if_interrupted(watcher, ending), run.workload.user.reading("training"):
             yield ending
-    except KeyboardInterrupt:
-        ending.interrupted = True
     except AmpdbgError as raised:
         ending.autocast_error = autocast_error(raised.__cause__, watcher.log.closed(), run.workload.model.named_modules)
         if ending.autocast_error is None and not explains(raised.__cause__):
@@ -128,6 +127,16 @@ def _noted(run: Run, watcher: Watch, explains: Callable[[BaseException | None], 
             ending.may_be_of_half = run.mode.dtype is not torch.float32 and not explained(
                 raised, has_half_weights=has_half_weights
             )
+
+
+@contextlib.contextmanager
+def _kept_if_interrupted(watcher: Watch, ending: RunEnd) -> Iterator[None]:
+    """An interrupt ends what is under way, and what was seen so far stays."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        ending.interrupted = True
+        watcher.log.tell_no_more()
 
 
 def _record(run: Run, command: str, watcher: Watch, ending: RunEnd, **seen: Any) -> Record:

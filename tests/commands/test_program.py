@@ -153,6 +153,38 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.
 
 @posix
 @pytest.mark.usefixtures("_interruptible")
+@pytest.mark.parametrize("command_name", ["scan", pytest.param("bisect", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))]
+)
+def test_a_run_that_is_interrupted_in_its_first_replay_keeps_its_steps(
+    command_name: str, number: signal.Signals, folder: Path
+) -> None:
+    overflows = ("--set", "model.args.gain=1e5", "--set", "data.args.delay=0.01")
+    process = subprocess.Popen(
+        command(command_name, "c.yaml", "--steps", "1000", *overflows),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("replaying step 0"):
+            break
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "nothing was recorded" not in stderr
+    record = read_record(folder / ".ampdbg" / "latest.json")
+    assert (record.interrupted, record.command) == (True, command_name)
+    assert 1 <= len(record.steps) < 1000
+
+
+@posix
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("verb", "at", "says"),

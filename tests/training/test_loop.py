@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from ampdbg import api
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, UserCodeError, WorkloadError
@@ -360,3 +361,50 @@ def test_an_interrupt_keeps_what_was_seen(tmp_path: Path) -> None:
     record = train(load_config(path), observer=observing(step=interrupt))
     assert record.interrupted
     assert [step.step for step in record.steps] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("command", ["scan", "bisect", "suggest-fp32"])
+def test_an_interrupted_replay_keeps_what_was_seen(
+    command: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("work.py").write_text(OVERFLOWS_AT_3)
+    keys = {"model": {"target": "work.py:Net"}, "data": {"target": "work.py:data"}, "loss": LOSS}
+    Path("c.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 6, "device": "cpu"}}))
+    replays: list[int] = []
+
+    def interrupt(step: int, doing: str) -> None:
+        replays.append(step)
+        if len(replays) == at:
+            raise KeyboardInterrupt
+
+    def ask(step: Step) -> None:  # as the display of a command does, where a signal was swallowed
+        if len(replays) >= at:
+            raise KeyboardInterrupt
+
+    run_it: Any = {"scan": api.scan, "bisect": api.bisect, "suggest-fp32": api.suggest_fp32}[command]
+    try:
+        record = run_it("c.yaml", observer=observing(replay=interrupt, step=ask))
+    except KeyboardInterrupt:  # which would end the tests
+        pytest.fail("nothing was kept")
+    assert record.interrupted
+    assert [step.step for step in record.steps] == [0, 1, 2, 3]
+    assert replays == [3] * at
+
+
+OVERFLOWS_AT_3 = """\
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.a(x) * x.amax()
+
+def data():
+    for step in range(100):
+        yield torch.ones(4, 8) * (1.0 if step < 3 else 60000.0), torch.zeros(4, 4)
+"""
