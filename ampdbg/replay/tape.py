@@ -8,8 +8,6 @@ are given, the random state and autocast. To play it is to make the loss anew, b
 from __future__ import annotations
 
 import contextlib
-import itertools
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -17,14 +15,11 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
-from torch._ops import OpOverload
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.held_data import stacked
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
@@ -35,6 +30,7 @@ from ampdbg.replay.played_step import Made, Modes, Own, PlayedStep, TapedCall, m
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
+from ampdbg.replay.taped_functions import is_no_part, is_transformed
 from ampdbg.source.ownership import Line
 
 MOST_CALLS = 10_000
@@ -45,10 +41,6 @@ NOT_ALL_SEEN = "what makes its loss was not all seen"
 
 OF_SCALED = "its loss takes gradients of what the scaler has scaled"
 """The scale is in them, and what the script divides them by is a number to it: another one cannot be tried."""
-
-VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
-"""The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing: a loop asks
-each of its parameters for it several times a step."""
 
 
 class Tape(TorchFunctionMode):
@@ -117,7 +109,7 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch's, and notes it where it takes what the tape has made."""
         kwargs = kwargs or {}
-        if self._inside or _is_transformed() or only_follows() or _is_no_part(function):
+        if self._inside or is_transformed() or only_follows() or is_no_part(function):
             return function(*args, **kwargs)
         if self._is_ours(args, kwargs):
             return self._taped(function, args, kwargs)
@@ -144,7 +136,7 @@ class Tape(TorchFunctionMode):
         if is_outer and only_follows():
             self._given_up()
             is_outer = False
-        is_outer = is_outer and torch.is_grad_enabled() and not _is_transformed()
+        is_outer = is_outer and torch.is_grad_enabled() and not is_transformed()
         if is_outer and (id(module) in self._modules or self._is_ours(args, kwargs)):
             return self._taped(module, args, kwargs)
         is_beside = not self._inside and self.is_of_this_thread
@@ -379,10 +371,6 @@ def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], N
         yield
 
 
-NO_PART = (torch.Tensor.backward, torch.Tensor.__deepcopy__)
-"""Of no step: what goes backward is noted apart, and a copy of a model is given all that was copied so far."""
-
-
 class _Taking:
     """Takes what one call is given onto the tape."""
 
@@ -412,35 +400,6 @@ class _Taking:
 
 def _weights_of(function: Callable[..., Any]) -> Iterable[torch.Tensor]:
     return function.parameters() if isinstance(function, torch.nn.Module) else ()
-
-
-def _is_transformed() -> bool:
-    """Whether ``torch.func`` transforms what runs: what goes backward comes from no single call in there."""
-    return peek_interpreter_stack() is not None
-
-
-def _is_no_part(function: Any) -> bool:
-    return function in NO_PART or _only_asks(function) or _is_dispatched(function)
-
-
-def _only_asks(function: Any) -> bool:
-    """Whether it gets an attribute that is no view."""
-    if getattr(function, "__name__", "") != "__get__":
-        return False
-    return getattr(getattr(function, "__self__", None), "__name__", "") not in VIEWS
-
-
-def _is_dispatched(function: Any) -> bool:
-    """Whether it is an op that a dispatch mode runs, such as a trace, for what the script has called without it being
-    seen here: `torch.autograd.Variable` is one. The script that is started again has no such mode."""
-    if not isinstance(function, OpOverload):
-        return False
-    frames = itertools.islice(stacked(sys._getframe(1)), _MOST_FRAMES)
-    return any(frame.f_code.co_name == "__torch_dispatch__" for frame in frames)
-
-
-_MOST_FRAMES = 6
-"""Between a mode and the op that it runs there are fewer."""
 
 
 def _taken_out(mode: TorchFunctionMode) -> None:
