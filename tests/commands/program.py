@@ -62,6 +62,16 @@ main()
 """
 
 
+FORKED_CODE = """
+import json, os, sys
+folder, variables, code = json.loads(sys.argv[1])
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(variables)
+exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+"""
+
+
 @functools.cache
 def _server() -> Callable[..., Any]:
     """What forks processes that have imported torch, until this one ends."""
@@ -77,9 +87,21 @@ def start(folder: Path, *arguments: str, flags: tuple[str, ...] = (), **variable
     """
     if flags or sys.platform != "linux" or variables.get("OMP_NUM_THREADS", THREADS) != THREADS:
         return start_anew(folder, *arguments, flags=flags, **variables)
-    task = json.dumps([str(folder), environment(**variables), arguments])
+    return _forked(FORKED, [str(folder), environment(**variables), arguments])
+
+
+def start_python(folder: Path, code: str) -> Result:
+    """Runs code in ``folder`` as ``python -c`` does, on Linux forked like :func:`start`."""
+    if sys.platform != "linux":
+        program = [sys.executable, "-c", code]
+        done = subprocess.run(program, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+        return Result(done.returncode, done.stdout, done.stderr)
+    return _forked(FORKED_CODE, [str(folder), environment(), code])
+
+
+def _forked(program: str, task: list[Any]) -> Result:
     with tempfile.TemporaryFile() as errors:
-        with _server()([task], errors, program=FORKED) as (stdout, wait):
+        with _server()([json.dumps(task)], errors, program=program) as (stdout, wait):
             output = stdout.read()
             code = wait()
         errors.seek(0)

@@ -7,8 +7,6 @@ import contextlib
 import io
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import textwrap
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from ampdbg.script.file_functions import scratch_files
-from tests.commands.program import environment, start
+from tests.commands.program import Result, start, start_python
 from tests.script import scripts
 from tests.script.test_captures import capture_of, interrupted
 from tests.script.test_run import run
@@ -86,7 +84,7 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
 WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_there", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path) -> None:
     run(tmp_path, WORKS_IN_ITS_OWN + scripts.PLAIN, "400", "6")
     if not is_there:
@@ -104,15 +102,12 @@ def test_so_they_are_when_it_is_interrupted(made: Path, tmp_path: Path) -> None:
     assert contents(folder) == NIGHT
 
 
-def in_scratch(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+def in_scratch(folder: Path, code: str) -> Result:
     """A process that runs the code in the folder, where what it would write over goes into ``scratch``."""
     program = "import io, os, shutil, torch\nfrom pathlib import Path\n"
     program += "from ampdbg.script.file_functions import scratch_files\n"
     program += "with scratch_files(Path('scratch')):\n" + textwrap.indent(code, "    ")
-    found = environment()
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, env=found, capture_output=True, text=True, check=False
-    )
+    return start_python(folder, program)
 
 
 WAYS = {
@@ -174,7 +169,7 @@ def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) ->
     (tmp_path / "d" / "b").write_text("old")
     (tmp_path / "latest").symlink_to("a.txt")
     ended = in_scratch(tmp_path, WAYS[way])
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert os.readlink(tmp_path / "latest") == "a.txt"
     assert (tmp_path / "a.txt").read_text() == (tmp_path / "d" / "b").read_text() == "old"
     assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o644
@@ -195,14 +190,14 @@ MAKES = (
 @pytest.mark.parametrize("ending", ["pass", "sys.exit()", "os.chdir('d')"])
 def test_new_files_and_folders_are_like_any_other_and_go_again(tmp_path: Path, ending: str) -> None:
     ended = in_scratch(tmp_path, f"import sys\n{MAKES}{ending}")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_new_folder_that_holds_what_another_process_has_made_stays_with_that(tmp_path: Path) -> None:
     code = f"{MAKES}import subprocess\nsubprocess.run(['touch', 'd/theirs'], check=True)"
     ended = in_scratch(tmp_path, code)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/theirs"}
 
 
@@ -231,7 +226,7 @@ def test_a_new_file_that_another_process_has_written_since_stays(tmp_path: Path,
         f"{ours}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-c', {f'import os{chr(10)}{theirs}'!r}])\n"
     )
     ended = in_scratch(tmp_path, code + then)
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert (tmp_path / "new").read_text() == "theirs"
     assert {path.name for path in tmp_path.iterdir()} <= {"new", "no", "scratch"}
 
@@ -250,7 +245,7 @@ MOVES = {
 @pytest.mark.parametrize("what", MOVES)
 def test_what_was_moved_or_written_on_goes_too(tmp_path: Path, what: str) -> None:
     ended = in_scratch(tmp_path, MOVES[what])
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert list(tmp_path.rglob("*")) == []
 
 
@@ -258,7 +253,7 @@ def test_what_was_there_and_what_is_elsewhere_does_not_go(tmp_path: Path) -> Non
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("old")
     ended = in_scratch(tmp_path / "work", "open('a.txt', 'w').write('new')\nopen('../cache', 'w').write('kept')")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
     assert (tmp_path / "work" / "a.txt").read_text() == "old"
     assert (tmp_path / "cache").read_text() == "kept"
 
@@ -282,7 +277,7 @@ def test_what_cannot_be_led_to_a_copy_is_refused(tmp_path: Path) -> None:
     assert "PermissionError: [Errno 13] kept as it is while ampdbg starts the script again" in ended.stderr
     assert (tmp_path / "a.txt").read_text() == "old"
     ended = in_scratch(tmp_path, "io.FileIO('b', 'w')\nio.FileIO('b', 'a')\nio.FileIO('a.txt').read()")
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.stderr
 
 
 def replaced_by_scratch_files() -> list[object]:
