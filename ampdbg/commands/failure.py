@@ -8,6 +8,7 @@ import functools
 import os
 import shlex
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -130,6 +131,8 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         signals.append(number)
+        if _is_importing("torch"):
+            os._exit(_interrupted())
         raise KeyboardInterrupt
 
     names = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -142,6 +145,11 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_importing(name: str) -> bool:
+    """Whether the import of a package is under way: what torch's C++ sets up there ends the process on an exception."""
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
 
 
 def raise_if_interrupted() -> None:

@@ -473,3 +473,26 @@ def test_python_needs_no_typer_and_takes_a_record_and_any_path(folder: Path) -> 
     assert done.stdout.splitlines()[-1] == "2", done.stderr
     with pytest.raises(TypeError, match="stepz"):
         ampdbg.scan(folder / "c.yaml", stepz=2)  # type: ignore[call-arg]
+
+
+TORCH = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{signal})
+    for _ in range(1000):
+        pass
+except KeyboardInterrupt:
+    print("raised in the import")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_while_torch_is_imported_raises_nothing_in_there(tmp_path: Path, number: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(TORCH.format(signal=number))
+    (tmp_path / "c.yaml").write_text("model: {target: w.py:Net}\ndata: {target: w.py:batches}\n")
+    (tmp_path / "w.py").write_text("class Net: ...\ndef batches(): ...\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    result = start_anew(tmp_path, "scan", "c.yaml", "--quiet", PYTHONPATH=path)
+    assert (result.code, result.stdout, result.stderr) == (130, "", "interrupted: nothing was recorded\n")
