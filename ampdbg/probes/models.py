@@ -45,13 +45,18 @@ class Models:
     def learn(self, optimizer: torch.optim.Optimizer) -> None:
         """Finds the outermost modules that own parameters of the optimizer and adds those that are new.
 
-        It looks through all objects of the process, which takes a tenth of a second: once for each optimizer.
+        It looks through all objects of the process, which takes a tenth of a second: once for each optimizer. They
+        come in the order of their parameters in the optimizer, as in each run of a script: that of Python's objects
+        changes with the moment of its last garbage collection.
         """
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        trained = set(places)
         known = {id(parameter) for _, parameter in self.named_parameters()}
         if not trained <= known:
             own = {id(root) for root in self._alive()}
             found = [root for root in outermost_owners(trained) if id(root) not in own]
+            found.sort(key=lambda root: min(places.get(id(one), len(places)) for one in root.parameters()))
             self._held += [weakref.ref(root) for root in _that_run(found, trained, self.called())]
 
     def adopt(self, called: Iterable[nn.Module]) -> None:

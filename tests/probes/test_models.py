@@ -50,6 +50,22 @@ def test_of_several_models_each_puts_its_own_name_before() -> None:
     assert {name for name, _ in models.named_modules()} == {"Encoder", "Encoder_"}
 
 
+def test_the_names_of_models_are_in_the_order_of_their_parameters_in_the_optimizer() -> None:
+    def named_when_collected(moment: int) -> list[bool]:
+        made: list[nn.Linear] = []
+        for number in range(4):
+            made.append(nn.Linear(2, 2))
+            if number == moment:
+                gc.collect()  # from here on Python lists those before behind those that are made later
+        models = Models()
+        models.learn(torch.optim.SGD([made[place].weight for place in (2, 0, 3, 1)], lr=0.1))
+        names = ("Linear", "Linear_", "Linear__", "Linear___")
+        found = dict(models.named_modules())
+        return [found[name] is made[place] for name, place in zip(names, (2, 0, 3, 1), strict=True)]
+
+    assert [named_when_collected(moment) for moment in range(4)] == [[True] * 4] * 4
+
+
 def test_a_part_that_is_trained_is_named_by_the_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     models = Models()

@@ -69,6 +69,7 @@ def capture_of(folder: Path) -> Path:
 def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result, Record]:
     """A command on a capture, and its record."""
     result = start(folder, command, str(capture), "--record=c.json", *options)
+    assert (folder / "c.json").exists(), result.stderr
     return result, read_record(folder / "c.json")
 
 

@@ -29,6 +29,7 @@ def run(folder: Path, text: str, *arguments: str, options: tuple[str, ...] = ("-
     """The program on a script of this text, and its record."""
     (folder / "train.py").write_text(text, encoding="utf-8")
     result = start(folder, "run", *options, "--record=r.json", "train.py", *arguments)
+    assert (folder / "r.json").exists(), result.stderr
     return result, read_record(folder / "r.json")
 
 
