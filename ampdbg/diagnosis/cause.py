@@ -225,7 +225,8 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
             return finding_at(UNKNOWN, made, message)
         return finding_at(UNKNOWN, made, f"the step is finite in FP32, and no op was found where {low} goes wrong")
     found = precision_cause(suspect)
-    return _doubted(found, MAY_DIVERGE) if _is_in_doubt(made, record) else found
+    is_in_doubt = found.phase != "data" and _is_in_doubt(made, record)  # no learning rate has made a batch
+    return _doubted(found, MAY_DIVERGE) if is_in_doubt else found
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:

@@ -623,3 +623,13 @@ def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named()
     suspect = culprit(replace(made, replays=(first, fp32, between, survived)))
     assert suspect is not None
     assert suspect.producer.module == "head"
+
+
+@pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
+def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
+    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 1.5e6, 9.0, 1, 0, 4, fp32_largest=1.5e6)
+    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf=leaf),))
+    fp32 = Replay("float32", 1.0, 1.0, 1.0)
+    made = Investigation(1, "loss", (low, fp32), batch_largest={"[0]": 1.5e6 if leaf else 1.0}, has_loss=False)
+    found = diagnose(record_of(steps_of(".N.."), investigations=(made,), script=ScriptRun("train.py"))).findings[0]
+    assert (found.code, "a learning rate that diverges" in found.message) == (code, code == "unknown")
