@@ -17,7 +17,7 @@ from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import nonfinite
-from ampdbg.probes.unfollowed import is_in_compiled_call
+from ampdbg.probes.unfollowed import is_in_compiled_call, note_mode_left
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
 from ampdbg.record.replays import Investigation, Replay
@@ -188,6 +188,7 @@ class TracedStep:
 
     def begin(self) -> None:
         """Traces from now on."""
+        self._entered.callback(note_mode_left)
         self._trace = self._entered.enter_context(placed(self._model, StepTrace))
         self._entered.enter_context(taping(self._tape, self._about_to_step))
 

@@ -277,14 +277,19 @@ def train(net, factors):
 
     def step(x):
         scaler.scale(loss(x)).backward()
-        scaler.step(optimizer)
+        taken()
         scaler.update()
+
+    def taken():
+        scaler.step(optimizer)
 
     if way in ("loss", "break"):
         loss = torch.compile(loss, backend=backend)
     if way == "optimizer":
         optimizer.step = torch.compile(optimizer.step, backend=backend)
-    if way == "step":
+    if way == "scaler":
+        taken = torch.compile(taken, backend=backend)
+    if way == "step" or (way == "late step" and 4000 not in factors):
         step = torch.compile(step, backend=backend)
     for factor in factors:
         optimizer.zero_grad()
@@ -295,7 +300,7 @@ def train(net, factors):
 
 torch.manual_seed(0)
 train(Net(), (1, 1, 4000, 4000))
-train(Net(), (1, 1, 4000, 1))
+train(Net(), (1, 1, 4000, 4000))
 train(Net(), (1, 1, 1))
 codes = (held if hasattr(held, "co_name") else held() for held in compiler.input_codes.seen)
 print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}))
@@ -305,7 +310,11 @@ code."""
 
 
 @pytest.mark.parametrize(
-    "way", slow_but_for(["model"], ["model", "in place", "loss", "break", "optimizer", "gradients", "step"])
+    "way",
+    slow_but_for(
+        ["model", "scaler"],
+        ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"],
+    ),
 )
 def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)
