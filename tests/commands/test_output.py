@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from ampdbg.commands.output import is_rich_terminal, look_of, results_only, say, write_result
+from ampdbg.commands import output
+from ampdbg.commands.output import WRITTEN, is_rich_terminal, look_of, results_only, save, say, write_result
+from ampdbg.record.file import read_record, write_record
+from ampdbg.record.run import Record
 from tests.commands.program import stdout_given_back
+from tests.report.records import healthy
 
 
 class Terminal(io.TextIOWrapper):
@@ -98,3 +105,43 @@ def test_what_is_printed_later_does_not_follow_the_result(capfd: pytest.CaptureF
     captured = capfd.readouterr()
     assert captured.out == "result"
     assert sorted(captured.err.splitlines()) == ["from a descriptor", "from print", "from who kept stdout"]
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupt_while_the_record_is_written_comes_behind_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def slowly(record: Record, path: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        write_record(record, path)
+
+    monkeypatch.setattr(output, "write_record", slowly)
+    token = WRITTEN.set(None)
+    with pytest.raises(KeyboardInterrupt):
+        save(healthy(), tmp_path / "r.json")
+    assert read_record(tmp_path / "r.json") == healthy()
+    assert WRITTEN.get() == tmp_path / "r.json"
+    WRITTEN.reset(token)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_a_second_interrupt_does_not_wait_for_a_disk_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def never(record: Record, path: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    monkeypatch.setattr(output, "write_record", never)
+    with pytest.raises(KeyboardInterrupt):
+        save(healthy(), tmp_path / "r.json")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
