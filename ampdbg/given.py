@@ -115,11 +115,7 @@ def read_given(
         from ampdbg.workload.targets import config_of_module_file
 
         return Given(f"--module {_quoted(module)}", changes, config_of_module_file(Path(module), overrides))
-    if config is None:
-        raise ConfigError(f"got nothing to run; {EITHER}")
-    path = Path(config)
-    if path.suffix == ".py" and os.path.isfile(path):
-        raise ConfigError(_no_config(path))
+    path = _path_of(config)
     record = read_record(path) if path.suffix == ".json" else None
     captures = record.script.captures if record is not None and record.script is not None else ()
     if path.suffix == CAPTURE_SUFFIX or captures:
@@ -129,6 +125,20 @@ def read_given(
     if script:
         raise ConfigError(f"got --script with {path}; it goes with a capture, which ampdbg run writes")
     return Given(_quoted(path), changes, _config(path, record, overrides), record)
+
+
+def _path_of(config: str | Path | None) -> Path:
+    if config is None:
+        raise ConfigError(f"got nothing to run; {EITHER}")
+    try:
+        path = Path(config)
+    except TypeError:
+        kind = type(config).__name__
+        allowed = "the path of a config, a record or a capture"
+        raise ConfigError(f"got a config of type {kind}; allowed: {allowed}") from None
+    if path.suffix == ".py" and os.path.isfile(path):
+        raise ConfigError(_no_config(path))
+    return path
 
 
 def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Given:

@@ -14,7 +14,7 @@ import pytest
 import ampdbg
 from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
-from ampdbg.errors import AmpdbgError, RecordError
+from ampdbg.errors import AmpdbgError, ConfigError, RecordError
 from ampdbg.pinning import bisection
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.findings import Finding
@@ -250,6 +250,12 @@ def test_a_damaged_record_is_named(here: Here) -> None:
     Path("r.json").write_text('{"format": "ampdbg.record", ', encoding="utf-8")
     with pytest.raises(RecordError, match=r"r\.json: not a record: "):
         ampdbg.bisect("r.json")
+
+
+@pytest.mark.parametrize("function", [ampdbg.scan, ampdbg.ranges, ampdbg.bisect, ampdbg.suggest_fp32])
+def test_what_is_no_path_is_refused(function: Callable[[Any], object]) -> None:
+    with pytest.raises(ConfigError, match="got a config of type int; allowed: the path of a config, a record"):
+        function(5)
 
 
 def test_a_usage_error_answers_without_torch(tmp_path: Path) -> None:

@@ -193,6 +193,11 @@ def test_a_misspelt_name_is_refused(pattern: str) -> None:
         pin_fp32(Model(), [pattern])
 
 
+def test_a_long_name_is_not_shown_whole() -> None:
+    with pytest.raises(WorkloadError, match=r"no module is named 'b{200}\.\.\.'; the model has"):
+        pin_fp32(Model(), ["b" * 200_000])
+
+
 def test_a_name_is_itself_before_it_is_a_pattern() -> None:
     model = nn.ModuleDict({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4), "a1": nn.Linear(4, 4)})
     assert pin_fp32(model, ["a[0]"]).modules == ("a[0]",)
