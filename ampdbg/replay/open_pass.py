@@ -104,6 +104,7 @@ class OpenPass:
         self._helpers_at = 0
         self._thread = threading.get_ident()
         self._is_inside = False
+        self._is_left = False
         self._begun, self._trains = False, False
         self._random_states = RandomStates()
         self.buffers = PassBuffers()
@@ -120,6 +121,7 @@ class OpenPass:
 
     def __exit__(self, *raised: Any) -> None:
         """Notes no more; what was noted stays."""
+        self._is_left = True
         self._leaving.close()
 
     def _noting_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,8 +129,9 @@ class OpenPass:
         guarded = self._guard.hooked
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # The first is all that torch.compile sees, where it follows a model. Most calls are within another.
-            if is_compiled() or self._is_inside or only_follows():
+            # The first is all that torch.compile sees, where it follows a model. Most calls are within another. Whoever
+            # has taken this function meanwhile, as torch's compiler does when it is imported, keeps it for good.
+            if is_compiled() or self._is_inside or self._is_left or only_follows():
                 return original(module, *args, **kwargs)
             if not self._notes_this_one():
                 guarded(self._helps, module)

@@ -5,6 +5,7 @@ A script that forks goes on as itself in the child; one that spawns starts child
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import linecache
@@ -14,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import decode_source, find_spec
@@ -122,6 +123,7 @@ def run_script(script: Script, at_end: Callable[[ScriptEnd], None] = lambda ende
                 take_timers()
         return ended if _is_flushed() else replace(ended, code=UNWRITTEN)
     finally:
+        _emptied_at_exit(script, {"__main__": sys.modules["__main__"]})
         sys.argv, sys.modules["__main__"] = argv, main
         sys.path += [folder for folder in path if folder not in sys.path]
 
@@ -204,23 +206,37 @@ def _is_importable(script: Script) -> bool:
     return not script.is_module and get_importer(script.name) is not None
 
 
+def _emptied_at_exit(script: Script, modules: Mapping[str, ModuleType]) -> None:
+    """Has Python empty modules of a script as the process ends with it: a file that one still holds is closed by that,
+    with what is to be written yet."""
+    if script.ends_process and modules:
+        atexit.register(_handed_to_python, modules)
+
+
+def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
+    for name, module in modules.items():
+        vars(module)[""] = module  # alive as long as what it holds is: Python empties no other
+        sys.modules.pop(name, None)
+        sys.modules[name] = module  # the last is emptied first, while what it needs to write a file is whole
+
+
 def _path_of(script: Script) -> contextlib.AbstractContextManager[None]:
     """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
     if script.is_module:
-        return _first_on_path(os.getcwd())
+        return _first_on_path(script, os.getcwd())
     if _is_importable(script):
-        return _first_on_path(os.path.join(os.getcwd(), script.name), even_if_safe=True)
-    return _first_on_path(os.path.dirname(os.path.realpath(script.name)))
+        return _first_on_path(script, os.path.join(os.getcwd(), script.name), even_if_safe=True)
+    return _first_on_path(script, os.path.dirname(os.path.realpath(script.name)))
 
 
 @contextlib.contextmanager
-def _first_on_path(folder: str, *, even_if_safe: bool = False) -> Iterator[None]:
+def _first_on_path(script: Script, folder: str, *, even_if_safe: bool = False) -> Iterator[None]:
     """What Python would have put first on the path, in the place of what it put there for ampdbg."""
     is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
     if is_safe and not even_if_safe:
         yield
         return
-    with _own_modules(folder):
+    with _own_modules(script, folder):
         before = [] if is_safe else sys.path[:1]
         sys.path[: len(before)] = [folder]
         try:
@@ -231,7 +247,7 @@ def _first_on_path(folder: str, *, even_if_safe: bool = False) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _own_modules(folder: str) -> Iterator[None]:
+def _own_modules(script: Script, folder: str) -> Iterator[None]:
     """While this is entered, modules of the folder are found there, though ampdbg has loaded others of their names.
 
     Afterwards ampdbg finds its own again, also those that it has not loaded yet. What both share is left alone.
@@ -242,8 +258,9 @@ def _own_modules(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _taken_out(names | {name for name in {*sys.modules} - before if _is_other(name, sys.path)})
+        theirs = _taken_out(names | {name for name in {*sys.modules} - before if _is_other(name, sys.path)})
         sys.modules.update(ours)
+        _emptied_at_exit(script, theirs)
 
 
 def _taken_out(names: set[str]) -> dict[str, ModuleType]:

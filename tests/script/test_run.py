@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import signal
@@ -46,6 +47,58 @@ def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
     assert record.environment.emulated
     assert result.stdout.startswith("weights ")
     assert "Healthy" in result.stderr
+
+
+OPEN_FILES = """\
+import csv, gzip, torch
+import rich
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+torch.manual_seed(0)
+log = open("log.csv", "w")
+rows, zipped = csv.writer(log), gzip.open("log.gz", "wt")
+net = Net(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = net(torch.ones(1, 2)).sum()
+    loss.backward()
+    optimizer.step()
+    rows.writerow([step, loss.item()])
+    zipped.write(f"{step}\\n")
+if WITH_ERROR:
+    raise ValueError("here")
+"""
+
+OPEN_MODULE = """\
+def write(text):
+    held.write(text)
+
+held = open("own.txt", "w")
+write("by a module of a name that ampdbg uses")
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("option", ["--watch", "--no-watch"])
+def test_what_a_script_has_not_written_yet_is_written_at_its_end(option: str, fails: bool, tmp_path: Path) -> None:
+    folders = []
+    for name in ("alone", "run"):
+        folder = tmp_path / name
+        (folder / "code").mkdir(parents=True)
+        (folder / "code" / "rich.py").write_text(OPEN_MODULE, encoding="utf-8")
+        (folder / "code" / "train.py").write_text(OPEN_FILES.replace("WITH_ERROR", str(fails)), encoding="utf-8")
+        ours = () if name == "alone" else ("-m", "ampdbg", "run", option)
+        program = [sys.executable, *ours, "code/train.py"]
+        ended = subprocess.run(program, check=False, cwd=folder, env=environment(), capture_output=True, timeout=120)
+        assert ended.returncode == int(fails)
+        zipped = gzip.decompress((folder / "log.gz").read_bytes())
+        folders.append([(folder / "log.csv").read_bytes(), zipped, (folder / "own.txt").read_bytes()])
+    assert folders[0] == folders[1]
+    assert all(folders[0])
 
 
 SCRIPTED = """\
