@@ -28,7 +28,7 @@ from ampdbg.diagnosis.producers import (
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
 from ampdbg.ops import CHOOSES, base_name
-from ampdbg.quantities import number
+from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
 from ampdbg.record.replays import Investigation, Producer, Replay
@@ -57,6 +57,7 @@ GROWS = (
     "take the largest value off before it grows beyond FP32, as torch.logsumexp and log_softmax do; no pin helps, "
     "since FP32 fails too"
 )
+OF_SPOILT = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -213,6 +214,11 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     diverging = first_divergence(made, record)
     if diverging is not None:
         return divergence(diverging, record)
+    if made.spoilt:
+        where = listed([name or "its tensor" for name in made.spoilt])
+        message = f"the step is given inf or NaN in {where}, and may have computed that itself: no replay can tell"
+        found = finding_at(UNKNOWN, made, message, spoilt_input=list(made.spoilt))
+        return replace(found, remedy=OF_SPOILT)
     if not is_finite(made.replays[1]):
         return wrong_in_fp32_too(made)
     suspect = culprit(made)
@@ -253,7 +259,9 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
         why = "no loss scale has worked yet, and a longer run shows whether a lower one does"
     if why:
         return _doubted(found, why)
-    return replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
+    told = replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
+    spoilt = {"spoilt_input": list(made.spoilt)} if made.spoilt else {}
+    return replace(told, evidence={**found.evidence, **spoilt})
 
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:

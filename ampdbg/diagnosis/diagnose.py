@@ -5,7 +5,7 @@ One exception: what replays show of a forward pass stands before misuses that ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
@@ -32,6 +32,8 @@ from ampdbg.record.run import Record, Verdict
 
 SPOILT = (WEIGHTS, SMALL_UPDATES)
 """What is told of weights that are not finite."""
+
+DATA = "data-nonfinite"
 
 Family = Callable[[Record], Iterator[Finding]]
 
@@ -69,7 +71,7 @@ def diagnose(record: Record) -> Record:
                 information.append(replace(finding, root=None))
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
-                leads = family is nonfinite_loss and _stands_before(finding, faults)
+                leads = family is nonfinite_loss and _stands_before(finding, faults, record)
                 faults = _led_by(finding, faults) if leads else [*faults, replace(finding, root=_root(finding, faults))]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
@@ -86,25 +88,27 @@ def _in_script(finding: Finding, record: Record) -> Finding:
     return replace(finding, remedy=f"compare with a run in FP32: {switches}")
 
 
-def _stands_before(finding: Finding, faults: list[Finding]) -> bool:
+def _stands_before(finding: Finding, faults: list[Finding], record: Record) -> bool:
     """Whether replays show why the forward pass fails, and nothing found so far can be behind that.
 
     Clipping too early, for one, makes no loss NaN: the weights move less than they should, and that is all.
     """
     shown = finding.phase == "forward" and finding.code != UNKNOWN
-    return shown and not any(_precedes(known, finding) for known in faults)
+    made_later = SPOILT if record.script is None else (*SPOILT, DATA)
+    return shown and not any(_precedes(known, finding, made_later) for known in faults)
 
 
-def _precedes(known: Finding, finding: Finding) -> bool:
-    """Whether a fault may be behind one of a forward pass: weights that a later step has spoilt are not."""
-    is_later = known.code in SPOILT and known.step > finding.step
+def _precedes(known: Finding, finding: Finding, made_later: Collection[str]) -> bool:
+    """Whether a fault may be behind one of a forward pass: weights that a later step has spoilt are not, nor is what a
+    script is given later, for it may be the model's, as in reinforcement learning."""
+    is_later = known.code in made_later and known.step > finding.step
     return CODES[known.code].harms_forward and not is_later
 
 
 def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
     """The faults behind one that they do not explain, nor it them; weights that a later step has spoilt follow it."""
     behind = [replace(known, root=None if known.root is None else known.root + 1) for known in faults]
-    return [finding, *(replace(known, root=0) if known.code in SPOILT else known for known in behind)]
+    return [finding, *(replace(known, root=0) if known.code in (*SPOILT, DATA) else known for known in behind)]
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:

@@ -150,6 +150,8 @@ def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: 
     root = next((finding for finding in record.findings if finding.severity != "info"), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
+    if root.has_spoilt_input:
+        return _because_of(strategy, "spoilt-input", root)
     if CODES[root.code].fails_in_fp32:
         return _because_of(strategy, "fp32-fails", root)
     if not CODES[root.code].pin_helps or WEIGHTS_GREW in root.evidence:

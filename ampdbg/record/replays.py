@@ -93,14 +93,15 @@ class Replay:
 class Investigation:
     """The replays of one step. ``why`` says what called for them: the loss, the gradients, or the end of the run.
 
-    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step
-    itself had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the
-    losses of FP32 steps on the same batch from the same state. ``first_far`` is the first op whose result is
-    far from FP32's, where the step's is. ``is_of_others`` says that all that this process computed was finite, and
-    what it got from another one was not; ``has_loss`` that its replays have the step's own loss, and no more than what
-    its modules gave where it is false. ``weights_grew`` is how many times as large all weights together are in it as
-    when the run began, by their 2-norm. ``batch_largest`` is the largest finite magnitude in the batch's
-    numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
+    The first replay is the step as it was, the second, where there is one, FP32. ``loss`` is what the step itself
+    had; ``reproduced`` of ``tries`` replays as it was went wrong like it. ``continuation`` has the losses of FP32
+    steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's, where
+    the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from another
+    one was not; ``spoilt`` names what it was given that is not finite, and why no replay is, where the step may have
+    computed that itself, as by a network without gradients. ``has_loss`` says that its replays have the step's own
+    loss, and no more than what its modules gave where it is false. ``weights_grew`` is how many times as large all
+    weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
+    magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
     """
 
     step: Count
@@ -114,6 +115,7 @@ class Investigation:
     batch_largest: Mapping[str, float] = field(default_factory=dict)
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
+    spoilt: tuple[str, ...] = ()
     has_loss: bool = True
     weights_grew: float = 1.0
 

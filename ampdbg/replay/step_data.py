@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -46,18 +46,27 @@ def snapshot_of(played: PlayedStep, step: int, random_state: RandomState, state:
     return Snapshot(step, played.given, data, random_state, state, beside=tuple(called.values()))
 
 
-def blamed_data(
-    run: Run, snapshot: Snapshot, played: PlayedStep, computed: Collection[str] = ()
-) -> tuple[TensorCounts, ...]:
-    """Those of the data whose inf or NaN are why FP32 does not come through the step.
+@dataclass(frozen=True)
+class BadData:
+    """What a step is given whose inf or NaN are why FP32 does not come through it.
+
+    ``batch`` is data, ``spoilt`` has the names of what the step itself may have computed, in half precision.
+    """
+
+    batch: tuple[TensorCounts, ...] = ()
+    spoilt: tuple[str, ...] = ()
+
+
+def blamed_data(run: Run, snapshot: Snapshot, played: PlayedStep, computed: Collection[str] = ()) -> BadData:
+    """What of its data is why FP32 does not come through the step.
 
     Args:
         run: the workload; its weights must still be those of the step.
         snapshot: the step, with what its calls are given as batches.
         played: its calls.
-        computed: the names of data that are none, for the step itself may have computed them.
+        computed: the names of data that the step itself may have computed.
     """
-    suspects = [(name, tensor) for name, tensor in data_of(played) if name not in computed and may_be_bad(tensor)]
+    suspects = [(name, tensor) for name, tensor in data_of(played) if may_be_bad(tensor)]
     ends = [call for call in played.calls if isinstance(call.function, PassEnd)]
     has_loss = not ends or losses_of(played) > 0  # else its modules may give a mask of -inf
 
@@ -68,9 +77,11 @@ def blamed_data(
         return is_finite(again) or not (has_loss or again.error or math.isnan(again.loss))
 
     if not suspects or not comes_through():
-        return ()
+        return BadData()
     alone = [one for one in suspects if len(suspects) == 1 or not comes_through({id(one[1])})]
-    return bad_data(alone or suspects)
+    bad = bad_data(alone or suspects)
+    spoilt = tuple(counts.name for counts in bad if counts.name in computed)
+    return BadData(tuple(counts for counts in bad if counts.name not in computed), spoilt)
 
 
 def _of_first_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:

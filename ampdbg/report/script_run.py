@@ -25,7 +25,8 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
 
 def pin_may_help(record: Record) -> bool:
     """Whether the first finding is one that FP32 cures."""
-    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in record.findings[:1])
+    first = (finding for finding in record.findings[:1] if not finding.has_spoilt_input)
+    return record.verdict == "precision" and any(catalogued(finding.code).pin_helps for finding in first)
 
 
 def only_settles(record: Record) -> bool:

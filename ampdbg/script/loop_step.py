@@ -15,13 +15,13 @@ import torch
 from ampdbg.observer import Observer
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Step, TensorCounts
+from ampdbg.record.run import Step
 from ampdbg.replay.investigation import Why, investigate
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.replay.step_data import blamed_data, snapshot_of
+from ampdbg.replay.step_data import BadData, blamed_data, snapshot_of
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.signals import have_come, held_signals
@@ -71,7 +71,7 @@ class LoopStep:
             )
         return None
 
-    def blamed_data(self) -> tuple[TensorCounts, ...]:
+    def blamed_data(self) -> BadData:
         """What of its data explains that FP32 does not come through it: see :mod:`ampdbg.replay.step_data`.
 
         Raises:

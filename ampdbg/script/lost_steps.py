@@ -14,6 +14,7 @@ from typing import get_args
 
 import torch
 
+from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
@@ -27,7 +28,7 @@ from ampdbg.record.run import EXITED, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass, losses_of
 from ampdbg.replay.pass_buffers import is_computed_with
-from ampdbg.replay.step_data import data_of
+from ampdbg.replay.step_data import BadData, data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
@@ -118,12 +119,13 @@ class LostSteps:
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
-                too = "" if made is None else _too(again, made, stacked(sys._getframe()))
+                bad = BadData() if made is None else _blamed(again, made)
+                too = "" if made is None else _too(again, made, bad, stacked(sys._getframe()))
                 is_telling = not too
                 if too:
                     self._untold.append(f"step {step} was run again: {too}")
                 if made is not None:
-                    self._note_batch(again, made)
+                    self._watcher.log.batch += bad.batch
                     self._traced.found += [made] * is_telling
                 # Else the next one, which is taped, can be captured as well.
                 if is_telling and (is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned())):
@@ -168,22 +170,16 @@ class LostSteps:
         if made is None:
             self._capture(again, made)
             return
-        too, has_bad_batch = _too(again, made, frames), self._note_batch(again, made)
-        if too and not has_bad_batch:
+        bad = _blamed(again, made)
+        too = _too(again, made, bad, frames)
+        self._watcher.log.batch += bad.batch
+        if too and not bad.batch:
             self._why += f". Run again, {too}"
             return
         self._why = ""
         self._capture(again, made)
         self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
-
-    def _note_batch(self, again: LoopStep, made: Investigation) -> bool:
-        """Notes the inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either."""
-        if not made.reproduced or math.isfinite(made.replays[1].loss):
-            return False
-        bad = again.blamed_data()
-        self._watcher.log.batch += bad
-        return bool(bad)
 
     def _capture(self, again: LoopStep, made: Investigation | None, scaler: torch.amp.GradScaler | None = None) -> None:
         loss = math.nan if made is None else made.replays[0].loss
@@ -231,7 +227,20 @@ class LostSteps:
         return next((half for name in names for half in get_args(Half) if half == name), None)
 
 
-def _too(again: LoopStep, made: Investigation, frames: Iterable[FrameType]) -> str:
+def _blamed(again: LoopStep, made: Investigation) -> BadData:
+    """The inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either.
+
+    Where one of its modules overflows, the step may have made of that what it gives to others.
+    """
+    if not made.reproduced or math.isfinite(made.replays[1].loss):
+        return BadData()
+    bad, overflow = again.blamed_data(), overflow_in(made)
+    if overflow is None or overflow.producer.phase != "forward":
+        return bad
+    return BadData(spoilt=(*bad.spoilt, *(counts.name for counts in bad.batch)))
+
+
+def _too(again: LoopStep, made: Investigation, bad: BadData, frames: Iterable[FrameType]) -> str:
     """What replays show of it where they do not show that precision is the cause, nor that it is not.
 
     What fails beside the modules may do so for what the script's ``frames`` hold: they are named then, and not blamed.
@@ -242,6 +251,8 @@ def _too(again: LoopStep, made: Investigation, frames: Iterable[FrameType]) -> s
         held = bad_data_held(frames)
         beside = f", and at {held.name}, which holds {counted_values(held)}" if held is not None else ""
         return f"what its modules give is finite in {short}: look at what the script makes of that{beside}"
+    if bad.spoilt:
+        return "it is given inf or NaN, which it may have computed itself: no replay can tell"
     if low.error and others[0].error:
         return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
     if low.error and not is_blamed(made):

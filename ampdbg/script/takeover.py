@@ -102,9 +102,8 @@ class TakenOver:
         notes = (*self.record.unseen.notes, *self._beside_the_run(made))
         *before, step = self.record.steps
         if made.reproduced and not is_finite(made.replays[1]):
-            step = replace(
-                step, nonfinite=blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
-            )
+            bad = blamed_data(self.run, self.snapshot, self.played, self.capture.head.computed)
+            step, made = replace(step, nonfinite=bad.batch), replace(made, spoilt=bad.spoilt)
         ended = replace(
             self.record, command=command, steps=(*before, step), investigations=(made,), elapsed=self.run.elapsed
         )

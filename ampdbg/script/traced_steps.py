@@ -184,6 +184,7 @@ class TracedStep:
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._tape = Tape(self._model, self._device.type, self._give_up)
         self._made: Investigation | None = None
+        self._spoilt: tuple[str, ...] = ()
         self._entered = ExitStack()
 
     def begin(self) -> None:
@@ -209,7 +210,8 @@ class TracedStep:
         """What was found in the step, which has ended and was not healthy."""
         if self._made is not None:
             return replace(self._made, step=step.step, loss=step.loss)
-        made = replace(_as_it_trained(step, self._trace), weights_grew=self._watcher.optimizers.weights_grew)
+        grew = self._watcher.optimizers.weights_grew
+        made = replace(_as_it_trained(step, self._trace), weights_grew=grew, spoilt=self._spoilt)
         return replace(made, is_of_others=is_in_group() and not self._is_bad_itself())
 
     def _is_bad_itself(self) -> bool:
@@ -274,7 +276,10 @@ class TracedStep:
                 made = step.investigated(self._watcher.steps)
                 self._made = made if made is not None and _is_told(made) else None
                 if self._made is not None and not is_finite(self._made.replays[1]):  # else it is meant, or no matter
-                    self._watcher.log.batch += step.blamed_data()
+                    bad = step.blamed_data()
+                    self._watcher.log.batch += bad.batch
+                    if bad.spoilt:  # replays are given it too, and tell nothing: the trace has seen its op
+                        self._made, self._spoilt = None, bad.spoilt
             torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
 

@@ -145,6 +145,12 @@ def fp32_raises() -> Record:
     return searched(Search("guided", "fp32-raises", message, step=3), verdict="inconclusive")
 
 
+def spoilt_input() -> Record:
+    message = "the step is given inf or NaN in [0], and may have computed that itself: no replay can tell"
+    finding = Finding("unknown", "error", 3, "forward", message, evidence={"spoilt_input": ["[0]"]})
+    return searched(Search("guided", "spoilt-input", message), findings=(finding,), verdict="inconclusive")
+
+
 def no_pin_helps() -> Record:
     return _without_a_search(Finding("scale-runaway", "error", 0, "backward", "the loss scale grows without end."))
 
@@ -224,6 +230,7 @@ BISECTIONS = {
         nothing_to_pin,
         fp32_fails,
         fp32_raises,
+        spoilt_input,
         no_pin_helps,
         misused,
         not_in_a_module,
