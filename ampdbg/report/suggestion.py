@@ -148,7 +148,7 @@ def headline(record: Record, handed: Handover) -> Headline:
         what = "No module needs FP32: the patch keeps a constant within the range of half precision"
         if proof is None:
             return Headline("stopped", f"{what}; it is not proven.")
-        return Headline("good", f"{what}, and is proven on the failing step.")
+        return Headline("good", f"{what}, and is proven on {_where(record)}.")
     need, them = ("needs", "it") if count == 1 else ("need", "them")
     what = f"{counted(count, 'place')} {need} FP32"
     if proof is not None and not proof.passed:
@@ -160,7 +160,13 @@ def headline(record: Record, handed: Handover) -> Headline:
         return Headline("bad", f"{what}, but ampdbg could not edit your code for {them}.")
     if proof is None:
         return Headline("stopped", f"{what}; the patch for {them} is not proven.")
-    return Headline("good", f"{what}; the patch for {them} is proven on the failing step.")
+    return Headline("good", f"{what}; the patch for {them} is proven on {_where(record)}.")
+
+
+def _where(record: Record) -> str:
+    """What the patch was proven on: of a step that ended before its loss, nothing shows what becomes of that."""
+    has_loss = all(made.has_loss for made in record.investigations)
+    return "the failing step" if has_loss else "the modules of the failing step, without its loss"
 
 
 def next_command(record: Record, handover: Handover, typed: Typed) -> NextCommand | None:

@@ -633,3 +633,19 @@ def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell
     made = Investigation(1, "loss", (low, fp32), batch_largest={"[0]": 1.5e6 if leaf else 1.0}, has_loss=False)
     found = diagnose(record_of(steps_of(".N.."), investigations=(made,), script=ScriptRun("train.py"))).findings[0]
     assert (found.code, "a learning rate that diverges" in found.message) == (code, code == "unknown")
+
+
+@pytest.mark.parametrize(
+    ("script", "codes_of_it"),
+    [(ScriptRun("train.py"), ["forward-overflow", "data-nonfinite"]), (None, ["data-nonfinite", "forward-overflow"])],
+)
+def test_what_a_script_is_given_after_an_overflow_may_be_its_models(
+    script: ScriptRun | None, codes_of_it: list[str]
+) -> None:
+    bad = TensorCounts("batch", "[0]", 0, 3, 9)
+    steps = [replace(step, nonfinite=(bad,) * (step.step == 2)) for step in steps_of(".NNN.")]
+    record = diagnose(record_of(steps, investigations=(overflowing(1),), script=script))
+    assert [finding.code for finding in record.findings[:2]] == codes_of_it
+    steps[1], steps[2] = replace(steps[1], nonfinite=(bad,)), replace(steps[2], nonfinite=())
+    earlier = diagnose(record_of(steps, investigations=(overflowing(3),), script=script))
+    assert earlier.findings[0].code == "data-nonfinite"

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Proof, ProofStep, RootModel
+from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
@@ -152,6 +153,11 @@ def test_colour_changes_no_word() -> None:
 
 HEADLINES = {
     "proven": (proven(), PATCHED, "2 places need FP32; the patch for them is proven on the failing step."),
+    "proven without the loss": (
+        replace(proven(), investigations=(Investigation(3, "loss", (), has_loss=False),)),
+        PATCHED,
+        "2 places need FP32; the patch for them is proven on the modules of the failing step, without its loss.",
+    ),
     "not proven": (found(), PATCHED, "2 places need FP32; the patch for them is not proven."),
     "by name": (proven(), Handover("module", NAMES, "x = 1"), "2 places need FP32; this pins them by name."),
     "no code": (found(), Handover("diff"), "2 places need FP32, but ampdbg could not edit your code for them."),
