@@ -157,11 +157,9 @@ def _of_capture(name: str, capture: Path, script: str, changes: Changes) -> Give
 
 
 def _no_capture(name: str, record: Record, script: ScriptRun) -> str:
-    options = [*["--emulate"] * record.environment.emulated, *["-m"] * script.is_module]
-    started = " ".join([*options, script.command_line])
     return (
         f"{name}: it is the record of a script of which no step was captured, and there is nothing to run again; "
-        f"to show it: ampdbg report {name}; to run the script again: ampdbg run {started}"
+        f"to show it: ampdbg report {name}; to run the script again: {script.again(record.environment)}"
     )
 
 

@@ -263,6 +263,11 @@ class ScriptRun:
         """What was started, as a shell takes it."""
         return shlex.join([self.name, *self.arguments])
 
+    def again(self, environment: Environment) -> str:
+        """What starts it again with ampdbg, as a shell takes it."""
+        options = [*["--emulate"] * environment.emulated, *["-m"] * self.is_module]
+        return " ".join(["ampdbg run", *options, self.command_line])
+
 
 @dataclass(frozen=True)
 class LeftOut:

@@ -13,7 +13,7 @@ from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, listed
 from ampdbg.record.file import to_json
-from ampdbg.record.pins import Form, Handover, RootModel, call_of_pins, in_words
+from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
 from ampdbg.record.run import Record
 
 from . import bisection
@@ -187,12 +187,15 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
             return NextCommand("write the pins into a file of their own", f"{again} --format module")
         return NextCommand("make a patch: lines outside of any module have no name", again)
     if typed.is_applied:
-        return NextCommand("run it again, with the patch", f"ampdbg scan {typed.config}")
-    return _use_of(handover, roots_of(record), typed, again) if typed.handed_over else None
+        script = record.script
+        started = f"ampdbg scan {typed.config}" if script is None else script.again(record.environment)
+        return NextCommand("run it again, with the patch", started)
+    return _use_of(record, handover, typed, again) if typed.handed_over else None
 
 
-def _use_of(handover: Handover, roots: Sequence[RootModel], typed: Typed, again: str) -> NextCommand:
+def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> NextCommand:
     """What to do with the file that has it."""
+    roots = roots_of(record)
     if handover.form == "diff":
         return NextCommand("apply the patch", applying(handover, typed.handed_over))
     if handover.form == "module":
@@ -201,6 +204,10 @@ def _use_of(handover: Handover, roots: Sequence[RootModel], typed: Typed, again:
         return NextCommand(what, f"from ampdbg_pins import pin_fp32; {call_of_pins(roots)}")
     if handover.form == "json":
         return NextCommand("make a patch of it", again)
+    if record.script is not None:
+        return NextCommand(
+            "a script has no config: write the pins into a file that it can call", f"{again} --format module"
+        )
     if roots:
         return NextCommand("put these lines into a config whose model has these models for its parts", "")
     if typed.is_record:  # it does not know the name of its config's file

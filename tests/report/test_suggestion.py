@@ -10,7 +10,7 @@ import pytest
 
 from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Proof, ProofStep, RootModel
 from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed
@@ -78,6 +78,30 @@ def of_several_models() -> Record:
     search = proven().search
     assert search is not None
     return replace(proven(), search=replace(search, roots=ROOTS))
+
+
+@pytest.mark.parametrize(
+    ("script", "emulated", "again"),
+    [
+        (None, False, "ampdbg scan c.yaml"),
+        (ScriptRun("tr.py", ("--name", "a b")), True, "ampdbg run --emulate tr.py --name 'a b'"),
+        (ScriptRun("pack.train", ("mlp",), is_module=True), False, "ampdbg run -m pack.train mlp"),
+    ],
+)
+def test_what_was_patched_is_run_again_as_it_was_started(script: ScriptRun | None, emulated: bool, again: str) -> None:
+    record = proven()
+    record = replace(record, script=script, environment=replace(record.environment, emulated=emulated))
+    text = rendered(record, PATCHED, replace(TYPED, config="c.yaml", is_applied=True))
+    assert text.endswith(f"Next: run it again, with the patch\n  {again}\n")
+
+
+def test_the_lines_of_a_config_are_of_no_use_to_a_script() -> None:
+    typed = replace(TYPED, config="step-1.safetensors", handed_over=PATCH)
+    of_config, of_script = proven(), replace(proven(), script=ScriptRun("tr.py", ("mlp",)))
+    told = [rendered(record, Handover("yaml", NAMES, "x = 1"), typed) for record in (of_config, of_script)]
+    assert told[0].endswith("\n  ampdbg scan step-1.safetensors\n")
+    assert told[1].endswith("\n  ampdbg suggest-fp32 step-1.safetensors --format module\n")
+    assert "a script has no config" in told[1]
 
 
 def test_of_several_models_it_says_which_object_each_name_is_of() -> None:
