@@ -34,7 +34,13 @@ SCALINGS = _names("mul multiply div divide true_divide")
 SUMS = _names("sum nansum mean cumsum prod var std linalg_vector_norm norm")
 """What gathers many values into one."""
 
-POLES = _names("div reciprocal rsqrt log log2 log10 pow true_divide")
+LOGARITHMS = _names("log log2 log10")
+"""Infinite at zero."""
+
+DIVISIONS = _names("div divide true_divide reciprocal rsqrt")
+"""What divides by its last operand."""
+
+POLES = LOGARITHMS | DIVISIONS | _names("pow")
 """Infinite where the last operand is zero."""
 
 SATURATES = _names("exp exp2 sigmoid tanh erf relu")

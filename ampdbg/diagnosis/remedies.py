@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.ops import MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
+from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record
@@ -23,7 +23,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
     known = CODES[code]
     if at is None:
         return known.remedy
-    if known.remedy_near_one and at.source is not None and takes_from_one(at.source.text):
+    if known.remedy_near_one and takes_from_one(at):
         return known.remedy_near_one
     # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
@@ -68,9 +68,18 @@ def scales_after_its_product(line: str) -> bool:
     return any(_is_product(part) for node in _nodes(line) for scaled in _scaled(node) for part in ast.walk(scaled))
 
 
-def takes_from_one(line: str) -> bool:
-    """Whether the line takes something from 1, as the logarithm of ``1 - p`` does."""
-    return any(map(_is_from_one, _nodes(line)))
+def takes_from_one(at: Producer) -> bool:
+    """Whether what the op divides by, or takes the logarithm of, is taken from 1, as ``1 - p`` is.
+
+    Where the line has several such terms, and one of them is not, nothing tells which of them the op is of.
+    """
+    nodes = _nodes(at.source.text if at.source else "")
+    logarithms, divisors = ([term for node in nodes for term in of(node)] for of in (_logarithms, _divisors))
+    # The derivative of a logarithm is a quotient.
+    both = at.phase == "backward"
+    terms = [*logarithms, *divisors] if both else logarithms if base_name(at.op) in LOGARITHMS else divisors
+    terms = [term for term in terms if not isinstance(term, ast.Constant)]
+    return bool(terms) and all(any(map(_is_from_one, ast.walk(term))) for term in terms)
 
 
 def takes_a_sum(line: str) -> bool:
@@ -94,6 +103,26 @@ def _scaled(node: ast.AST) -> list[ast.AST]:
             return [one, other]
         case ast.Call(ast.Attribute(tensor, name)) if name.rstrip("_") in SCALINGS:
             return [tensor]
+    return []
+
+
+def _logarithms(node: ast.AST) -> list[ast.AST]:
+    """What the node takes the logarithm of."""
+    match node:
+        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in LOGARITHMS:
+            return [*(arguments[:1] or [owner])]
+        case ast.Call(ast.Name(name), [argument, *_]) if name in LOGARITHMS:
+            return [argument]
+    return []
+
+
+def _divisors(node: ast.AST) -> list[ast.AST]:
+    """What the node divides by."""
+    match node:
+        case ast.BinOp(_, ast.Div(), term) | ast.AugAssign(_, ast.Div(), term):
+            return [term]
+        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in DIVISIONS:
+            return [*(arguments[-1:] or [owner])]
     return []
 
 

@@ -31,7 +31,7 @@ class Code:
         changes_function: the remedy changes what the model computes.
         is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
-        remedy_near_one: what cures it where the line takes from 1 what is near it.
+        remedy_near_one: what cures it where the op takes what is taken from 1, and near it.
         remedy_behind_half: what cures it where the op's line computes in FP32 what came to it from half.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
         is_counted: how often a misuse happens is known: not, where only some passes are looked into.

@@ -67,10 +67,35 @@ def test_an_eps_is_another_way_than_a_pin_and_changes_the_function() -> None:
         ("return torch.log((1.0 - p) + 1e-6)", True),
         ("x = x / (x.norm() + 1e-8)", False),
         ("y = torch.log(x.clamp(1e-4, 1 - 1e-4))", False),
+        ("loss = -(y * torch.log(p + 1e-8) + (1 - y) * torch.log(1 - p + 1e-8)).sum()", False),
+        ("loss = -((1 - y) * (p + 1e-8).log()).mean()", False),
+        ("loss = -(torch.log(1 - p) / (1 - y.mean()) / math.log(2)).mean()", True),
+        ("loss = -log(1 - p).mean()", True),
+        ("loss = nll(1 - p)", False),
     ],
 )
 def test_no_smaller_eps_is_advised_where_a_probability_is_taken_from_1(line: str, is_near_one: bool) -> None:
-    at = replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line))
+    _is_near_one(replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line)), is_near_one)
+
+
+@pytest.mark.parametrize(
+    ("phase", "line", "is_near_one"),
+    [
+        ("forward", "odds = torch.log(q) * p / (1 - p)", True),
+        ("forward", "odds = (1 - p).log() / p", False),
+        ("forward", "odds = p.div(1 - p)", True),
+        ("forward", "odds = (1 - p).div(p)", False),
+        ("forward", "scale = (1 - p).rsqrt()", True),
+        ("backward", "odds = torch.log(q) * p / (1 - p)", False),
+        ("backward", "loss = -torch.log(1 - p).mean()", True),
+    ],
+)
+def test_what_is_taken_from_1_is_what_the_op_divides_by(phase: Phase, line: str, is_near_one: bool) -> None:
+    source = replace(LINE, text=line)
+    _is_near_one(replace(PRODUCER, op="aten.div.Tensor", phase=phase, source=source), is_near_one)
+
+
+def _is_near_one(at: Producer, is_near_one: bool) -> None:
     remedy = remedy_of("eps-underflow", at)
     assert ("1e-6" in remedy) is not is_near_one
     assert ("0.9990" in remedy) is is_near_one
