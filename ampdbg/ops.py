@@ -37,10 +37,13 @@ SUMS = _names("sum nansum mean cumsum prod var std linalg_vector_norm norm")
 LOGARITHMS = _names("log log2 log10")
 """Infinite at zero."""
 
-DIVISIONS = _names("div divide true_divide reciprocal rsqrt")
+DIVISIONS = _names("div divide true_divide reciprocal")
 """What divides by its last operand."""
 
-POLES = LOGARITHMS | DIVISIONS | _names("pow")
+ROOTS = _names("sqrt rsqrt")
+"""Without a derivative at zero, and without a value below it."""
+
+POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt")
 """Infinite where the last operand is zero."""
 
 SATURATES = _names("exp exp2 sigmoid tanh erf relu")

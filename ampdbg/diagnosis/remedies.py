@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, SCALINGS, SUMS, base_name
+from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, ROOTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
 from ampdbg.record.replays import Producer
 from ampdbg.record.run import Record
@@ -16,6 +16,19 @@ from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "
 """Between alternatives: where a pin helps, the first is the pin."""
+
+NO_PRECISION = "no precision helps"
+
+FORMULAS = (
+    (LOGARITHMS, "change the formula: clamp the logarithm's argument above zero, use a safe where; " + NO_PRECISION),
+    (
+        DIVISIONS,
+        "change the formula: keep the divisor away from zero (a mean over none is 0/0), use a safe where; "
+        + NO_PRECISION,
+    ),
+    (ROOTS, "change the formula: clamp inside the square root, use a safe where; " + NO_PRECISION),
+)
+"""What cures a formula that has no value, by the kind of op that it fails in."""
 
 
 def remedy_of(code: str, at: Producer | None) -> str:
@@ -28,9 +41,10 @@ def remedy_of(code: str, at: Producer | None) -> str:
     # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
         return known.remedy_behind_half
-    of_op = (remedy for op, remedy in known.remedy_at if op in at.op)
+    of_op = [remedy for op, remedy in known.remedy_at if op in at.op]
+    of_op += [remedy for ops, remedy in FORMULAS if known.is_of_a_formula and ops == _formula_of(at)]
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
-    return OR.join([next(of_op, known.remedy), *alternatives])
+    return OR.join([next(iter(of_op), known.remedy), *alternatives])
 
 
 def other_remedies(record: Record) -> tuple[str, ...]:
@@ -58,6 +72,30 @@ def _at_its_line(at: Producer) -> Iterator[str]:
         yield "add up in FP32: sum(..., dtype=torch.float32)"
     if at.phase == "backward" and takes_a_sum(line):
         yield "take a mean in place of the sum (it changes the loss by a factor, and so the learning rate that fits)"
+
+
+def _formula_of(at: Producer) -> frozenset[str] | None:
+    """The kind of op that has no value there, or no derivative; None where neither op nor line tell.
+
+    Gradients, in a forward pass those of ``autograd.grad``, are made by ops of another kind than the line calls.
+    """
+    kinds = [ops for ops, _ in FORMULAS]
+    own = next((ops for ops in kinds if base_name(at.op) in ops), None)
+    called = {ops for node in _nodes(at.source.text if at.source else "") for ops in kinds if _is_of(ops, node)}
+    if at.phase == "forward" and (own is None or own in called or not called):
+        return own
+    return called.pop() if len(called) == 1 else None
+
+
+def _is_of(ops: frozenset[str], node: ast.AST) -> bool:
+    match node:
+        case ast.BinOp(op=ast.Div(), right=term) | ast.AugAssign(op=ast.Div(), value=term):
+            return ops is DIVISIONS and not isinstance(term, ast.Constant)
+        case ast.BinOp(op=ast.Pow(), right=ast.Constant(0.5)):
+            return ops is ROOTS
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
+            return name.rstrip("_") in ops
+    return False
 
 
 def scales_after_its_product(line: str) -> bool:
@@ -121,7 +159,7 @@ def _divisors(node: ast.AST) -> list[ast.AST]:
     match node:
         case ast.BinOp(_, ast.Div(), term) | ast.AugAssign(_, ast.Div(), term):
             return [term]
-        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in DIVISIONS:
+        case ast.Call(ast.Attribute(owner, name), arguments) if name.rstrip("_") in {*DIVISIONS, "rsqrt"}:
             return [*(arguments[-1:] or [owner])]
     return []
 

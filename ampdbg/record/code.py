@@ -31,6 +31,7 @@ class Code:
         changes_function: the remedy changes what the model computes.
         is_a_constant: it is a constant of the code that half cannot hold: an edit of its line may be all that it takes.
         remedy_at: by a part of the op's name, a remedy that fits that op better.
+        is_of_a_formula: what is to be changed is a formula: its remedy is that of the kind of op that it fails in.
         remedy_near_one: what cures it where the op takes what is taken from 1, and near it.
         remedy_behind_half: what cures it where the op's line computes in FP32 what came to it from half.
         severity, phase, message: those of a misuse, or of an error that autocast causes, which is known by its code.
@@ -58,6 +59,7 @@ class Code:
     changes_function: bool = False
     is_a_constant: bool = False
     remedy_at: tuple[tuple[str, str], ...] = ()
+    is_of_a_formula: bool = False
     remedy_near_one: str = ""
     remedy_behind_half: str = ""
     severity: Severity = "error"

@@ -55,6 +55,40 @@ def test_an_op_may_have_a_remedy_of_its_own() -> None:
     assert "ignore_index" in remedy_of("true-nan", replace(PRODUCER, op="aten.nll_loss_forward.default"))
 
 
+@pytest.mark.parametrize(
+    ("phase", "op", "line", "told"),
+    [
+        ("forward", "log", "psnr = -10.0 * torch.log(x) / torch.log(torch.tensor([10.0]))", "the logarithm's argument"),
+        ("forward", "div", "loss = (nll * w).sum() / w.sum()", "the divisor"),
+        ("forward", "reciprocal", "loss = (disp - 1 / (acc * 0)).abs().mean()", "the divisor"),
+        ("forward", "div", "x = F.normalize(x)", "the divisor"),
+        ("forward", "sqrt", "d = (x * x).sum().sqrt() / n", "the square root"),
+        ("forward", "div", "d = (a - b).pow(2).sum().sqrt()", "the square root"),
+        ("backward", "div", "d = (a - b).pow(2).sum().sqrt()", "the square root"),
+        ("backward", "mul", "d = (a - b).pow(2).sum() ** 0.5 / 3", "the square root"),
+        ("backward", "div", "x = torch.where(m, x / n, 0)", "the divisor"),
+        ("backward", "div", "x = torch.where(m, x.log(), 0)", "the logarithm's argument"),
+        ("backward", "div", "x = x.sqrt() / n", ""),
+        ("backward", "div", "d = torch.cdist(a, b)", ""),
+        ("forward", "pow", "x = x.pow(0.3) + y.sqrt()", ""),
+        ("forward", "div", "x = x.log().sqrt()", ""),
+    ],
+)
+@pytest.mark.parametrize("code", ["true-nan", "infinite-loss"])
+def test_a_formula_is_changed_where_it_has_no_value(code: str, phase: Phase, op: str, line: str, told: str) -> None:
+    at = replace(PRODUCER, phase=phase, op=f"aten.{op}.Tensor", source=replace(LINE, text=line))
+    remedy = remedy_of(code, at)
+    named = [part for part in ("the logarithm's argument", "the divisor", "the square root") if part in remedy]
+    assert named == [told] * bool(told)
+    assert remedy.endswith("; no precision helps")
+    assert (remedy == CODES[code].remedy) is not bool(told)
+
+
+def test_only_a_loss_that_is_infinite_by_its_definition_can_zero_its_samples() -> None:
+    remedies = [remedy_of("infinite-loss", replace(PRODUCER, op=f"aten.{op}.default")) for op in ("_ctc_loss", "exp")]
+    assert ["zero_infinity" in remedy for remedy in remedies] == [True, False]
+
+
 def test_an_eps_is_another_way_than_a_pin_and_changes_the_function() -> None:
     (line,) = others(finding("eps-underflow"))
     assert line == ("use an eps of at least 1e-6, which FP16 does not round to zero (changes the model's function)")
