@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
 from ampdbg.diagnosis.divergence import DIVERGENCE, divergence, first_divergence, may_diverge
+from ampdbg.diagnosis.oscillation import GROWTH
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     UNKNOWN,
@@ -58,6 +59,13 @@ GROWS = (
     "since FP32 fails too"
 )
 OF_SPOILT = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
+STARTS_LOW = (
+    "make the loss larger, or start the scaler at a larger scale, as GradScaler(init_scale=2.0**24): by itself it "
+    "doubles its scale only every growth_interval steps"
+)
+HELD_DOWN = (
+    "scale the losses apart, a backward pass and a GradScaler for each: at a larger scale other gradients overflow"
+)
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -325,7 +333,7 @@ def hidden_faults(record: Record) -> Iterator[Finding]:
     """What the last step of a run that looks healthy hides."""
     for made in record.investigations:
         if made.why == "end" and _can_be_judged(made):
-            yield from _faults(made)
+            yield from _faults(made, record)
 
 
 def _can_be_judged(made: Investigation) -> bool:
@@ -333,7 +341,7 @@ def _can_be_judged(made: Investigation) -> bool:
     return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
 
 
-def _faults(made: Investigation) -> Iterator[Finding]:
+def _faults(made: Investigation, record: Record) -> Iterator[Finding]:
     low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
     # Without its noise floor a difference says nothing.
     is_far = floor is not None and not agrees(low, fp32, floor)
@@ -343,7 +351,7 @@ def _faults(made: Investigation) -> Iterator[Finding]:
     elif erased is not None:
         yield _erased_overflow(erased)
     if (low.lost_energy or 0.0) > LOST_ENERGY or (is_far and hidden is None and low.lost):
-        yield _underflow(made)
+        yield _underflow(made, record)
     elif is_far and hidden is None and not _chooses_otherwise(made, floor):
         yield _precision_loss(made)
 
@@ -371,12 +379,25 @@ def _erased_overflow(suspect: Suspect) -> Finding:
     return replace(found, severity="info", remedy="")
 
 
-def _underflow(made: Investigation) -> Finding:
+def _underflow(made: Investigation, record: Record) -> Finding:
     low = made.replays[0]
     flushes = f"{format_of(low.dtype).short} flushes {low.lost_energy or 0.0:.0%} of the gradient's energy to zero"
     message = f"at a loss scale of {number(low.scale)}, {flushes}"
     lost = low.lost[:20]
-    return finding_at("gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost)
+    found = finding_at(
+        "gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost
+    )
+    if has_static_scale(record) or not any(step.scaler for step in record.steps):
+        return found
+    # The scaler is a dynamic one: what keeps its scale down is another gradient, or that it began there.
+    skipped = (step for step in record.steps if step.skipped and step.scaler and math.isfinite(step.loss))
+    is_held = any(low.scale < step.scale <= GROWTH * low.scale for step in skipped)
+    return replace(found, remedy=HELD_DOWN if is_held else STARTS_LOW)
+
+
+def has_static_scale(record: Record) -> bool:
+    """Whether the config gives the loss scale as a number, which nothing changes."""
+    return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
 
 
 def _chooses_otherwise(made: Investigation, floor: Replay | None) -> bool:

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, first_in_a_row
+from ampdbg.diagnosis.cause import cause_of, first_in_a_row, has_static_scale
 from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
@@ -199,7 +199,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
     given, survived = number(made.replays[0].scale), survivor(made)
     if survived is None:
         return found
-    if not survived.lost and _is_static(record) and CODES[found.code].keeps_scale:
+    if not survived.lost and has_static_scale(record) and CODES[found.code].keeps_scale:
         return replace(
             found,
             code=CALIBRATION,
@@ -236,7 +236,7 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
     """
     if made.is_as_it_trained:
         return True
-    if _is_static(record) or _usable_scale(made) is None:
+    if has_static_scale(record) or _usable_scale(made) is None:
         return False
     suspect, code = culprit(made), CODES[cause_of(made, record).code]
     is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
@@ -287,10 +287,6 @@ def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], 
 def _works_at_half(made: Investigation, record: Record) -> bool:
     usable = _usable_scale(made)
     return usable is not None and usable >= made.replays[0].scale / 2.0 and _is_calibration(made, record)
-
-
-def _is_static(record: Record) -> bool:
-    return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
 
 
 def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:

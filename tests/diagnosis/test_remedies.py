@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.remedies import OR, other_remedies, remedy_of
 from ampdbg.record.codes import CODES, Code
 from ampdbg.record.findings import Finding, Phase, Source
-from ampdbg.record.replays import Producer
+from ampdbg.record.replays import Investigation, Producer, Replay
+from ampdbg.record.run import Step
+from tests.diagnosis.test_diagnose import record_of, steps_of
 from tests.report.records import healthy_step, run
 
 LINE = Source("/home/me/model.py", 41, "forward", "    scores = q @ k.transpose(-1, -2) / math.sqrt(d)")
@@ -148,6 +152,24 @@ def test_what_is_computed_in_fp32_already_is_not_to_be_computed_in_fp32(
     assert ("compute this statistic in FP32" in remedy) is not is_behind
     assert ("autocast(enabled=False)" in remedy) is is_behind
     assert len(others(finding("eps-underflow", remedy))) == 1
+
+
+def underflow(steps: Sequence[Step], loss_scale: object = None) -> str:
+    """What is advised of gradients that are flushed at the last step's scale."""
+    replays = (Replay("float16", steps[-1].scale, 1.0, 1.0, lost_energy=0.5), Replay("float32", 1.0, 1.0, 1.0))
+    made = Investigation(steps[-1].step, "end", replays, loss=1.0)
+    config = {"precision": {} if loss_scale is None else {"loss_scale": loss_scale}}
+    findings = diagnose(replace(record_of(steps, investigations=(made,)), config=config)).findings
+    return next(found.remedy for found in findings if found.code == "gradient-underflow")
+
+
+def test_a_scaler_that_moves_its_scale_is_not_advised_to_do_so() -> None:
+    healthy, fell = ([replace(step, scaler=1) for step in steps_of(pattern)] for pattern in ("....", "xx.."))
+    for steps, given in ((healthy, 65536.0), (steps_of("...."), None)):
+        assert underflow(steps, given) == CODES["gradient-underflow"].remedy
+    begun, fallen = underflow(healthy), underflow(fell)
+    assert "init_scale" in begun
+    assert "a GradScaler for each: at a larger scale other gradients overflow" in fallen
 
 
 @pytest.mark.parametrize("code", [code for code in CODES.values() if not code.pin_helps])
