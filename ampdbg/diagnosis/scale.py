@@ -41,6 +41,10 @@ SKIPS_IN_A_ROW = 5
 UNTOLD = "untold"
 """The evidence of how many skips nothing has explained, where they are so many that nothing is known to be well."""
 
+UNEXPLAINED = "unexplained"
+"""The evidence of which skips neither the start, nor growth, nor a replay explains: of those nothing is normal but that
+they are few."""
+
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
@@ -379,18 +383,20 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
     named = ("steps " if untold[1:] else "step ") + listed([str(step.step) for step in untold], 3)
     unknown = (
         f"; neither the start nor a scale just grown explains {named}, and no replay has told whether FP32 fails too"
+        + ": so few withheld steps do no harm" * (settled is not None and not are_many)
     )
     return finding_of(
         CALIBRATION,
         skipped[0].step,
         "backward",
         f"the scaler skipped {count} while the loss scale "
-        + (where if settled is None else f"settled at {number(settled)}{': this is normal' * (not are_many)}")
+        + (where if settled is None else f"settled at {number(settled)}{': this is normal' * (not untold)}")
         + unknown * bool(untold),
         severity="info",
         remedy="" if settled is None or are_many else f"none is needed{saving}",
         evidence={"skipped": len(skipped)}
         | ({} if settled is None else {"scale": settled})
+        | ({UNEXPLAINED: [step.step for step in untold[:20]]} if untold else {})
         | ({UNTOLD: len(untold)} if are_many else {}),
     )
 

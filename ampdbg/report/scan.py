@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ampdbg.diagnosis.scale import of_one_scaler, settled_at
+from ampdbg.diagnosis.scale import UNEXPLAINED, of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale, share
@@ -124,7 +124,8 @@ def _headline_facts(finding: Finding, record: Record) -> dict[str, str]:
         return facts
     first, last = scale(steps[0].scale), scale(steps[-1].scale)
     settled = settled_at(steps)
-    normal = ", which is normal" if record.verdict == "healthy" else ""
+    is_normal = record.verdict == "healthy" and not finding.evidence.get(UNEXPLAINED)
+    normal = ", which is normal" if is_normal else ""
     return facts | {
         "skips": _skips(record),
         "losses": _losses(finding, record),

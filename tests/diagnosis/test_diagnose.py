@@ -70,6 +70,18 @@ def codes(record: Record) -> list[tuple[str, str, int | None]]:
     return [(finding.code, finding.phase, finding.root) for finding in record.findings]
 
 
+def test_what_nothing_explains_is_not_called_normal_and_does_no_harm() -> None:
+    for pattern, is_normal in (("xx" + "." * 50, True), ("xx" + "." * 50 + "x" + "." * 50, False)):
+        record = diagnose(record_of(steps_of(pattern)))
+        (found,) = record.findings
+        said = f"{headline(record).sentence} {found.message}"
+        assert record.verdict == "healthy"
+        assert said.count("normal") == 2 * is_normal
+        assert ("explains step 52" in said) is not is_normal
+        assert said.endswith(": so few withheld steps do no harm") is not is_normal
+        assert found.evidence.get("unexplained") == (None if is_normal else [52])
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

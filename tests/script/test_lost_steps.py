@@ -465,8 +465,10 @@ def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_pat
     assert (code, record.verdict, [found.code for found in record.findings]) == (0, "healthy", ["scale-calibration"])
     assert [made.step for made in record.investigations] == [40]
     assert (
-        "neither the start nor a scale just grown explains step 26, and no replay has told whether FP32 fails" in page
+        "neither the start nor a scale just grown explains step 26, and no replay has told whether FP32 fails too: so "
+        "few withheld steps do no harm" in page
     )
+    assert "normal" not in page
 
 
 def test_a_step_that_was_withheld_and_run_again_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
