@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-UNSCALED_LOSS = "misuse-unscaled-loss"
+UNSCALED_LOSS, BARE_STEP = "misuse-unscaled-loss", "misuse-bare-step"
 
 CallKind = Literal["backward", "grad", "clip", "unscale", "step", "bare step", "update", "get_scale", "schedule"]
 
@@ -91,9 +91,15 @@ class GradientState:
 
 @dataclass
 class StepCount:
-    """One optimizer's steps: how many, which was skipped if the last was, and how often each scheduler has moved."""
+    """One optimizer's steps: how many, which was skipped if the last was, and how often each scheduler has moved.
+
+    ``bare`` is the last one that was its own, on gradients that the scaler had unscaled; None once the scaler has
+    taken any.
+    """
 
     steps: int = 0
+    by_scaler: bool = False
+    bare: Call | None = None
     on_skip: int | None = None
     written_since: bool = False
     schedules: dict[int, int] = field(default_factory=dict)
@@ -136,7 +142,13 @@ class CallOrder:
         if any(one.accumulated for one in held):
             return ""
         same = all(one.unscaled is not None for one in held)
+        if not same and self.bare_instead(call):
+            return BARE_STEP
         return "misuse-unscale-twice" if same else "misuse-no-update"
+
+    def bare_instead(self, call: Call) -> Call | None:
+        """The optimizer's own step in the place of the scaler's, behind which the scaler refuses a call."""
+        return next((bare for index in call.optimizers if (bare := self.progress[index].bare) is not None), None)
 
     def code_of_late_unscale(self, call: Call) -> str:
         """New gradients since the step belong to the next step, and the update between them is missing."""
@@ -229,7 +241,9 @@ def _step(order: CallOrder, call: Call) -> Iterator[Hit]:
             if index in held.piled.added:
                 yield Hit("misuse-accumulate", held.piled)
         order.gradients[index] = GradientState(kept=call.skipped, used=True)
-        _count_step(order.progress[index], call.step if call.skipped else None)
+        progress = order.progress[index]
+        progress.by_scaler, progress.bare = True, None
+        _count_step(progress, call.step if call.skipped else None)
 
 
 def _scale_has_changed(held: GradientState) -> Iterator[Hit]:
@@ -244,9 +258,11 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         held = order.gradients[index]
         if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):
             order.bare = True
-            yield Hit("misuse-bare-step", call)
+            yield Hit(BARE_STEP, call)
         elif held.half is not None:
             yield Hit("misuse-no-scaler", held.half)
+        progress = order.progress[index]
+        progress.bare = call if held.unscaled is not None and not progress.by_scaler else None
         order.clear(index)
         _count_step(order.progress[index], None)
 

@@ -108,7 +108,14 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "twice": ((FRESH, UNSCALE, again := refused("unscale", AGAIN)), Hit("misuse-unscale-twice", again)),
     "after the step": ((FRESH, STEP, late := refused("unscale", AFTER_STEP)), Hit("misuse-unscale-twice", late)),
     "a new window": ((FRESH, STEP, FRESH, new := refused("unscale", AFTER_STEP)), Hit("misuse-no-update", new)),
-    "unscaled in the last window": ((FRESH, UNSCALE, BARE, FRESH, again), Hit("misuse-no-update", again)),
+    "a bare step, and no update": (
+        (FRESH, UNSCALE, BARE, FRESH, again),
+        Hit("misuse-bare-step", BARE._replace(raised=again.raised)),
+    ),
+    "a bare step now and then, and no update": (
+        (FRESH, STEP, UPDATE, FRESH, UNSCALE, BARE, FRESH, again),
+        Hit("misuse-no-update", again),
+    ),
     "stepped in the last window": ((FRESH, STEP, FRESH, no := refused("step", STEPPED)), Hit("misuse-no-update", no)),
     "an update for nothing": (
         (FRESH, STEP, UPDATE, idle := refused("update", NOTHING)),

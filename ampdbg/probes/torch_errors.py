@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ampdbg.call_order import Call, CallOrder, Hit
+from ampdbg.call_order import BARE_STEP, Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
@@ -136,4 +136,6 @@ def misuse_of_refusal(order: CallOrder, call: Call) -> tuple[Hit, ...]:
     """What is wrong with a call that the scaler itself refused: its message, and what came before, tell."""
     known = next((one for one in TORCH_ERRORS if not one.in_loop and one.is_in(call.raised)), None)
     code = "" if known is None else known.decide(order, call) if known.decide else known.code
-    return (Hit(code, call),) if code else ()
+    bare = order.bare_instead(call) if code == BARE_STEP else None
+    blamed = call if bare is None else bare._replace(raised=call.raised)
+    return (Hit(code, blamed),) if code else ()

@@ -66,7 +66,8 @@ MISUSES = (
         "misuse-bare-step",
         CALLS,
         "optimizer",
-        "the code calls optimizer.step() beside the scaler: nothing unscales the gradients or withholds bad ones",
+        "the code calls optimizer.step() beside the scaler: nothing withholds bad gradients, or unscales those that "
+        "unscale_ has not",
         "replace it by scaler.step(optimizer), followed by scaler.update()",
     ),
     replace(

@@ -62,6 +62,16 @@ def bare_step_on_inf(parts: Parts) -> None:
         scaler.update()
 
 
+def bare_step_without_update(parts: Parts) -> None:
+    scaler = scaler_of(parts)
+    for x in parts.batches:
+        parts.optimizer.zero_grad()
+        scaler.scale(parts.model(x).square().mean()).backward()
+        scaler.unscale_(parts.optimizer)
+        clip_grad_norm_(parts.model.parameters(), 1.0)
+        parts.optimizer.step()  # misuse-bare-step
+
+
 def bare_step_behind_the_scalers(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:

@@ -24,6 +24,7 @@ Loop = Callable[[Parts], None]
 # What torch says to each is part of the misuse; the loop ends there.
 ENDS_THE_RUN = {
     "bare_step_then_update",
+    "bare_step_without_update",
     "unscale_twice",
     "unscale_after_step",
     "no_update",
