@@ -31,7 +31,7 @@ _MAGIC = re.compile(r"^(\s*)([%!?].*|.*\?\s*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SourcePath:
-    """A file that is to be linted, and the folder of its project; ``problem`` says why it cannot be."""
+    """A file that is to be linted, and the folder of its project ("" of none); ``problem`` says why it cannot be."""
 
     path: str
     root: str
@@ -84,9 +84,9 @@ def files_below(paths: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[S
 
 def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
     if not os.path.isdir(given):
-        yield SourcePath(given, os.path.dirname(given) or ".")
+        yield SourcePath(given, _project_around(os.path.dirname(given) or "."))
         return
-    waiting, entered = [(given, given)], {os.path.realpath(given)}
+    waiting, entered = [(given, _project_around(given))], {os.path.realpath(given)}
     while waiting:
         folder, root = waiting.pop()
         try:
@@ -95,7 +95,7 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         except OSError as error:
             yield SourcePath(folder, root, f"cannot be read: {error.strerror or error}")
             continue
-        root = folder if any(entry.name in MARKS for entry in entries) else root
+        root = os.path.abspath(folder) if any(entry.name in MARKS for entry in entries) else root
         entries = [entry for entry in entries if not _is_excluded(_shown(entry.path), entry.name, exclude)]
         for entry in entries:
             if os.path.isdir(entry.path) and _leads_back(entry, folder):
@@ -105,6 +105,14 @@ def _below(given: str, exclude: Sequence[str]) -> Iterator[SourcePath]:
         below = [entry.path for entry in entries if _is_new(entry.path, entered)]
         entered |= set(map(os.path.realpath, below))
         waiting += [(path, root) for path in reversed(below) if not os.path.exists(os.path.join(path, "pyvenv.cfg"))]
+
+
+def _project_around(folder: str) -> str:
+    """The project that a folder is in, whichever of its folders were given; "" where nothing marks one, and all is one
+    project."""
+    here = Path(os.path.abspath(folder))
+    around = (one for one in (here, *here.parents) if any(os.path.lexists(one / mark) for mark in MARKS))
+    return str(next(around, ""))
 
 
 def _is_new(path: str, entered: set[str]) -> bool:

@@ -238,6 +238,24 @@ def test_a_mask_constant_counts_where_a_file_of_the_project_trains_in_half(here:
     assert (here.folder / "two/model.py").read_text().startswith("import torch\n")
 
 
+@pytest.mark.parametrize("mark", ["", "requirements.txt", "pack/requirements.txt"])
+def test_what_files_know_of_each_other_does_not_depend_on_how_they_are_given(here: Here, mark: str) -> None:
+    attend = "def attend(scores, mask):\n    scores = scores.masked_fill(mask, -1e9)\n    return scores.softmax(-1)\n"
+    write(here, "pack/deep/model.py", attend)
+    write(here, "train.py", HEALTHY)
+    if mark:
+        write(here, mark, "torch\n")
+    is_one_project = "pack" not in mark
+    ways = [
+        ["."],
+        ["pack", "train.py"],
+        ["train.py", "pack/deep/model.py"],
+        [str(here.folder / "pack/deep"), "train.py"],
+    ]
+    for given in ways:
+        assert codes(here, *given) == ["mask-constant"] * is_one_project
+
+
 # Formats
 
 
