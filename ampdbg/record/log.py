@@ -71,6 +71,11 @@ class RunLog:
         self._seen: tuple[Investigation, ...] = ()
         self._last: Step | None = None
 
+    def get_ready(self) -> None:
+        """Makes once what the first line needs; the first step would have to wait for it."""
+        if not self._is_over:
+            _adapters()
+
     def step(self, step: Step) -> None:
         """A step has ended."""
         self._last = step

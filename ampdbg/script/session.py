@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -130,6 +131,9 @@ def watch_script(
         stack.enter_context(told_before_a_signal(lambda number: ended(over(ScriptEnd(128 + number, signal=number)))))
         stack.enter_context(asked_by_a_signal(captures.ask))
         stack.enter_context(asked_from_code(captures.ask))
+        # Both touch the filters of warnings, if only once: behind that what has warned already is shown again.
+        log.get_ready()
+        platform.platform()
         with session:
             ending = run_script(script, session.script_ended)
         if os.getpid() != owner:

@@ -358,6 +358,27 @@ def test_a_warning_names_the_line_that_it_names_without(tmp_path: Path) -> None:
     assert [said in result.stdout for said in (" Detected call", " The epoch", "train.py 15 my own")] == [True] * 3
 
 
+SHOWN_ONCE = """\
+import torch, warnings
+net = torch.nn.Linear(2, 2)
+optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cuda", init_scale=2.0)
+for _ in range(3):
+    warnings.warn("my own", FutureWarning)
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = net(torch.ones(2, 2)).sum()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_warning_that_python_shows_once_is_shown_once(tmp_path: Path) -> None:
+    result, record = run(tmp_path, SHOWN_ONCE)
+    assert record.steps_run == 3
+    assert result.stderr.count("FutureWarning: my own") == 1
+
+
 def test_a_module_is_run_as_of_python_m(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("import sys\nprint(__package__, __name__, sys.argv)\n")
