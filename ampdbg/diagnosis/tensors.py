@@ -16,6 +16,11 @@ from ampdbg.record.run import FrozenParameter, Record, Step, TensorCounts
 
 WEIGHTS, SMALL_UPDATES, FROZEN = "weights-nonfinite", "optimizer-underflow", "frozen-weights"
 
+POISONED = "buffer-poisoned"
+
+NORM_STATISTICS = ("running_mean", "running_var")
+"""The buffers of torch's norms, and what others call theirs of the same kind."""
+
 FALLS = 0.9
 """A loss whose mean falls below this share of what it was at first is said to fall."""
 
@@ -161,29 +166,60 @@ def _falls(steps: Sequence[Step]) -> str:
 
 
 def buffer_poisoned(record: Record) -> Iterator[Finding]:
-    """``buffer-poisoned``: a buffer that was finite before a step and is not after it, and is finite in FP32."""
+    """``buffer-poisoned``: a buffer that was finite before a step and is not after it, and is finite in FP32.
+
+    A script may write inf into a buffer of its own, such as the best loss so far: where no loss was lost, and no op is
+    known, it is information. Only what overflows writes inf into the statistics of a norm.
+    """
+    meant: Finding | None = None
     for step in record.steps:
         bad = [
             counts
             for counts in step.nonfinite
             if counts.kind == "buffer" and counts.when == "after" and not _is_meant(counts, record)
         ]
-        if bad:
-            at = _poisoned_by(step, record)
-            yield finding_of(
-                "buffer-poisoned",
-                step.step,
-                "forward",
-                f"buffer {bad[0].name} holds {counted_values(bad[0])} after step {step.step} and stays so: "
-                "skipping a step does not restore buffers, and evaluation will use this one",
-                parameter=bad[0].name,
-                module=bad[0].name.rpartition(".")[0],
-                op=at.op if at else "",
-                source=at.source if at else None,
-                # Only a buffer that FP32 keeps finite has an op.
-                evidence={**_evidence(bad[0]), **({"finite_in_fp32": True} if at else {})},
-            )
+        at = _poisoned_by(step, record) if bad else None
+        is_shown = at is not None or not math.isfinite(step.loss)
+        spoilt = [counts for counts in bad if is_shown or counts.name.rpartition(".")[2] in NORM_STATISTICS]
+        if spoilt:
+            yield _poisoned(step, spoilt[0], at)
             return
+        if bad and meant is None:
+            meant = _perhaps_meant(step, bad[0])
+    if meant is not None:
+        yield meant
+
+
+def _poisoned(step: Step, bad: TensorCounts, at: Producer | None) -> Finding:
+    return finding_of(
+        POISONED,
+        step.step,
+        "forward",
+        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step} and stays so: "
+        "skipping a step does not restore buffers, and evaluation will use this one",
+        parameter=bad.name,
+        module=bad.name.rpartition(".")[0],
+        op=at.op if at else "",
+        source=at.source if at else None,
+        # Only a buffer that FP32 keeps finite has an op.
+        evidence={**_evidence(bad), **({"finite_in_fp32": True} if at else {})},
+    )
+
+
+def _perhaps_meant(step: Step, bad: TensorCounts) -> Finding:
+    """What no loss shows may be the script's own doing."""
+    return finding_of(
+        POISONED,
+        step.step,
+        "forward",
+        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}, though the loss of that step is "
+        "finite: the script may write that itself, or an op that leads to no loss overflows",
+        severity="info",
+        remedy="",
+        parameter=bad.name,
+        module=bad.name.rpartition(".")[0],
+        evidence=_evidence(bad),
+    )
 
 
 def _poisoned_by(step: Step, record: Record) -> Producer | None:

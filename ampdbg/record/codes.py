@@ -46,6 +46,7 @@ _ALL = (
         "inconclusive",
         "cure what overflowed in this step, then reset the buffer",
         "A buffer becomes non-finite{where} at step {step} and stays so, although the weights are finite.",
+        information="{verdict}: {skips}; a buffer{where} holds inf or NaN, which no loss shows.",
         pin_helps=True,
     ),
     Code(

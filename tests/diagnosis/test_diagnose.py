@@ -381,6 +381,35 @@ def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
     assert record.findings[0].module == "bn"
 
 
+def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
+    """Steps as of ``steps_of``, one of which has a tensor that is not finite."""
+    steps = list(steps_of(pattern))
+    steps[step] = replace(steps[step], nonfinite=(TensorCounts(*tensor),))  # type: ignore[arg-type]
+    return tuple(steps)
+
+
+@pytest.mark.parametrize(("pattern", "step"), [(".....", 4), ("..x..", 2)])
+@pytest.mark.parametrize(("inf", "nan"), [(1, 0), (0, 1)])
+def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: int, inf: int, nan: int) -> None:
+    record = diagnose(record_of(with_tensor(pattern, step, "buffer", "net.best", inf, nan, 1, (), "after")))
+    found = record.findings[0]
+    assert (record.verdict, found.code, found.severity, found.remedy) == ("healthy", "buffer-poisoned", "info", "")
+    assert found.message.startswith(
+        f"buffer net.best holds 1 {'inf' if inf else 'NaN'} among 1 values after step {step},"
+    )
+    skips = f"{pattern.count('x') or 'none'} of 5 steps skipped"
+    assert headline(record).sentence == f"Healthy: {skips}; a buffer in net holds inf or NaN, which no loss shows."
+
+
+def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() -> None:
+    tensor = ("buffer", "net.best", 1, 0, 1, (), "after")
+    lost = diagnose(record_of(with_tensor("..N..", 2, *tensor)))
+    assert "buffer-poisoned" in [finding.code for finding in lost.findings if finding.severity == "error"]
+    made = replace(overflowing(4), why="end")
+    (shown,) = diagnose(record_of(with_tensor(".....", 4, *tensor), investigations=(made,))).findings
+    assert (shown.code, shown.severity, shown.op) == ("buffer-poisoned", "error", "aten.mm.default")
+
+
 def overflowing(step: int) -> Investigation:
     producer = Producer("forward", "head", 0, "aten.mm.default", None, "float16", 300.0, 9.0, 1, 0, 4, fp32_largest=9e5)
     low = Replay("float16", 65536.0, math.nan, math.nan, gradients=("head.weight",), producers=(producer,))
