@@ -68,12 +68,14 @@ def blamed_in_batch(step: Step, record: Record) -> TensorCounts | None:
 def weights_nonfinite(record: Record) -> Iterator[Finding]:
     """``weights-nonfinite``: parameters or buffers that were bad before a forward pass.
 
-    A buffer of -inf is mostly a mask: FP32 decides. NaN in weights that hurt no step is a warning.
+    A buffer of -inf, or a frozen parameter, is mostly a mask: FP32 decides, or a healthy step that had it too. NaN in
+    weights that hurt no step is a warning.
     """
+    last_healthy = max((step.step for step in record.steps if _is_healthy(step)), default=-1)
     for step in record.steps:
         bad = [counts for counts in step.nonfinite if _was_bad_before(counts, step)]
-        if _is_healthy(step) or _finite_in_fp32(record, step):
-            bad = [counts for counts in bad if counts.nan or counts.kind == "parameter"]
+        if step.step <= last_healthy or _finite_in_fp32(record, step):
+            bad = [counts for counts in bad if counts.nan or (counts.kind == "parameter" and not counts.frozen)]
         if bad:
             yield finding_of(
                 WEIGHTS,

@@ -45,6 +45,11 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torc
     return [pair for (pair, _), value in zip(measured, values, strict=True) if not math.isfinite(value)]
 
 
+def are_weights_spoilt(model: HoldsTensors) -> bool:
+    """Whether weights that train hold inf or NaN; a frozen parameter may be a mask. On a GPU this syncs."""
+    return bool(nonfinite(pair for pair in model.named_parameters() if pair[1].requires_grad))
+
+
 @torch.no_grad()
 def hold_values(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether any of the tensors has a value other than zero, such as NaN. On a GPU one sync tells of all of them."""
@@ -231,8 +236,8 @@ def _counts(
     kind: Literal["batch", "parameter", "buffer"], named: Iterable[tuple[str, torch.Tensor]], when: When = "before"
 ) -> Iterator[TensorCounts]:
     for name, tensor in nonfinite(named):
-        magnitude = magnitude_of(tensor)
-        yield TensorCounts(kind, name, magnitude.inf, magnitude.nan, tensor.numel(), _first_index(tensor), when)
+        seen, frozen = magnitude_of(tensor), kind == "parameter" and not tensor.requires_grad
+        yield TensorCounts(kind, name, seen.inf, seen.nan, tensor.numel(), _first_index(tensor), when, frozen)
 
 
 def _first_index(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
-from ampdbg.probes.tensors import distinct, float_values, leaves_of, nonfinite
+from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Step
@@ -343,7 +343,7 @@ class Investigator:
         same_root = len(before) > 1 and _root(before[-1]) == _root(before[-2])
         if self._tried[why] >= self._limit or same_root:
             return
-        if nonfinite(self._run.workload.model.named_parameters()):
+        if are_weights_spoilt(self._run.workload.model):
             return  # they are what is wrong, and no replay says more
         self._tried[why] += 1
         steps = tuple(step for step in self._watcher.steps if step.step < snapshot.step)

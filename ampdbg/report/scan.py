@@ -358,9 +358,9 @@ def _tensor_table(record: Record) -> view.Table:
 
 
 def _is_mask(counts: TensorCounts, step: Step, record: Record) -> bool:
-    """Whether it is a buffer that had its infinities, and no NaN, before the first step, as masks are."""
+    """Whether it is a buffer, or frozen, and had its infinities, and no NaN, before the first step, as masks have."""
     is_of_the_start = step is record.steps[0] and counts.when == "before"
-    return counts.kind == "buffer" and is_of_the_start and not counts.nan
+    return (counts.kind == "buffer" or counts.frozen) and is_of_the_start and not counts.nan
 
 
 def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
-from ampdbg.probes.tensors import nonfinite
+from ampdbg.probes.tensors import are_weights_spoilt
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation
@@ -200,7 +200,7 @@ class LostSteps:
         half = None if device is None else self._half(model, device)
         is_known = half is not None or (is_lost and watcher.is_in_fp32)
         may_be = self._investigates and is_known
-        if device is None or not may_be or nonfinite(model.named_parameters()):
+        if device is None or not may_be or are_weights_spoilt(model):
             return None, None
         if is_in_group():
             self._why += "; a step of a group is not run again" * bool(self._why)

@@ -16,7 +16,7 @@ from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
-from ampdbg.probes.tensors import nonfinite
+from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.unfollowed import is_in_compiled_call, note_mode_left
 from ampdbg.probes.watch import Watch
 from ampdbg.record.log import kept
@@ -234,7 +234,7 @@ class TracedStep:
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
         # Where an earlier step has spoilt the weights, or what the model computes with, this one tells nothing.
-        is_spoilt = is_bad and (any(nonfinite(self._model.named_parameters())) or self._has_lost_buffers())
+        is_spoilt = is_bad and (are_weights_spoilt(self._model) or self._has_lost_buffers())
         # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
         # again may be to wait for the others.
         is_alone = not is_in_group()

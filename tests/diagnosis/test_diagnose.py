@@ -410,6 +410,22 @@ def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() ->
     assert (shown.code, shown.severity, shown.op) == ("buffer-poisoned", "error", "aten.mm.default")
 
 
+@pytest.mark.parametrize("tensor", [("buffer", "mask", 6, 0, 16), ("parameter", "mask", 6, 0, 16, (), "before", True)])
+@pytest.mark.parametrize("pattern", ["....", "xx.."])
+def test_a_mask_is_no_bad_weight_where_a_step_is_healthy(tensor: tuple[object, ...], pattern: str) -> None:
+    record = diagnose(record_of(with_tensor(pattern, 0, *tensor)))
+    assert record.verdict == "healthy"
+    assert [finding.code for finding in record.findings] == ["scale-calibration"] * ("x" in pattern)
+    lost = diagnose(record_of(with_tensor("N" * 8, 0, *tensor)))
+    assert lost.findings[0].code == "weights-nonfinite"  # nothing says that it is meant
+
+
+@pytest.mark.parametrize(("inf", "nan", "frozen"), [(1, 0, False), (0, 1, True)])
+def test_inf_in_what_trains_and_nan_in_what_is_frozen_are_warned_of(inf: int, nan: int, frozen: bool) -> None:
+    record = diagnose(record_of(with_tensor("....", 0, "parameter", "head.weight", inf, nan, 4, (), "before", frozen)))
+    assert [(found.code, found.severity) for found in record.findings] == [("weights-nonfinite", "warning")]
+
+
 def overflowing(step: int) -> Investigation:
     producer = Producer("forward", "head", 0, "aten.mm.default", None, "float16", 300.0, 9.0, 1, 0, 4, fp32_largest=9e5)
     low = Replay("float16", 65536.0, math.nan, math.nan, gradients=("head.weight",), producers=(producer,))

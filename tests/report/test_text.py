@@ -37,8 +37,10 @@ def test_a_healthy_run_is_about_eight_lines() -> None:
 @pytest.mark.parametrize(("step", "nan", "is_listed"), [(0, 0, False), (0, 1, True), (1, 0, True)])
 def test_a_mask_that_was_made_with_its_infinities_is_no_tensor_to_look_at(step: int, nan: int, is_listed: bool) -> None:
     steps = [healthy_step(number) for number in range(3)]
-    steps[step] = replace(steps[step], nonfinite=(TensorCounts("buffer", "attn_mask", 10, nan, 25, (0, 1)),))
-    assert ("Non-finite tensors" in plain(replace(healthy(), steps=tuple(steps)))) is is_listed
+    buffer = TensorCounts("buffer", "attn_mask", 10, nan, 25, (0, 1))
+    for mask in (buffer, replace(buffer, kind="parameter", frozen=True)):
+        steps[step] = replace(steps[step], nonfinite=(mask,))
+        assert ("Non-finite tensors" in plain(replace(healthy(), steps=tuple(steps)))) is is_listed
 
 
 def test_a_record_without_a_step_still_has_a_report() -> None:

@@ -73,6 +73,16 @@ def on(folder: Path, command: str, capture: Path, *options: str) -> tuple[Result
     return result, read_record(folder / "c.json")
 
 
+def test_a_step_is_captured_beside_a_mask_that_is_a_frozen_parameter(tmp_path: Path) -> None:
+    made = "self.attention, self.out ="
+    mask = "self.mask = nn.Parameter(torch.full((2,), -torch.inf), requires_grad=False)"
+    _, record = run(tmp_path, scripts.PLAIN.replace(made, f"{mask}\n        {made}"), "400", "6")
+    found = record.findings[0]
+    assert (found.code, found.module, record.verdict) == ("forward-overflow", "attention", "precision")
+    assert record.script is not None
+    assert record.script.captures
+
+
 def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     first, other = tmp_path / "first", tmp_path / "other"
     first.mkdir()
