@@ -80,6 +80,13 @@ class Captures:
         """Whether one more may be written."""
         return len(self.written) < self._most or bool(self._settling)
 
+    def has(self, step: int) -> bool:
+        """Whether the step of this number was captured."""
+        return any(path.name.endswith(f"-{self._name(step)}{CAPTURE_SUFFIX}") for path in self.written)
+
+    def _name(self, step: int) -> str:
+        return of_rank(f"step-{step}", self.start.rank)
+
     def ask(self) -> None:
         """The next whole step is to be captured."""
         self.is_wanted = True
@@ -110,8 +117,8 @@ class Captures:
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
             return
-        name = of_rank(f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-step-{captured.step}", captured.start.rank)
-        path = self._folder / f"{name}{CAPTURE_SUFFIX}"
+        now = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+        path = self._folder / f"{now}-{self._name(captured.step)}{CAPTURE_SUFFIX}"
         try:
             captured.write(path, self._largest)
         except CaptureError as error:

@@ -35,6 +35,7 @@ class LoopStep:
     """The step that a watched loop has under way, as it can be run again.
 
     Args:
+        step: its number.
         watcher: of the loop; it is paused meanwhile.
         played: what the step has called.
         model: whose weights count.
@@ -46,6 +47,7 @@ class LoopStep:
         computed: the names of what looks like data of the step, and the step itself may have computed.
     """
 
+    step: int
     watcher: Watch
     played: PlayedStep
     model: torch.nn.Module
@@ -85,7 +87,7 @@ class LoopStep:
         """What it takes to run it again, while the script waits and sees nothing of that."""
         watcher = self.watcher
         run = run_of(self.played, self.model, tuple(watcher.optimizers), self.device, self.half)
-        snapshot = snapshot_of(self.played, watcher.log.closed(), RandomState.now(), self.state)
+        snapshot = snapshot_of(self.played, self.step, RandomState.now(), self.state)
         # The script may be within a region of autocast's.
         outside = torch.autocast(self.device.type, enabled=False)
         with watcher.paused(), held_signals(), _hushed(), torch.enable_grad(), outside:
@@ -101,7 +103,7 @@ class LoopStep:
         is_wanted: bool = False,
     ) -> None:
         """Writes it. ``is_broken_off``: nothing has gone backward from its loss. ``is_wanted``: it was asked for."""
-        watcher, step = self.watcher, self.watcher.log.closed()
+        watcher, step = self.watcher, self.step
 
         def captured() -> Captured:
             return Captured(

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import get_args
 
@@ -20,7 +20,7 @@ from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
-from ampdbg.probes.tensors import are_weights_spoilt
+from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.record.replays import Investigation
@@ -42,6 +42,30 @@ MOST_LOST = 2
 
 MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
 """Where the script makes the loss of what they give by itself, or comes to none."""
+
+
+NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
+"""With what to do about it."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A lost step that has ended, and whose weights the scaler has left as they were; ``times`` each had been written
+    by then. Where the script goes on, the next step is taped, and captured with its loss."""
+
+    again: LoopStep
+    made: Investigation | None
+    times: tuple[int, ...]
+
+    @classmethod
+    def now(cls, again: LoopStep, made: Investigation | None) -> _Held:
+        """While the weights are still those of the step."""
+        return cls(again, made, tuple(map(times_written, again.model.parameters())))
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether nobody has written its weights since."""
+        return tuple(map(times_written, self.again.model.parameters())) == self.times
 
 
 class LostSteps:
@@ -74,9 +98,11 @@ class LostSteps:
         self._latest = -LONGEST_GAP
         self._why = ""
         self._untold: list[str] = []
+        self._held: _Held | None = None
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
+        self._held = None
         step, has_gone = self._watcher.open_step, self.open_pass.has_gone_backward
         loss = 0.0 if has_gone else self.open_pass.lost_loss
         if not loss and not (has_gone and not step.is_known_finite()):
@@ -130,6 +156,8 @@ class LostSteps:
                 # Else the next one, which is taped, can be captured as well.
                 if is_telling and (is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned())):
                     self._capture(again, made, scaler)
+                elif is_telling:
+                    self._held = _Held.now(again, made)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
 
     def _poisoned(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -140,10 +168,13 @@ class LostSteps:
         if ending.error is not None:
             self._watcher.calls.failed(ending.error)
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
-        if is_left or self._watcher.failure or not self.open_pass.is_under_way or is_told(self._watcher, ending.error):
+        if is_left or self._watcher.failure or is_told(self._watcher, ending.error):
             return
         # Whatever it raises, and if the user does not want to wait for it, the script ends as it does.
         with contextlib.suppress(Exception, KeyboardInterrupt):
+            if not self.open_pass.is_under_way:
+                self._ended_between_steps(ending)
+                return
             if ending.code == 0:
                 self._next_begins()  # it may have given up its last pass, as others before
                 return
@@ -153,6 +184,18 @@ class LostSteps:
             self._why = f"{how} in step {step}, after a forward pass from which nothing went backward"
             self._look(step, raised_in(ending.error.__traceback__ if ending.error else None))
         self.open_pass.forget()
+
+    def _ended_between_steps(self, ending: ScriptEnd) -> None:
+        """Captures the last step if it was lost and can be had still; it may be why the script has ended."""
+        held, self._held = self._held, None
+        if held is not None and held.is_as_it_was:
+            self._capture(held.again, held.made)
+        last = self._watcher.log.closed() - 1
+        if ending.code == 0 or last < 0 or math.isfinite(self._watcher.log.latest().loss) or self._captures.has(last):
+            return
+        # There is no asking for step 0.
+        what = f"ampdbg run --capture-step {last} does that" if last else "where the script goes on, a later one is"
+        self._untold.append(NOT_CAUGHT.format(last, what))
 
     def seen(self, record: Record) -> Record:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
@@ -211,7 +254,7 @@ class LostSteps:
             return None, None
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
         computed = tuple(name for name, _ in data_of(played)) if self.open_pass.has_helpers else ()
-        again = LoopStep(watcher, played, model, device, state, half, scale, why, computed)
+        again = LoopStep(watcher.log.closed(), watcher, played, model, device, state, half, scale, why, computed)
         if hooks_half_weights(model):
             return again, None
         tell()  # here, for behind this nothing is shown

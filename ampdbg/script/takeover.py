@@ -164,7 +164,7 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
 
 
 WITHOUT_ITS_LOSS = (
-    "step {} ended before its loss: its modules alone were run again",
+    "step {} was captured without its loss: its modules alone were run again",
     "a loss told of here is the sum of all that they give",
 )
 """So a set of pins, or a patch, is proven for them alone. Each fits a line of the page."""
@@ -251,11 +251,13 @@ class _Taking:
             tape.stepped_on()
 
     def script_ended(self, ended: ScriptEnd) -> None:
-        """To be called when the script has ended, while what it holds is still alive: maybe in the captured step."""
+        """To be called when the script has ended, while what it holds is still alive: maybe in the captured step, or
+        right behind it."""
         self.end()
-        if not self.is_used and self._capture.head.is_broken_off and self.open_pass.is_under_way:
+        is_noted = self.open_pass.is_under_way or self.open_pass.has_gone_backward
+        if not self.is_used and self._capture.head.is_broken_off and is_noted:
             self.watcher.learn()
-            self._steps += 1
+            self._steps += self.open_pass.is_under_way
             self._take_forward_pass()
 
     def _next_begins(self) -> None:

@@ -257,6 +257,7 @@ class TracedStep:
         self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
         step = LoopStep(
+            self._watcher.log.closed(),
             self._watcher,
             played,
             self._model,

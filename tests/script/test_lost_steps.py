@@ -54,7 +54,7 @@ def main():
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda")
     for step in range(8):
-        is_bad = step == (0 if how == "first" else 5)
+        is_bad = step == (0 if how in ("first", "behind the first") else 5)
         x, y = torch.randn(4, 6, 16).cuda(), torch.randn(4, 6, 4).cuda()
         if fault == "model":
             net.attention.gain = 600.0 if is_bad or (step > 5 and how == "bare") else 1.0
@@ -73,7 +73,8 @@ def main():
             raise ValueError("it is time")
         value = loss.item()
         print(step, value)
-        if not math.isfinite(value) and how not in ("once", "bare"):
+        is_lost = not math.isfinite(value)
+        if is_lost and how not in ("once", "bare") and "behind" not in how:
             if how == "raise":
                 raise ValueError("the loss is wrong")
             print("stopping training")
@@ -86,6 +87,11 @@ def main():
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        if is_lost and how == "breaks behind":
+            break
+        if is_lost and how == "writes behind":
+            torch.nn.init.zeros_(net.head.bias)
+        assert not is_lost or "behind" not in how, "the loss is wrong"
     torch.save(net, "net.pt")
     if how == "evaluates":
         print([net(torch.randn(4, 6, 16)).shape for _ in range(50)][-1])
@@ -200,6 +206,38 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     assert [made.step for made in record.investigations] == [5]
 
 
+@pytest.mark.parametrize("how", slow_but_for(["behind"], ["behind", "breaks behind", "behind the first"]))
+def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_it(tmp_path: Path, how: str) -> None:
+    step = 0 if "first" in how else 5
+    record, page, code = stopped(tmp_path, "model", how)
+    assert (code, record.verdict, record.steps_run) == (1, "precision", step + 1)
+    assert where(record) == ("forward-overflow", step, "attention", OVERFLOW)
+    assert record.script is not None
+    (capture,) = record.script.captures
+    assert capture.endswith(f"step-{step}.safetensors")
+    assert "was not captured" not in page
+    bisected = start(tmp_path, "bisect", capture)
+    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
+
+
+def test_a_step_whose_weights_the_script_has_written_since_is_not_captured(tmp_path: Path) -> None:
+    record, page, _ = stopped(tmp_path, "model", "writes behind")
+    assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
+    assert (record.script is not None and record.script.captures) == ()
+    told = "step 5, whose loss is not finite, is the last of the script and was not captured: "
+    assert f"{told}ampdbg run --capture-step 5 does that" in page
+    again, page, _ = stopped(tmp_path, "model", "writes behind", "--capture-step=5")
+    assert again.script is not None
+    assert again.script.captures[0].endswith("step-5.safetensors")
+    assert "was not captured" not in page
+
+
+def test_of_a_first_step_that_is_not_captured_it_is_not_said_to_ask_for_it(tmp_path: Path) -> None:
+    _, page, _ = stopped(tmp_path, "model", "behind the first", "--no-investigate")
+    told = "step 0, whose loss is not finite, is the last of the script and was not captured: "
+    assert f"{told}where the script goes on, a later one is" in page
+
+
 BESIDE_THE_MODEL = """
 import torch
 torch.manual_seed(0)
@@ -258,7 +296,7 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert f"step {record.steps[-1].step} fails in 5 of 5 replays" in replayed.stdout
     assert OVERFLOW in " ".join(replayed.stdout.split())
     has_loss = how != "inner"  # there an assertion of the module comes before it
-    assert ("ended before its loss: its modules alone were run again" in replayed.stdout) is not has_loss
+    assert ("was captured without its loss: its modules alone were run again" in replayed.stdout) is not has_loss
     bisected = start(tmp_path, "bisect", capture)
     assert bisected.code == 1, bisected.stderr
     assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
