@@ -94,13 +94,15 @@ class GradientState:
 
 @dataclass
 class StepCount:
-    """One optimizer's steps: how many, which was skipped if the last was, and how often each scheduler has moved.
+    """One optimizer's steps: how many, and how many backward passes for it, which was skipped if the last was, and how
+    often each scheduler has moved.
 
     ``bare`` is the last one that was its own, on gradients that the scaler had unscaled; None once the scaler has
     taken any.
     """
 
     steps: int = 0
+    passes: int = 0
     by_scaler: bool = False
     bare: Call | None = None
     on_skip: int | None = None
@@ -186,6 +188,7 @@ def _backward(order: CallOrder, call: Call) -> Iterator[Hit]:
         order.penalty = None
     for index in call.optimizers:
         order.progress[index].written_since = True
+        order.progress[index].passes += 1
         yield from _written(order.gradients[index], call)
 
 

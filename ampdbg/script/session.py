@@ -19,6 +19,7 @@ from ampdbg.record.run import Record
 from ampdbg.script.captures import Captures, asked_from_code
 from ampdbg.script.children import NewProcesses
 from ampdbg.script.gpu import emulated_gpu
+from ampdbg.script.idle_optimizers import IdleOptimizers
 from ampdbg.script.launch import Script, ScriptEnd, asked_by_a_signal, run_script, told_before_a_signal
 from ampdbg.script.lost_steps import LostSteps, is_told
 from ampdbg.script.traced_steps import TracedSteps
@@ -50,6 +51,7 @@ class Session:
         self._traced = TracedSteps(watcher, captures, observer, investigates=investigates)
         self._lost = LostSteps(watcher, captures, self._traced, observer, investigates=investigates)
         self._samples = TrendSamples(watcher, trend)
+        self._idle = IdleOptimizers(watcher)
         self._looks = ExitStack()
         self._entered = ExitStack()
         self._processes = NewProcesses()
@@ -81,11 +83,12 @@ class Session:
         its end."""
         record = self._lost.seen(_record(self.watcher, self._traced, ending))
         note = self._processes.note(emulates=self._captures.start.emulate)
-        unseen = replace(record.unseen, notes=(*record.unseen.notes, *[note] * bool(note)))
+        unseen = replace(record.unseen, notes=(*record.unseen.notes, *[note] * bool(note), *self._idle.notes))
         return replace(record, unseen=unseen, trends=self._samples.seen())
 
     def _step_ended(self, is_bad: bool) -> None:
         self._samples.step_ended()
+        self._idle.step_ended()
         self._traced.step_ended(is_bad)
         if self.watcher.log.is_read:
             news = (_news(self.watcher, self._captures), self._samples.count // 8)

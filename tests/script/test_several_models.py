@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
+
+import pytest
 
 from ampdbg.record.file import read_record
 from tests.commands.program import start
+from tests.script import scripts
 from tests.script.test_captures import capture_of, on
 from tests.script.test_run import run
 
@@ -88,3 +92,32 @@ def test_the_file_of_pins_takes_the_object_that_it_names(tmp_path: Path) -> None
     pinned = start(tmp_path, "run", "--emulate", "--record=p.json", "train.py")
     after = read_record(tmp_path / "p.json")
     assert (pinned.code, after.verdict, after.steps_run) == (0, "healthy", 6)
+
+
+@pytest.mark.parametrize(("where", "model"), [("at its top", "netG"), ("in a function", "Sequential_")])
+def test_an_optimizer_that_is_never_stepped_beside_others_is_told_of(tmp_path: Path, where: str, model: str) -> None:
+    text = scripts.GAN.replace("GAIN", "1.0").replace("range(8)", "range(20)")
+    idle = text.replace("    scaler.step(optimizers[0])\n", "")
+    if where != "at its top":
+        idle = f"def main():\n{textwrap.indent(idle, '    ')}\nmain()\n"
+    _, record = run(tmp_path, idle)
+    (told,) = [note for note in record.unseen.notes if "stepped" in note]
+    many = "in 20 steps, though 20 backward passes have written its gradients"
+    assert told == f"Adam of {model}.0.weight and 3 more has not been stepped {many}: what it trains is as it was"
+    assert record.verdict == "healthy"
+
+
+@pytest.mark.parametrize(
+    "stands_for_it",
+    [
+        "    if step % 12 == 11: scaler.step(optimizers[0])",
+        "    with torch.no_grad(): netG[0].weight -= 1e-3 * netG[0].weight.grad / scaler.get_scale()",
+        "    other = torch.optim.SGD(netG.parameters(), 1e-3) if step == 0 else other; scaler.step(other)",
+    ],
+)
+def test_an_optimizer_is_not_told_of_that_steps_seldom_or_whose_weights_move(
+    tmp_path: Path, stands_for_it: str
+) -> None:
+    text = scripts.GAN.replace("GAIN", "1.0").replace("range(8)", "range(20)")
+    _, record = run(tmp_path, text.replace("    scaler.step(optimizers[0])", stands_for_it))
+    assert not [note for note in record.unseen.notes if "stepped" in note]
