@@ -133,6 +133,7 @@ def main() -> None:
     def end(outcome: Suggestion | AmpdbgError) -> None:
         replace_file(result, pickle.dumps(outcome))
         sys.stderr.flush()
+        end_group(os.getpid())  # with what the script has started, also where nobody waits for the result any more
         os._exit(0)
 
     def use(taken: TakenOver | CaptureError) -> None:

@@ -151,10 +151,22 @@ def end_group(pid: int) -> None:
 
 
 def own_stdout() -> IO[str]:
-    """What the process that has started this one reads; whatever else is printed goes to stderr from now on."""
+    """What the process that has started this one reads; whatever else is printed goes to stderr from now on.
+
+    It ends with this process alone: a worker that the script has forked may live as long as the script, which is
+    never to end.
+    """
     stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=functools.partial(_let_go, stdout))
     return stdout
+
+
+def _let_go(stream: IO[str]) -> None:
+    """Leaves the other end of a stream to its other holders; its number stays taken, as somebody may close it here."""
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), stream.fileno(), inheritable=False)
 
 
 # Processes that are forked: the side of the proof

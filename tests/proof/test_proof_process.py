@@ -98,6 +98,21 @@ def test_an_interrupt_ends_the_process_and_its_workers(
         assert not is_alive(int(started[1]))
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows forks no process")
+def test_a_forked_worker_is_not_waited_for_and_ends_with_its_process(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages: list[str] = []
+    program = (
+        f"{result(Seen())}from ampdbg.proof.processes import own_stdout; import os, time; said = own_stdout(); "
+        "pid = os.fork(); pid or (time.sleep(20), os._exit(0)); said.write(str(pid)); said.close()"
+    )
+    began = time.monotonic()
+    assert run(config, program, monkeypatch, observing(stage=stages.append)) == Seen()
+    assert time.monotonic() - began < 20
+    assert not is_alive(int(stages[0]))
+
+
 def test_where_no_process_can_be_started_the_reason_is_told(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert run(config, "", monkeypatch).failure.startswith("no process can be started")
