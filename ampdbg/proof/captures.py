@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,8 +152,12 @@ def main() -> None:
 
 
 def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion | AmpdbgError:
-    """What comes of the job; Ctrl-C ends the process where nothing was found by then."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """What comes of the job; Ctrl-C ends the process where nothing was found by then.
+
+    Python interrupts the main thread alone: where the script trains in another one, Ctrl-C ends the process at once.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return _WORK[job.command](taken, job, _Told(events))
     except AmpdbgError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -182,6 +183,7 @@ class _Taking:
         self.watcher = Watch(None, ())
         self.makings = Makings()
         self.is_used = False
+        self._is_over = threading.Event()
         self._capture = capture
         self._use = use
         self._folder = os.getcwd()
@@ -253,6 +255,8 @@ class _Taking:
     def script_ended(self, ended: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive: maybe in the captured step, or
         right behind it."""
+        if self.is_used:
+            self._is_over.wait()  # the script trains in another thread, which still uses what is to end with this one
         self.end()
         is_noted = self.open_pass.is_under_way or self.open_pass.has_gone_backward
         if not self.is_used and self._capture.head.is_broken_off and is_noted:
@@ -292,8 +296,11 @@ class _Taking:
             os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
         if self.scratch is not None:
             self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
-        with self.watcher.paused(), torch.enable_grad():
-            self._use(self._taken_or_why_not(played, model))
+        try:
+            with self.watcher.paused(), torch.enable_grad():
+                self._use(self._taken_or_why_not(played, model))
+        finally:
+            self._is_over.set()
 
     def _taken_or_why_not(self, played: PlayedStep, model: torch.nn.Module) -> TakenOver | CaptureError:
         try:

@@ -1,16 +1,17 @@
-"""A script that is started again for a capture: it ends in its middle, with the processes that it has started."""
+"""A script that is started again for a capture ends in its middle, with the processes and threads that it started."""
 
 from __future__ import annotations
 
 import multiprocessing
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.proof.test_proof_process import is_alive
 from tests.script import scripts
-from tests.script.test_captures import capture_of, on
+from tests.script.test_captures import capture_of, interrupted, on
 from tests.script.test_run import run
 
 WORKERS = {
@@ -56,3 +57,49 @@ def test_it_ends_with_the_workers_that_it_has_forked(worker: str, command: str, 
     assert workers
     assert "overdue" not in result.stderr
     assert not any(map(is_alive, workers))
+
+
+IN_A_THREAD = """
+    import threading, time
+    calls = []
+    nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    thread = threading.Thread(target=main, args=(float(sys.argv[1]), int(sys.argv[2])), daemon=True)
+    thread.start()
+    if sys.argv[3] == "waits":
+        thread.join()
+    while len(calls) < 20:
+        time.sleep(0.01)
+    print("main ends")
+"""
+"""With ``waits`` it waits for its training, else it ends in the midst of a replay."""
+
+
+@pytest.fixture(scope="module")
+def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a script that trains in a thread, and its capture."""
+    folder = tmp_path_factory.mktemp("threaded")
+    head = scripts.PLAIN.partition("\n    main(")[0]
+    assert run(folder, head + IN_A_THREAD, "400", "6", "waits")[1].findings[0].code == "forward-overflow"
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("replay", "waits"),
+        pytest.param("replay", "ends", marks=pytest.mark.slow),
+        pytest.param("suggest-fp32", "ends", marks=pytest.mark.slow),
+    ],
+)
+def test_it_may_train_in_a_thread(command: str, how: str, threaded: Path, tmp_path: Path) -> None:
+    shutil.copytree(threaded, tmp_path, dirs_exist_ok=True)
+    result, record = on(tmp_path, command, capture_of(tmp_path), f"--script=train.py 400 6 {how}")
+    found = record.findings[0]
+    assert (result.code, found.code, found.module) == (command == "replay", "forward-overflow", "attention")
+    assert command == "replay" or (record.verification is not None and record.verification.passed)
+    assert ("main ends" in result.stderr, "Traceback" in result.stderr) == (how == "ends", False)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_in_a_thread(threaded: Path, tmp_path: Path) -> None:
+    interrupted("searching", threaded, tmp_path, "bisect")
