@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class ScratchFiles:
         self._gone: set[str] = set()
         self._moved: dict[str, str] = {}
         """Folders in the place of those that only seem to be removed, and where they are."""
+        self._numbers = itertools.count()
 
     def remove_new(self) -> None:
         """Removes what this process has made below the working folder: files, and folders that are empty by then."""
@@ -183,17 +185,8 @@ class ScratchFiles:
 
         def call(src: Any, dst: Any, **kwargs: Any) -> None:
             src, dst = _from(kwargs, src, "src_dir_fd"), _from(kwargs, dst, "dst_dir_fd")
-            is_kept, real = self._is_kept(src), _real(dst)
-            if real is not None and real in self._gone and os.path.isdir(real) and os.path.isdir(self._as_it_is(src)):
-                self._gone.remove(real)
-                os.makedirs(self._folder, exist_ok=True)
-                to = os.path.join(self._folder, f"{len(self._moved)}-{os.path.basename(real)}.d")
-                (shutil.copytree if is_kept else shutil.move)(self._as_it_is(src), to)
-                self._moved[real] = to
-                return
-            if is_kept and real is not None and os.path.isdir(self._as_it_is(src)) and not os.path.lexists(real):
-                self._moved[real] = os.path.realpath(self._as_it_is(src))
-                self._gone.add(os.path.realpath(src))
+            is_kept = self._is_kept(src)
+            if self._leads_on(src, dst, is_kept=is_kept):
                 return
             to = self._to_write(dst, is_kept=False)
             if not is_kept:
@@ -206,15 +199,40 @@ class ScratchFiles:
 
         return call
 
+    def _leads_on(self, src: Any, dst: Any, *, is_kept: bool) -> bool:
+        """Makes the name ``dst`` lead to a folder, where it cannot be renamed; what has the old name seems removed."""
+        name, now, real = _real(src), self._as_it_is(src), _real(dst)
+        if name is None or real is None or not os.path.isdir(now):
+            return False
+        if real in self._gone and os.path.isdir(real):
+            self._gone.remove(real)
+            os.makedirs(self._folder, exist_ok=True)
+            to = os.path.join(self._folder, f"{next(self._numbers)}-{os.path.basename(real)}.d")
+            (shutil.copytree if is_kept else shutil.move)(now, to)
+        elif (is_kept or name in self._moved) and not os.path.lexists(real):
+            to = os.path.realpath(now)
+        else:
+            return False
+        self._give_up(name)
+        self._moved[real] = to
+        return True
+
+    def _give_up(self, name: str) -> None:
+        """The name leads nowhere else any more, and the folder that has it only seems to be removed."""
+        self._moved.pop(name, None)
+        if os.path.isdir(name):
+            self._gone.add(name)
+
     def removing_a_folder(self, original: Function) -> Function:
         """For ``os.rmdir(path)`` and ``shutil.rmtree(path)``: a folder that was there stays, with all that is in it."""
 
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
             real = _real(path)
-            if real is None or kwargs.get("dir_fd") is not None or not os.path.isdir(real) or self._is_own(real):
+            is_there = real in self._moved or os.path.isdir(real or "")
+            if real is None or kwargs.get("dir_fd") is not None or not is_there or self._is_own(real):
                 original(path, *args, **kwargs)
             else:
-                self._gone.add(real)
+                self._give_up(real)
 
         return call
 

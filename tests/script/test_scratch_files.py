@@ -176,6 +176,31 @@ def test_what_was_there_stays_however_it_is_written(tmp_path: Path, way: str) ->
     assert [path.name for path in (tmp_path / "d").iterdir()] == ["b"]
 
 
+ROTATES = """
+for turn in range(3):
+    os.mkdir("new")
+    open("new/m", "w").write(str(turn))
+    shutil.rmtree("bak", ignore_errors=True)
+    if os.path.exists("cur"):
+        os.rename("cur", "bak")
+    os.rename("new", "cur")
+    assert open("cur/m").read() == str(turn)
+    assert open("bak/m").read() == (str(turn - 1) if turn else "of before")
+"""
+
+
+@pytest.mark.parametrize("has_backup", [True, False])
+def test_folders_that_take_turns_stay_as_they_were(has_backup: bool, tmp_path: Path) -> None:
+    there = {"cur/m": "of before", **({"bak/m": "older"} if has_backup else {})}
+    for name, text in there.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    ended = in_scratch(tmp_path, ROTATES)
+    assert ended.code == 0, ended.stderr
+    shutil.rmtree(tmp_path / "scratch")
+    assert {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.glob("*/*")} == there
+
+
 MAKES = (
     "os.makedirs('d/e')\n"
     "open('d/e/f', 'w').write('1')\nopen('d/e/f', 'a').write('2')\nopen('x', 'x').write('x')\n"
