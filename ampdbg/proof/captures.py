@@ -32,6 +32,7 @@ from ampdbg.replay.replay import shadow_step
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.scratch_files import beside
 from ampdbg.script.takeover import TakenOver, how_often, take_over
+from ampdbg.script.temporaries import remove_temporaries
 
 RUN = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # while it imports there is nothing to keep
@@ -82,6 +83,7 @@ def done_with(job: CaptureJob, observer: Observer) -> Suggestion:
                     raise
             finally:
                 end_group(child.pid)
+                remove_temporaries(beside(result))
         if not result.exists():
             how = signal.strsignal(-code) if code < 0 else f"exit code {code}"
             raise CaptureError(f"{job.path}: the process of {capture.start.name} ended before it was done: {how}")

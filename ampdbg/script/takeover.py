@@ -49,6 +49,7 @@ from ampdbg.script.launch import Script, ScriptEnd, run_script
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
 from ampdbg.script.scratch_files import ScratchFiles
+from ampdbg.script.temporaries import noted_temporaries
 
 AGAIN = 5
 """So many replays tell how often a step fails."""
@@ -148,6 +149,7 @@ def take_over(capture: Capture, use: Use, files: Path, text: bytes | None = None
     script.check()
     taking = _Taking(capture, use)
     with ExitStack() as stack:
+        stack.enter_context(noted_temporaries(files))
         taking.scratch = stack.enter_context(scratch_files(files))
         stack.enter_context(alone(has_launcher=capture.head.start.is_of_group))
         if capture.head.start.emulate or (capture.head.device.startswith("cuda") and not torch.cuda.is_available()):
