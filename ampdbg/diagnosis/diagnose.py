@@ -13,6 +13,7 @@ from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNTOLD, runaway, skips
 from ampdbg.diagnosis.tensors import (
+    DATA,
     SMALL_UPDATES,
     WEIGHTS,
     buffer_poisoned,
@@ -32,8 +33,6 @@ from ampdbg.record.run import Record, Verdict
 
 SPOILT = (WEIGHTS, SMALL_UPDATES)
 """What is told of weights that are not finite."""
-
-DATA = "data-nonfinite"
 
 Family = Callable[[Record], Iterator[Finding]]
 

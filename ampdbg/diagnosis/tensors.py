@@ -15,6 +15,7 @@ from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import FrozenParameter, Record, Step, TensorCounts
 
 WEIGHTS, SMALL_UPDATES, FROZEN = "weights-nonfinite", "optimizer-underflow", "frozen-weights"
+DATA = "data-nonfinite"
 
 POISONED = "buffer-poisoned"
 
@@ -41,7 +42,7 @@ def data_nonfinite(record: Record) -> Iterator[Finding]:
         if bad is not None:
             sample = f", first in sample {bad.first_index[0]}" if bad.first_index else ""
             yield finding_of(
-                "data-nonfinite",
+                DATA,
                 step.step,
                 "data",
                 f"the batch of step {step.step} holds {counted_values(bad)} in {bad.name or 'its tensor'}{sample}",
