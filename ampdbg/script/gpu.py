@@ -7,6 +7,7 @@ choose for themselves choose FP16. What it computes is :mod:`ampdbg.precision.em
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -99,10 +100,34 @@ def emulated_gpu(count: int = 1) -> Iterator[None]:
             for name, answer in {**answers, **counted}.items():
                 if hasattr(owner, name):
                     stack.enter_context(patch.object(owner, name, _answering(answer)))
+        stack.enter_context(_stream_of_the_compiler())
         for name in ("get_rng_state_all", "set_rng_state_all"):
             stack.enter_context(patch.object(torch.cuda, name, _RANDOM[name]))
             stack.enter_context(patch.object(torch.cuda.random, name, _RANDOM[name]))
         yield
+
+
+@contextlib.contextmanager
+def _stream_of_the_compiler() -> Iterator[None]:
+    """While this is entered code that ``torch.compile`` makes, which asks for the current stream from 2.15 on, gets the
+    emulated one. The compiler takes the function when it is imported, maybe meanwhile."""
+    name, own = "get_current_stream", vars(torch._C._dynamo).get("utils")
+    real = getattr(own, name, None)
+    if real is None:
+        yield
+        return
+    answering = _answering(ANSWERS_OF_ACCELERATOR["current_stream"])
+
+    def put(function: Any) -> None:
+        for module in (own, sys.modules.get("torch._dynamo.utils")):
+            if module is not None:
+                setattr(module, name, function)
+
+    put(answering)
+    try:
+        yield
+    finally:
+        put(real)
 
 
 def _answering(answer: Any) -> Any:

@@ -83,3 +83,13 @@ def test_each_process_that_a_launcher_has_started_here_finds_a_gpu_of_its_own(
     assert processes_here() == count
     with patch.object(torch.cuda, "is_available", lambda: False), emulated_gpu():
         assert torch.cuda.device_count() == torch.accelerator.device_count() == count
+
+
+def test_compiled_code_finds_the_stream_that_there_is_and_no_more_behind_it() -> None:
+    compiler = vars(torch._C._dynamo).get("utils")
+    before = getattr(compiler, "get_current_stream", None)  # torch 2.15 has it
+    with emulated_gpu():
+        double = torch.compile(lambda x: x * 2, backend="eager")
+        assert double(torch.ones(2).cuda()).tolist() == [2.0, 2.0]
+    assert getattr(compiler, "get_current_stream", None) is before
+    assert before is None or vars(torch._dynamo.utils)["get_current_stream"] is before
