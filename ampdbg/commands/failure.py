@@ -5,15 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import os
 import shlex
-import signal
-import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
 import typer
@@ -22,6 +16,7 @@ from ampdbg.errors import EXIT_COULD_NOT_RUN, EXIT_INTERRUPTED, AmpdbgError, Con
 from ampdbg.escapes import printable
 from ampdbg.record.run import Record
 
+from .interrupts import INTERRUPTED, interruptible
 from .output import WRITTEN, failure_of_page, save, say, typed_as
 
 
@@ -39,7 +34,7 @@ def guarded(command: Callable[..., int], *, takes_signals: bool = True) -> Calla
         WRITTEN.set(None)
         INTERRUPTED.set([])
         try:
-            with interruptible() if takes_signals else contextlib.nullcontext():
+            with interruptible(_interrupted) if takes_signals else contextlib.nullcontext():
                 code = command(**options)
         except AmpdbgError as error:
             code = _explain(error, debug)
@@ -107,52 +102,3 @@ def _confess(error: Exception, debug: bool) -> int:
     hint = "" if debug else "; run it again with --debug to see where, and please report it"
     say(printable(f"error: ampdbg itself failed with {type(error).__name__}: {error}{hint}", but="\n"))
     return EXIT_COULD_NOT_RUN
-
-
-INTERRUPTED: ContextVar[list[int]] = ContextVar("INTERRUPTED")
-"""The signals that have interrupted this command. An import of torch's may swallow the KeyboardInterrupt of one, and
-what runs on then has to ask."""
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """What ends a command from outside raises the KeyboardInterrupt that saves it all.
-
-    Ctrl-C, SIGTERM, which batch systems send before they kill, and SIGHUP, which a terminal sends that goes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    owner, signals = os.getpid(), list[int]()
-    INTERRUPTED.set(signals)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner and number != signal.SIGINT:  # a DataLoader worker, which must die as it always did
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        signals.append(number)
-        if _is_importing("torch"):
-            os._exit(_interrupted())
-        raise KeyboardInterrupt
-
-    names = ("SIGTERM", "SIGINT", "SIGHUP")
-    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
-    for number, handler in before.items():
-        if number == signal.SIGTERM or handler is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_importing(name: str) -> bool:
-    """Whether the import of a package is under way: what torch's C++ sets up there ends the process on an exception."""
-    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
-
-
-def raise_if_interrupted() -> None:
-    """To be called where a run goes on: raises the KeyboardInterrupt that somebody has swallowed."""
-    if INTERRUPTED.get([]):
-        raise KeyboardInterrupt

@@ -6,14 +6,11 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from ampdbg.errors import AmpdbgError, RecordError
@@ -24,6 +21,7 @@ from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Order, Typed
 
+from .interrupts import interrupts_held
 from .options import RunOptions
 
 PLAIN_WIDTH = 80
@@ -182,38 +180,8 @@ def save(record: Record, asked_for: Path | None) -> Saved:
 
     What cannot be written must not cost the page of a run that took hours, nor an interrupt the record.
     """
-    with _interrupts_held():
+    with interrupts_held():
         return _saved(record, asked_for)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """While this is entered the first signal that would end the process waits; a second does not: a disk may hang."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = ("SIGTERM", "SIGINT", "SIGHUP")
-    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
-    taken, came = {number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}, list[int]()
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        if len(came) > 1:
-            restore()
-            signal.raise_signal(number)
-
-    def restore() -> None:
-        for number in taken:
-            signal.signal(number, before[number])
-
-    for number in taken:
-        signal.signal(number, hold)
-    try:
-        yield
-    finally:
-        restore()
-        if len(came) == 1:
-            signal.raise_signal(came[0])
 
 
 def _saved(record: Record, asked_for: Path | None) -> Saved:

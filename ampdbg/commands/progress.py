@@ -15,7 +15,7 @@ from ampdbg.observer import Observer
 from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
 
-from .failure import raise_if_interrupted
+from .interrupts import raise_if_interrupted
 from .output import is_rich_terminal, say
 
 if TYPE_CHECKING:

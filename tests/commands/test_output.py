@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,41 +106,23 @@ def test_what_is_printed_later_does_not_follow_the_result(capfd: pytest.CaptureF
     assert sorted(captured.err.splitlines()) == ["from a descriptor", "from print", "from who kept stdout"]
 
 
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interruptible")
-def test_an_interrupt_while_the_record_is_written_comes_behind_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("interrupts", "is_written"), [(1, True), (2, False)])
+def test_an_interrupt_comes_behind_the_record_and_a_second_does_not_wait_for_it(
+    interrupts: int, is_written: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    path = tmp_path / "r.json"
+
     def slowly(record: Record, path: Path) -> None:
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(interrupts):
+            signal.raise_signal(signal.SIGINT)
         write_record(record, path)
 
     monkeypatch.setattr(output, "write_record", slowly)
     token = WRITTEN.set(None)
     with pytest.raises(KeyboardInterrupt):
-        save(healthy(), tmp_path / "r.json")
-    assert read_record(tmp_path / "r.json") == healthy()
-    assert WRITTEN.get() == tmp_path / "r.json"
+        save(healthy(), path)
+    assert (path.exists(), WRITTEN.get()) == (is_written, path if is_written else None)
+    assert not is_written or read_record(path) == healthy()
     WRITTEN.reset(token)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("_interruptible")
-def test_a_second_interrupt_does_not_wait_for_a_disk_that_hangs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def never(record: Record, path: Path) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError
-
-    monkeypatch.setattr(output, "write_record", never)
-    with pytest.raises(KeyboardInterrupt):
-        save(healthy(), tmp_path / "r.json")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,16 +115,8 @@ def test_what_a_dataloaders_workers_print_goes_to_stderr(folder: Path) -> None:
     assert "from a worker\n" in result.stderr
 
 
-@pytest.fixture
-def _interruptible() -> Iterator[None]:
-    """A shell that runs the tests in the background has SIGINT ignored, and children would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @posix
-@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.Signals, folder: Path) -> None:
     process = subprocess.Popen(
@@ -152,7 +143,7 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.
 
 
 @posix
-@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("command_name", ["scan", pytest.param("bisect", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))]
@@ -184,7 +175,7 @@ def test_a_run_that_is_interrupted_in_its_first_replay_keeps_its_steps(
 
 
 @posix
-@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("verb", "at", "says"),
@@ -406,7 +397,7 @@ main()
 
 
 @posix
-@pytest.mark.usefixtures("_interruptible")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_the_program_is_imported_shows_no_traceback(tmp_path: Path) -> None:
     program = [sys.executable, "-c", INTERRUPTED_IMPORT]
     done = subprocess.run(program, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
