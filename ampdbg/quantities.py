@@ -119,3 +119,8 @@ def byte_count(text: str) -> int:
     if found is None:
         raise ValueError(f"got {text!r}; allowed: a number and its unit, such as 16GiB or 800MB")
     return int(Decimal(found[1]) * UNITS[found[2]])
+
+
+def quoted(text: str, most: int = 80) -> str:
+    """A text in quotation marks, cut to ``most`` characters."""
+    return repr(text if len(text) <= most else f"{text[: most - 3]}...")

@@ -25,9 +25,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ampdbg.config.targets import TARGET_FORMS, parse_target, quoted, why_absent, why_no_file
+from ampdbg.config.targets import TARGET_FORMS, parse_target, why_absent, why_no_file
 from ampdbg.formats import FLOAT32, FloatFormat
 from ampdbg.levels import CHOICES, LEVELS, lowest_format
+from ampdbg.quantities import quoted
 
 DEVICE = "^(auto|cpu|cuda(:[0-9]{1,2}|:1[01][0-9]|:12[0-7])?)$"
 """torch keeps the index of a device in eight bits."""

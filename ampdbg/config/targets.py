@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from ampdbg.quantities import listed
+from ampdbg.quantities import listed, quoted
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 LONGEST_NAME = 255
@@ -52,11 +52,6 @@ def parse_target(text: str) -> Target:
     if all(part.isidentifier() for part in place.split(".")):
         return Target(text, file="", module=place, name=name)
     raise ValueError(f"got {quoted(text)}: {quoted(place)} is neither a .py file nor a module; allowed: {TARGET_FORMS}")
-
-
-def quoted(text: str, most: int = 80) -> str:
-    """A text in quotation marks, cut to ``most`` characters."""
-    return repr(text if len(text) <= most else f"{text[: most - 3]}...")
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

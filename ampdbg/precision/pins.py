@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from ampdbg.errors import WorkloadError
 from ampdbg.precision.widening import LIFTS, cast, widened
+from ampdbg.quantities import quoted
 from ampdbg.record.pins import OWN
 
 
@@ -124,16 +125,11 @@ def _named(patterns: Iterable[str], modules: dict[str, torch.nn.Module]) -> tupl
     return list(whole), [name for name in own if name not in whole]
 
 
-LONGEST_NAME = 200
-"""Of a longer name a message shows so many characters."""
-
-
 def _matching(pattern: str, modules: dict[str, torch.nn.Module]) -> list[str]:
     # A name is itself before it is a pattern: `heads[0]` would match `heads0` alone.
     names = [pattern] if pattern in modules else [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
     if not names:
-        given = pattern if len(pattern) <= LONGEST_NAME else f"{pattern[:LONGEST_NAME]}..."
-        raise WorkloadError(f"pins: no module is named {given!r}; {_some_names(pattern, modules)}")
+        raise WorkloadError(f"pins: no module is named {quoted(pattern, most=200)}; {_some_names(pattern, modules)}")
     for name in names:
         if isinstance(modules[name], torch.jit.ScriptModule):
             raise WorkloadError(f"pins: {name!r} is a scripted module, whose forward cannot be wrapped; pin its parent")

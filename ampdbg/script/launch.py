@@ -220,22 +220,14 @@ def _handed_to_python(modules: Mapping[str, ModuleType]) -> None:
         sys.modules[name] = module  # the last is emptied first, while what it needs to write a file is whole
 
 
-def _path_of(script: Script) -> contextlib.AbstractContextManager[None]:
-    """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
-    if script.is_module:
-        return _first_on_path(script, os.getcwd())
-    if _is_importable(script):
-        return _first_on_path(script, os.path.join(os.getcwd(), script.name), even_if_safe=True)
-    return _first_on_path(script, os.path.dirname(os.path.realpath(script.name)))
-
-
 @contextlib.contextmanager
-def _first_on_path(script: Script, folder: str, *, even_if_safe: bool = False) -> Iterator[None]:
+def _path_of(script: Script) -> Iterator[None]:
     """What Python would have put first on the path, in the place of what it put there for ampdbg."""
     is_safe = getattr(sys.flags, "safe_path", False)  # there Python puts nothing
-    if is_safe and not even_if_safe:
+    if is_safe and not _is_importable(script):
         yield
         return
+    folder = _folder_of(script)
     with _own_modules(script, folder):
         before = [] if is_safe else sys.path[:1]
         sys.path[: len(before)] = [folder]
@@ -244,6 +236,15 @@ def _first_on_path(script: Script, folder: str, *, even_if_safe: bool = False) -
         finally:
             if sys.path and sys.path[0] == folder:
                 sys.path[:1] = before
+
+
+def _folder_of(script: Script) -> str:
+    """Where its modules are looked for first: of ``python -m`` in the working folder, else beside it or in it."""
+    if script.is_module:
+        return os.getcwd()
+    if _is_importable(script):
+        return os.path.join(os.getcwd(), script.name)
+    return os.path.dirname(os.path.realpath(script.name))
 
 
 @contextlib.contextmanager

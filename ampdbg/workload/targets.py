@@ -24,9 +24,9 @@ from torch import nn
 
 from ampdbg.config.file import config_of
 from ampdbg.config.schema import Config, TargetSpec
-from ampdbg.config.targets import Target, did_you_mean, quoted, why_no_file
+from ampdbg.config.targets import Target, did_you_mean, why_no_file
 from ampdbg.errors import ConfigError, WorkloadError
-from ampdbg.quantities import listed
+from ampdbg.quantities import listed, quoted
 from ampdbg.workload.user_code import UserCode
 
 
