@@ -65,3 +65,9 @@ def format_of_config(config: Mapping[str, Any]) -> FloatFormat:
         return FLOAT16
     level, dtype = str(precision.get("level", "O1")), str(precision.get("dtype", "float16"))
     return lowest_format(level if level in LEVELS else "O1", dtype if dtype in FORMATS else "float16")
+
+
+def has_static_scale(config: Mapping[str, Any]) -> bool:
+    """Whether the config that a record keeps gives the loss scale as a number, which nothing changes."""
+    precision = config.get("precision")
+    return isinstance(precision, Mapping) and isinstance(precision.get("loss_scale"), (int, float))

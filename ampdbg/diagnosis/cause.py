@@ -1,4 +1,4 @@
-"""The cause of an unhealthy step, and the faults that a healthy one hides, decided by their replays.
+"""The cause of an unhealthy step, decided by its replays.
 
 The order is that of DIAGNOSES: does the replay reproduce it at all, does FP32 diverge, is FP32 finite, and
 only then which FP16 op is the producer and which code its numbers mean.
@@ -11,28 +11,21 @@ import math
 from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.divergence import DIVERGENCE, divergence, first_divergence, may_diverge
-from ampdbg.diagnosis.oscillation import GROWTH
 from ampdbg.diagnosis.producers import (
-    FAR_FROM_FP32,
     UNKNOWN,
-    Suspect,
     culprit,
-    erased_in,
     finding_at,
     format_of,
     named,
-    overflow,
-    overflow_in,
     precision_cause,
 )
 from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_nonfinite
-from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.replays import Investigation, Producer, Replay
+from ampdbg.record.replays import Investigation, Producer
 from ampdbg.record.run import Record, Step, TensorCounts
 
 GREW = 30.0
@@ -59,13 +52,6 @@ GROWS = (
     "since FP32 fails too"
 )
 OF_SPOILT = "run what computes it with autocast(enabled=False), and compare; the report of ampdbg run may name the op"
-STARTS_LOW = (
-    "make the loss larger, or start the scaler at a larger scale, as GradScaler(init_scale=2.0**24): by itself it "
-    "doubles its scale only every growth_interval steps"
-)
-HELD_DOWN = (
-    "scale the losses apart, a backward pass and a GradScaler for each: at a larger scale other gradients overflow"
-)
 TOO_COARSE = "change the formula where it divides or cancels; no pin helps, since FP32 fails too"
 
 
@@ -324,100 +310,3 @@ def _starts_in(made: Investigation) -> Producer | None:
     phases = ("forward",) if made.why == "loss" else ("backward",)
     found = [producer for producer in made.replays[1].producers if producer.phase in phases]
     return next((producer for producer in found if producer.nan), next(iter(found), None))
-
-
-# Faults behind a finite loss and finite gradients: overflow that erases itself, lost gradients, lost precision
-
-
-def hidden_faults(record: Record) -> Iterator[Finding]:
-    """What the last step of a run that looks healthy hides."""
-    for made in record.investigations:
-        if made.why == "end" and _can_be_judged(made):
-            yield from _faults(made, record)
-
-
-def _can_be_judged(made: Investigation) -> bool:
-    """Code that does not compute the same again cannot be compared with FP32."""
-    return len(made.replays) > 1 and is_finite(made.replays[0]) and is_finite(made.replays[1]) and is_same_run(made)
-
-
-def _faults(made: Investigation, record: Record) -> Iterator[Finding]:
-    low, fp32, floor = made.replays[0], made.replays[1], noise_floor(made)
-    # Without its noise floor a difference says nothing.
-    is_far = floor is not None and not agrees(low, fp32, floor)
-    hidden, erased = overflow_in(made), erased_in(made)
-    if hidden is not None:
-        yield _silent_overflow(hidden, is_far)
-    elif erased is not None:
-        yield _erased_overflow(erased)
-    if (low.lost_energy or 0.0) > LOST_ENERGY or (is_far and hidden is None and low.lost):
-        yield _underflow(made, record)
-    elif is_far and hidden is None and not _chooses_otherwise(made, floor):
-        yield _precision_loss(made)
-
-
-def _silent_overflow(suspect: Suspect, is_far: bool) -> Finding:
-    low, fp32 = suspect.made.replays[:2]
-    if not is_far and suspect.producer.phase == "backward" and _agree(low):
-        return _erased_overflow(suspect)
-    result = _losses(low, fp32) if is_far else "the loss still agrees with FP32's"
-    message = f"{overflow(suspect)}, and a later op turns the inf into a finite value; {result}"
-    evidence = {"value": suspect.value, **_against_fp32(low, fp32)}
-    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
-    return found if is_far else replace(found, severity="warning")
-
-
-def _agree(low: Replay) -> bool:
-    return low.gradient_distance is not None and low.gradient_distance <= AGREEMENT
-
-
-def _erased_overflow(suspect: Suspect) -> Finding:
-    """A gradient overflowed where FP32 makes a zero of it too, as behind a ReLU."""
-    message = f"{overflow(suspect)}, and a later op turns the inf into a zero, as it does in FP32"
-    evidence = {"value": suspect.value, **_against_fp32(*suspect.made.replays[:2])}
-    found = finding_at("silent-overflow", suspect.made, message, suspect.producer, **evidence)
-    return replace(found, severity="info", remedy="")
-
-
-def _underflow(made: Investigation, record: Record) -> Finding:
-    low = made.replays[0]
-    flushes = f"{format_of(low.dtype).short} flushes {low.lost_energy or 0.0:.0%} of the gradient's energy to zero"
-    message = f"at a loss scale of {number(low.scale)}, {flushes}"
-    lost = low.lost[:20]
-    found = finding_at(
-        "gradient-underflow", made, message, loss_scale=low.scale, lost_energy=low.lost_energy, lost=lost
-    )
-    if has_static_scale(record) or not any(step.scaler for step in record.steps):
-        return found
-    # The scaler is a dynamic one: what keeps its scale down is another gradient, or that it began there.
-    skipped = (step for step in record.steps if step.skipped and step.scaler and math.isfinite(step.loss))
-    is_held = any(low.scale < step.scale <= GROWTH * low.scale for step in skipped)
-    return replace(found, remedy=HELD_DOWN if is_held else STARTS_LOW)
-
-
-def has_static_scale(record: Record) -> bool:
-    """Whether the config gives the loss scale as a number, which nothing changes."""
-    return isinstance(record.config.get("precision", {}).get("loss_scale"), (int, float))
-
-
-def _chooses_otherwise(made: Investigation, floor: Replay | None) -> bool:
-    """Whether a choice alone is far from FP32's, such as which box an object is matched to, and the loss agrees."""
-    first = made.first_far
-    return (
-        first is not None and base_name(first.op) in CHOOSES and losses_agree(made.replays[0], made.replays[1], floor)
-    )
-
-
-def _precision_loss(made: Investigation) -> Finding:
-    low, fp32 = made.replays[:2]
-    where = f"; {named(made.first_far)} is the first op that differs" if made.first_far else ""
-    message = f"the step differs from FP32 by more than rounding explains: {_losses(low, fp32)}{where}"
-    return finding_at(FAR_FROM_FP32, made, message, made.first_far, **_against_fp32(low, fp32))
-
-
-def _losses(low: Replay, fp32: Replay) -> str:
-    return f"the loss is {number(low.loss)}, and {number(fp32.loss)} in FP32"
-
-
-def _against_fp32(low: Replay, fp32: Replay) -> dict[str, object]:
-    return {"loss": low.loss, "loss_in_fp32": fp32.loss, "gradient_distance": low.gradient_distance}

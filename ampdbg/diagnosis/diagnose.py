@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ampdbg.diagnosis.cause import hidden_faults, nonfinite_loss
+from ampdbg.diagnosis.cause import nonfinite_loss
+from ampdbg.diagnosis.hidden_faults import hidden_faults
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
 from ampdbg.diagnosis.scale import UNTOLD, runaway, skips

@@ -14,10 +14,11 @@ from operator import attrgetter
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, first_in_a_row, has_static_scale
+from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
+from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
@@ -203,7 +204,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
     given, survived = number(made.replays[0].scale), survivor(made)
     if survived is None:
         return found
-    if not survived.lost and has_static_scale(record) and CODES[found.code].keeps_scale:
+    if not survived.lost and has_static_scale(record.config) and CODES[found.code].keeps_scale:
         return replace(
             found,
             code=CALIBRATION,
@@ -240,7 +241,7 @@ def _is_calibration(made: Investigation, record: Record) -> bool:
     """
     if made.is_as_it_trained:
         return True
-    if has_static_scale(record) or _usable_scale(made) is None:
+    if has_static_scale(record.config) or _usable_scale(made) is None:
         return False
     suspect, code = culprit(made), CODES[cause_of(made, record).code]
     is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
