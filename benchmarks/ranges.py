@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ampdbg.precision.emulation import cuda_on_cpu
 from ampdbg.probes.op_trace import OpTrace, placed
 from ampdbg.probes.shadow_trace import ShadowTrace, bfloat16_for_float16, sites_of
 from ampdbg.record.file import to_json
 from ampdbg.record.run import Environment, Record
-from benchmarks.steps import Gpt, Task, gpt, machine, threads
+from benchmarks.steps import Gpt, Task, gpt, loss_of_tokens, machine, threads
 
 Watching = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 
@@ -34,7 +33,7 @@ def deep(tiny: bool) -> Task:
     vocabulary, length, width, depth, heads, batch = (50, 8, 16, 2, 2, 2) if tiny else (512, 128, 128, 200, 4, 4)
     ids = torch.randint(vocabulary, (batch, length))
     model = Gpt(vocabulary, length, width, depth, heads)
-    return Task("deep gpt", model, ids, lambda logits: F.cross_entropy(logits.flatten(0, 1), ids.flatten()))
+    return Task("deep gpt", model, ids, loss_of_tokens, ids)
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def step(task: Task, dtype: torch.dtype, watching: Watching) -> float:
     start = time.perf_counter()
     with watching(task.model):
         with torch.autocast("cpu", dtype):
-            loss = task.loss(task.model(task.inputs))
+            loss = task.forward()
         loss.backward()
     return time.perf_counter() - start
 

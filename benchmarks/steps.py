@@ -1,4 +1,5 @@
-"""What a training step costs: emulated FP16 against FP32 and against the CPU's own FP16, watched against bare.
+"""What a training step costs: emulated FP16 against FP32 and against the CPU's own FP16, watched against bare; with
+``--device cuda`` watched against bare on a GPU.
 
 Each comparison times a few steps in a row of two kinds in turn, A B B A, in one process, so that a slow moment of the
 machine hits both; what counts is the median of the ratios A/B of neighbours. A row is as long as what a watcher does
@@ -18,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -86,20 +87,46 @@ class Task:
     name: str
     model: nn.Module
     inputs: Tensor
-    loss: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    targets: Tensor
+
+    def on(self, device: str) -> Task:
+        """The same with the model and all data on a device; the model itself moves."""
+        return replace(
+            self, model=self.model.to(device), inputs=self.inputs.to(device), targets=self.targets.to(device)
+        )
+
+    def forward(self) -> Tensor:
+        """The loss of a step."""
+        return self.loss(self.model(self.inputs), self.targets)
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.inputs.device.type
 
     @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+def loss_of_tokens(logits: Tensor, ids: Tensor) -> Tensor:
+    """Cross entropy of logits (batch, length, vocabulary) against the ids (batch, length) that were to come."""
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
 def gpt(tiny: bool) -> Task:
     """Six layers and 5.8 M parameters, on 8 sequences of 128 random tokens."""
     vocabulary, length, width, depth, heads, batch = (50, 8, 16, 1, 2, 2) if tiny else (2048, 128, 256, 6, 8, 8)
     ids = torch.randint(vocabulary, (batch, length))
-    targets = ids.roll(-1, 1).flatten()
-    model = Gpt(vocabulary, length, width, depth, heads)
-    return Task("gpt", model, ids, lambda logits: F.cross_entropy(logits.flatten(0, 1), targets))
+    return Task("gpt", Gpt(vocabulary, length, width, depth, heads), ids, loss_of_tokens, ids.roll(-1, 1))
+
+
+def gpt2(tiny: bool) -> Task:
+    """The size of GPT-2: twelve layers and 163 M parameters, on 8 sequences of 1,024 random tokens."""
+    vocabulary, length, width, depth, heads, batch = (50, 8, 16, 1, 2, 2) if tiny else (50304, 1024, 768, 12, 12, 8)
+    ids = torch.randint(vocabulary, (batch, length))
+    return Task("gpt2", Gpt(vocabulary, length, width, depth, heads), ids, loss_of_tokens, ids.roll(-1, 1))
 
 
 def convnet(tiny: bool) -> Task:
@@ -116,13 +143,13 @@ def convnet(tiny: bool) -> Task:
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
     targets = torch.randint(10, (batch,))
     images = torch.randn(batch, 3, side, side)
-    return Task("convnet", model, images, lambda logits: F.cross_entropy(logits, targets))
+    return Task("convnet", model, images, F.cross_entropy, targets)
 
 
 def small_parameters(tiny: bool) -> Task:
     """2,000 parameters of 64 elements each."""
     count = 20 if tiny else 2000
-    return Task("small parameters", Scales(count, 64), torch.randn(32, 64), lambda output: output.pow(2).mean())
+    return Task("small parameters", Scales(count, 64), torch.randn(32, 64), F.mse_loss, torch.zeros(32, 64))
 
 
 Watching = Callable[[Task, torch.optim.Optimizer], tuple[AbstractContextManager[object], Watch | None]]
@@ -176,22 +203,29 @@ class Trainer:
     ) -> None:
         self.task, self.policy, self.half = task, policy, half
         self.optimizer = torch.optim.AdamW(task.model.parameters(), lr=1e-4)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=half)
+        self.scaler = torch.amp.GradScaler(task.device, init_scale=1024.0, enabled=half)
         self.watching, self.watcher = watching(task, self.optimizer)
 
     def timed_steps(self, count: int) -> float:
         with self.policy(), self.watching:
             for _ in range(min(SETTLES, count)):
                 self.step()
+            self.finish()
             start = time.perf_counter()
             for _ in range(count):
                 self.step()
+            self.finish()
             return (time.perf_counter() - start) / count
+
+    def finish(self) -> None:
+        """Waits until a GPU has done what it was given."""
+        if self.task.device == "cuda":
+            torch.cuda.synchronize()
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16, enabled=self.half):
-            loss = self.task.loss(self.task.model(self.task.inputs))
+        with torch.autocast(self.task.device, torch.float16, enabled=self.half):
+            loss = self.task.forward()
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -215,6 +249,14 @@ WAYS: dict[str, Callable[[Task], Trainer]] = {
     "watched FP16": lambda task: Trainer(task, cuda_on_cpu, half=True, watching=by_name),
     "ampdbg run": lambda task: Trainer(task, cuda_on_cpu, half=True, watching=as_run_does),
 }
+"""The ways on a CPU."""
+
+WAYS_ON_GPU: dict[str, Callable[[Task], Trainer]] = {
+    "FP16": lambda task: Trainer(task, nullcontext, half=True),
+    "watched FP16": lambda task: Trainer(task, nullcontext, half=True, watching=by_name),
+    "ampdbg run": lambda task: Trainer(task, nullcontext, half=True, watching=as_run_does),
+}
+"""The ways on a GPU, which computes FP16 itself."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +280,16 @@ COMPARISONS = (
     Comparison(convnet, "ampdbg run", "emulated FP16", "<= 1.03"),
     Comparison(convnet, "native FP16", "emulated FP16", ">= 8", slow=True),
     Comparison(small_parameters, "watched FP16", "emulated FP16", "<= 1.03"),
+)
+
+COMPARISONS_ON_GPU = (
+    Comparison(gpt2, "watched FP16", "FP16", "<= 1.03"),
+    Comparison(gpt2, "ampdbg run", "FP16", "<= 1.03"),
+    Comparison(gpt, "watched FP16", "FP16", "<= 1.03"),
+    Comparison(gpt, "ampdbg run", "FP16", "<= 1.03"),
+    Comparison(convnet, "watched FP16", "FP16", "<= 1.03"),
+    Comparison(convnet, "ampdbg run", "FP16", "<= 1.03"),
+    Comparison(small_parameters, "watched FP16", "FP16", "<= 1.03"),
 )
 
 
@@ -269,12 +321,13 @@ class Result:
         )
 
 
-def compare(comparison: Comparison, rounds: int, tiny: bool) -> Result:
+def compare(comparison: Comparison, rounds: int, tiny: bool, device: str = "cpu") -> Result:
     """Times ``rounds`` pairs of rows, both trainers working on one model; a slow one makes one step a row."""
     torch.manual_seed(0)
-    task = comparison.task(tiny)
-    first = WAYS[comparison.first](task)
-    second = first.unwatched() if first.watcher is not None else WAYS[comparison.second](task)
+    task = comparison.task(tiny).on(device)
+    ways = WAYS_ON_GPU if device == "cuda" else WAYS
+    first = ways[comparison.first](task)
+    second = first.unwatched() if first.watcher is not None else ways[comparison.second](task)
     count = 1 if comparison.slow else ROW
     for trainer in (first, second):
         trainer.timed_steps(2 if comparison.slow else WARM_UP)
@@ -311,9 +364,10 @@ def pair(first: Trainer, second: Trainer, count: int, first_leads: bool) -> tupl
     return first.timed_steps(count), later
 
 
-def machine() -> str:
+def machine(device: str = "cpu") -> str:
     """What the figures were taken on, in words that fit any machine of the kind."""
-    return f"{torch.get_num_threads()} threads on {os.cpu_count()} vCPU {processor()}, torch {torch.__version__}"
+    gpu = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
+    return f"{gpu}{torch.get_num_threads()} threads on {os.cpu_count()} vCPU {processor()}, torch {torch.__version__}"
 
 
 def processor() -> str:
@@ -343,6 +397,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--slow-rounds", type=int, default=3, help="the same where the CPU's own FP16 takes part; 0: none"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the steps are made")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--only", default="", help="what to measure: gpt, or 'gpt ampdbg run'")
     parser.add_argument("--tiny", action="store_true", help="models of a few hundred parameters: a trial of the script")
@@ -355,14 +410,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     results: list[Result] = []
     with threads(options.threads):
-        print(machine())
-        for comparison in COMPARISONS:
+        print(machine(options.device))
+        for comparison in COMPARISONS_ON_GPU if options.device == "cuda" else COMPARISONS:
             rounds = options.slow_rounds if comparison.slow else options.rounds
             if options.only in f"{comparison.task.__name__} {comparison.first}" and rounds:
-                results.append(compare(comparison, rounds, options.tiny))
+                results.append(compare(comparison, rounds, options.tiny, options.device))
                 print(results[-1].line(), flush=True)
         if options.json:
-            figures = {"machine": machine(), "results": [asdict(result) for result in results]}
+            figures = {"machine": machine(options.device), "results": [asdict(result) for result in results]}
             options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
