@@ -25,6 +25,7 @@ from ampdbg.probes.tensors import float_values, is_finite, nonfinite, stored, to
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
+from ampdbg.replay.draws import drawn_alike
 from ampdbg.replay.run import Run, loss_of, run_pass
 from ampdbg.replay.snapshot import Snapshot, rewound
 from ampdbg.replay.state import are_held_whole, held_by, tensors_in
@@ -184,22 +185,29 @@ def _fp32_losses(run: Run, snapshot: Snapshot, steps: int) -> Iterator[float]:
 def _try(run: Run, snapshot: Snapshot, manner: Manner, *, stops_at_loss: bool = False) -> tuple[float, str]:
     """The loss, or the first line of the error that the user's code raised."""
     try:
-        with lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext():
+        with (
+            lifted(manner.dtype) if manner.is_lifted else contextlib.nullcontext(),
+            drawn_alike(snapshot.draws, notes=_is_as_it_was(run, manner)),
+        ):
             return _forward_and_backward(run, snapshot, manner, stops_at_loss), ""
     except AmpdbgError as error:
         return math.nan, first_line(error)
 
 
 def _forward_and_backward(run: Run, snapshot: Snapshot, manner: Manner, stops_at_loss: bool) -> float:
-    as_it_was = not manner.is_lifted and manner.dtype == run.mode.format.name
     losses = run_pass(
         run.workload,
         [altered_batch(batch, manner.altered) for batch in snapshot.batches],
-        run.mode.forward if as_it_was else functools.partial(_autocast, run.device, manner.dtype),
+        run.mode.forward if _is_as_it_was(run, manner) else functools.partial(_autocast, run.device, manner.dtype),
         scaled=lambda loss: _scaled(loss, manner.scale),
         stops_at=lambda losses: stops_at_loss and not math.isfinite(sum(loss.item() for loss in losses.values())),
     )
     return loss_of(losses)
+
+
+def _is_as_it_was(run: Run, manner: Manner) -> bool:
+    """Whether the step runs in the precision of the run."""
+    return not manner.is_lifted and manner.dtype == run.mode.format.name
 
 
 def _scaled(loss: torch.Tensor, scale: float) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ampdbg.probes.pause import unwatched
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.replays import Investigation
 from ampdbg.replay.copies import Copying, Left, duplicate
+from ampdbg.replay.draws import Draws
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.state import LARGEST, NOT_OWN, duplicated, own_attributes, restored, written
@@ -230,6 +231,8 @@ class Snapshot:
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
     beside: tuple[Any, ...] = ()
+    draws: Draws = field(default_factory=Draws)
+    """What its dropouts draw from, noted when it is first run again."""
 
 
 def take_snapshot(model: torch.nn.Module, step: int, batches: tuple[Any, ...], *beside: Any) -> Snapshot:

@@ -1,0 +1,140 @@
+"""Dropout that drops the same in every replay of a step: on a GPU what it draws depends on the dtype it is given.
+
+CUDA's kernel takes as many random numbers at a time as fit its vector loads, four of float32 and eight of half, so that
+one random state makes two masks. What a step was seen to drop in half is dropped in FP32 too. Of fused attention, which
+keeps its mask to itself, nobody can tell what it has dropped: replays draw that anew, all of them the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ampdbg.probes.seams import replaced
+
+Function = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Draws:
+    """The dtypes of what the dropouts of one step were given, in order, as its first replay has noted them."""
+
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    are_noted: bool = False
+
+
+@contextlib.contextmanager
+def drawn_alike(draws: Draws, *, notes: bool) -> Iterator[None]:
+    """While this is entered dropout of this thread, on a GPU, drops what it has dropped in the step.
+
+    Args:
+        draws: of the step.
+        notes: the step is run again as it was: what it draws from is noted, where that is not known yet.
+    """
+    drawing = _Drawing(draws, notes=notes and not draws.are_noted)
+    with contextlib.ExitStack() as stack:
+        for owner in (torch._VF, torch):
+            for name in ("dropout", "dropout_"):
+                stack.enter_context(replaced(owner, name, drawing.dropout))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", drawing.attention))
+        yield
+    draws.are_noted |= notes
+
+
+def depends_on_dtype(tensor: torch.Tensor) -> bool:
+    """Whether other random numbers are drawn for a tensor of its shape in another dtype."""
+    return tensor.is_cuda
+
+
+def mask_of(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
+    """What dropout keeps of a tensor of this shape and layout in a dtype, as bool; draws as it does."""
+    given = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device=like.device)
+    return torch.native_dropout(given, p, True)[1]
+
+
+class _Drawing:
+    def __init__(self, draws: Draws, *, notes: bool) -> None:
+        self._draws, self._notes = draws, notes
+        self._thread = threading.get_ident()
+        self._number = 0
+
+    def dropout(self, original: Function) -> Function:
+        """What stands for ``torch.dropout(input, p, train)``, or its in-place form."""
+        is_in_place = original.__name__.endswith("_")
+
+        def call(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002 - it may be named
+            if not (train and 0.0 < p < 1.0) or not self._is_drawn_anew(input):
+                return original(input, p, train)
+            dtype = self._noted(input.dtype)
+            if dtype is input.dtype:
+                return original(input, p, train)
+            with torch.no_grad(), _disable_current_modes():  # it is none of the step's ops
+                kept = mask_of(input, dtype, p)
+            scale = 1.0 / (1.0 - p)
+            return input.mul_(kept).mul_(scale) if is_in_place else input * kept * scale
+
+        return call
+
+    def _noted(self, dtype: torch.dtype) -> torch.dtype:
+        if self._notes:
+            self._draws.dtypes.append(dtype)
+            return dtype
+        number, self._number = self._number, self._number + 1
+        return self._draws.dtypes[number] if number < len(self._draws.dtypes) else dtype
+
+    def attention(self, original: Function) -> Function:
+        """What stands for ``F.scaled_dot_product_attention``."""
+
+        def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            dropped = kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)
+            if dropped > 0.0 and self._is_drawn_anew(query):
+                return attention(query, key, value, *args, **kwargs)
+            return original(query, key, value, *args, **kwargs)
+
+        return call
+
+    def _is_drawn_anew(self, given: Any) -> bool:
+        return type(given) is torch.Tensor and self._thread == threading.get_ident() and depends_on_dtype(given)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``F.scaled_dot_product_attention`` as fused kernels compute it, with a mask of dropout that float32 draws.
+
+    Scores are float32, as in a fused kernel, whatever is given; what comes out is of the dtype that is given, or that
+    autocast lowers to.
+    """
+    kind = query.device.type
+    is_lowered = torch.is_autocast_enabled(kind) and query.dtype is not torch.float64
+    dtype = torch.get_autocast_dtype(kind) if is_lowered else query.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(kind, enabled=False):
+        query, key, value = (tensor.to(dtype).to(wide) for tensor in (query, key, value))
+        if enable_gqa:
+            key, value = (one.repeat_interleave(query.shape[-3] // one.shape[-3], -3) for one in (key, value))
+        scores = query @ key.transpose(-2, -1) * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if is_causal:
+            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores = scores.masked_fill(~allowed, -math.inf)
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = F.dropout(torch.softmax(scores, dim=-1), dropout_p)
+        return (weights @ value).to(dtype)

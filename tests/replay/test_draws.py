@@ -1,0 +1,131 @@
+"""Replays drop what the step has dropped where, as on a GPU, another dtype draws other random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
+from ampdbg.probes.seams import replaced
+from ampdbg.record.run import Record
+from ampdbg.replay import draws
+from ampdbg.replay.draws import Draws, attention, drawn_alike
+from ampdbg.training.loop import train
+from tests.zoo.test_zoo import FILES, config_of
+
+BEFORE = F.scaled_dot_product_attention
+
+
+def drawn(like: torch.Tensor, dtype: torch.dtype, p: float) -> torch.Tensor:
+    """The mask of a dropout that gives its random numbers to half in another order, as CUDA's does."""
+    kept = torch.rand(like.numel()) >= p
+    return (kept.flip(0) if dtype is torch.float16 else kept).view(like.shape)
+
+
+def as_on_a_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dropout(given: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return given * drawn(given, given.dtype, p) / (1.0 - p) if train else original(given, p, train)
+
+    return dropout
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: True)
+    monkeypatch.setattr(draws, "mask_of", drawn)
+    with replaced(torch._VF, "dropout", as_on_a_gpu), replaced(torch, "dropout", as_on_a_gpu):
+        yield
+
+
+def scanned(folder: Path) -> Record:
+    file = next(file for file in FILES if file.stem == "dropout")
+    return diagnose(train(load_config(config_of(file, folder), ("train.device=cpu",))))
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_a_healthy_model_with_dropout_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = scanned(tmp_path)
+    assert (record.verdict, [one.code for one in record.findings]) == ("healthy", ["scale-calibration"])
+    low, fp32 = record.investigations[0].replays[:2]
+    assert low.loss == pytest.approx(record.steps[-1].loss)
+    assert fp32.loss == pytest.approx(low.loss, rel=1e-2)
+    monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: False)
+    assert scanned(tmp_path).findings[0].code == "precision-loss"  # the control
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_each_dropout_draws_as_it_did() -> None:
+    known, x = Draws(), torch.ones(64)
+    torch.manual_seed(0)
+    with drawn_alike(known, notes=True):
+        there = [F.dropout(x.half()), torch.dropout(x, 0.25, True), F.dropout(x, training=False)]
+    assert (known.dtypes, known.are_noted) == ([torch.float16, torch.float32], True)
+    for wide in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        leaf = x.to(wide).requires_grad_()
+        with drawn_alike(known, notes=False):
+            here = [F.dropout(leaf), F.dropout(x, 0.25), F.dropout(x, training=False)]
+        assert [one.dtype for one in here] == [wide, torch.float32, torch.float32]
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(here, there, strict=True))
+        (gradient,) = torch.autograd.grad(here[0].sum(), leaf)
+        assert torch.equal(gradient, here[0])
+    torch.manual_seed(0)
+    with drawn_alike(known, notes=False):
+        assert torch.equal(F.dropout(x.clone(), inplace=True), there[0].float())
+
+
+def test_nothing_is_left_behind() -> None:
+    names = ("dropout", "dropout_")
+    before = [getattr(torch, name) for name in names]
+    with pytest.raises(RuntimeError, match="own"), drawn_alike(Draws(), notes=True):
+        raise RuntimeError("own")
+    assert [getattr(torch, name) for name in names] == before
+    assert not vars(torch._VF).keys() & set(names)
+    assert F.scaled_dot_product_attention is BEFORE
+
+
+MASK = torch.rand(5, 7, generator=torch.Generator().manual_seed(3))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": MASK > 0.3},
+    "added": {"attn_mask": MASK.log()},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_attention_is_torchs_and_its_scores_are_wide(options: dict[str, Any], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 if "enable_gqa" in options else 4
+    shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))
+    query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = F.scaled_dot_product_attention(query.to(wide), key.to(wide), value.to(wide), **options)
+    result = attention(query, key, value, **options)
+    assert result.dtype is dtype
+    torch.testing.assert_close(result, expected.to(dtype))
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_attention_with_dropout_draws_the_same_in_every_dtype() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 6, 8, generator=generator).half().float() for _ in range(3))
+    results = list[torch.Tensor]()
+    for dtype in (torch.float16, torch.float32):
+        torch.manual_seed(0)
+        with drawn_alike(Draws(), notes=True), torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+            results.append(F.scaled_dot_product_attention(query, key, value, dropout_p=0.5))
+        assert results[-1].dtype is dtype
+    torch.testing.assert_close(results[0].float(), results[1], rtol=2e-3, atol=2e-3)
+    with drawn_alike(Draws(), notes=True):
+        assert not torch.equal(F.scaled_dot_product_attention(query, key, value, None, 0.5), results[1])
+        assert torch.equal(F.scaled_dot_product_attention(query, key, value), BEFORE(query, key, value))
