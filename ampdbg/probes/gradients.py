@@ -10,7 +10,7 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.nn.utils import get_total_norm
 
-from ampdbg.probes.tensors import Scalar, float_values, magnitude_of
+from ampdbg.probes.tensors import Scalar, float_values, is_at_hand, magnitude_of
 from ampdbg.record.run import GroupOverflow, ParameterCounts
 
 SMALL = 32_768
@@ -42,14 +42,31 @@ def gradient_norm(optimizer: torch.optim.Optimizer, divisor: Scalar = 1.0) -> Sc
 
 @torch.no_grad()
 def _norm_of_any(gradients: list[torch.Tensor], divisor: Scalar) -> Scalar | None:
-    values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+    values = gradients
+    if not _are_plain(gradients):
+        values = [value for value in map(float_values, gradients) if value is not None and value.numel()]
+        values = [value.float() if value.dtype.itemsize < 4 else value for value in values]
     if not values:
         return None
-    norm = get_total_norm([value.float() if value.dtype.itemsize < 4 else value for value in values])
-    if norm.device.type == "cpu" and torch.isinf(norm):
-        norm = get_total_norm([value.double() for value in values]).float()
+    norm = _total_norm(values)
+    on_host = is_at_hand(norm)
+    if on_host and torch.isinf(norm):
+        norm = _total_norm([value.double() for value in values]).float()
     norm = norm / (divisor.to(norm.device) if isinstance(divisor, torch.Tensor) else divisor)
-    return norm.item() if norm.device.type == "cpu" else norm
+    return norm.item() if on_host else norm
+
+
+def _are_plain(gradients: list[torch.Tensor]) -> bool:
+    kinds = {(type(one), one.dtype, one.layout) for one in gradients}
+    return kinds == {(torch.Tensor, torch.float32, torch.strided)} and all(one.numel() for one in gradients)
+
+
+def _total_norm(values: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all; of those on one device with as few calls as can be, which a GPU's loop has to wait for."""
+    if len({value.device for value in values}) > 1:
+        return get_total_norm(values)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    return norm
 
 
 @torch.no_grad()
@@ -63,10 +80,10 @@ def gradient_norms(optimizer: torch.optim.Optimizer) -> NormOfEach | None:
     gradients = [parameter.grad for parameter in parameters]
     devices = {gradient.device for gradient in gradients}
     is_dense = all(gradient.layout is torch.strided and gradient.is_floating_point() for gradient in gradients)
-    if len(devices) != 1 or not is_dense or devices.pop().type in ("cpu", "meta"):
+    if len(devices) != 1 or not is_dense or devices == {torch.device("meta")} or is_at_hand(gradients[0]):
         return None
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)])
-    return tuple((id(p), p.grad._version) for p in parameters), norms
+    norms = [norm if norm.dtype is torch.float32 else norm.float() for norm in torch._foreach_norm(gradients, math.inf)]
+    return tuple((id(p), p.grad._version) for p in parameters), torch.stack(norms)
 
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -78,7 +95,7 @@ def _norm_of_plain(gradients: list[torch.Tensor]) -> float | None:
 
     Thousands of small gradients are not rare: what Python spends on each of them adds up to part of a step.
     """
-    if not gradients or gradients[0].device.type != "cpu":
+    if not gradients or not is_at_hand(gradients[0]):
         return None
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ampdbg.probes.gradients import NormOfEach, gradient_norm, gradient_norms
-from ampdbg.probes.tensors import Scalar, scalar_of
+from ampdbg.probes.tensors import Mark, Scalar, is_at_hand, is_on_device, read_aside, scalar_of, to_host
 from ampdbg.record.run import GroupOverflow, Step, TensorCounts
 
 BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOverflow, ...]]
@@ -24,22 +24,25 @@ BadGroups = Callable[[torch.optim.Optimizer, NormOfEach | None], tuple[GroupOver
 class OpenStep:
     """What is known of a step before it is closed. On a GPU the numbers are still there, as scalar tensors.
 
-    ``scaler`` is the enabled one that has scaled a loss, ``number`` tells it from others, ``bare`` holds the
-    optimizers (by ``id``) whose own step was called by the loop itself; of the one whose step is ``running``, else 0,
-    ``before_closure`` says how many losses there were when it began, and ``first_closure`` has those of the first time
-    that it has run its closure. Of gradients as the backward pass left them, by the ``id`` of their optimizer:
-    ``norms``, on a CPU the ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were
-    measured while they still carried the scale, ``sound`` those that a scaler has found finite, and whose norm nobody
-    has asked for.
+    ``mark`` stands behind the last of the losses that are there still. ``scaler`` is the enabled one that has scaled a
+    loss, ``number`` tells it from others, ``bare`` holds the optimizers (by ``id``) whose own step was called by the
+    loop itself; of the one whose step is ``running``, else 0, ``before_closure`` says how many losses there were when
+    it began, and ``first_closure`` has those of the first time that it has run its closure.
+
+    Of gradients as the backward pass left them, by the ``id`` of their optimizer: ``norms``, on a CPU the
+    ``bad_groups``, elsewhere the norm of each in ``each``. ``early`` are those that were measured while they still
+    carried the scale, ``trusted`` those of which a scaler has told, or on a GPU will tell by what it does, that they
+    are finite, and whose norm nobody has asked for.
     """
 
     scaled: list[Scalar] = field(default_factory=list)
+    mark: Mark | None = None
     losses: dict[str, Scalar] = field(default_factory=dict)
     norms: dict[int, Scalar] = field(default_factory=dict)
     each: dict[int, NormOfEach] = field(default_factory=dict)
     bad_groups: dict[int, tuple[GroupOverflow, ...]] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
-    sound: set[int] = field(default_factory=set)
+    trusted: set[int] = field(default_factory=set)
     groups: list[GroupOverflow] = field(default_factory=list)
     nonfinite: list[TensorCounts] = field(default_factory=list)
     bare: set[int] = field(default_factory=set)
@@ -74,6 +77,7 @@ class OpenStep:
             del self.scaled[self.before_closure :]
             losses = list(map(_first_unless_lost, self.first_closure, losses))
         self.scaled += losses
+        self.mark = Mark(losses[-1]) if losses and is_on_device(losses[-1]) else self.mark
 
     def has_finite_loss(self) -> bool:
         """Whether all losses are finite. On a GPU this syncs."""
@@ -83,6 +87,26 @@ class OpenStep:
         """As :meth:`has_finite_loss`, and without a sync: what is not on the host may be."""
         return all(not isinstance(loss, float) or math.isfinite(loss) for loss in self.scaled)
 
+    def read_losses_aside(self) -> None:
+        """Brings the losses to the host, where the loop may have done so itself: nothing waits for them any more."""
+        if self.mark is not None and self.mark.is_passed:
+            self.scaled, self.mark = list[Scalar](read_aside(self.scaled)), None
+
+    def read(
+        self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups, others: Sequence[Scalar] = ()
+    ) -> list[float]:
+        """Brings the losses to the host, the norm of an optimizer's gradients, and others, whose values it returns. On
+        a GPU this syncs once."""
+        key, count = id(optimizer), len(self.scaled)
+        norms = [self.norms[key]] if key in self.norms else []
+        values = to_host([*self.scaled, *norms, *others])
+        self.scaled, self.mark = list[Scalar](values[:count]), None
+        for norm in values[count : count + len(norms)]:
+            self.norms[key] = norm
+            if not math.isfinite(norm) and key not in self.each and key not in self.bad_groups:
+                self.bad_groups[key] = bad_groups(optimizer, None)
+        return values[count + len(norms) :]
+
     def loss_scale(self) -> Scalar:
         """The loss scale of now, not synced; without asking for it as the loop would."""
         scale = self.scaler._get_scale_async() if self.scaler is not None else None
@@ -90,20 +114,52 @@ class OpenStep:
 
     def is_measured(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it is known what the backward pass has left in the gradients."""
-        return id(optimizer) in self.norms or id(optimizer) in self.sound
+        return id(optimizer) in self.norms or id(optimizer) in self.trusted
 
-    def measure(self, optimizer: torch.optim.Optimizer, divisor: Scalar, bad_groups: BadGroups) -> None:
-        """Keeps what tells of the gradients as they are now, unless that is known already."""
+    def trust(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *, may_change: bool) -> None:
+        """Leaves it to a scaler that has unscaled the gradients to tell whether they are finite.
+
+        On a CPU it has told, and gradients that are not finite are to be measured. On a GPU its word would cost a sync
+        now: where it withholds the step, they are looked at then. Where they ``may_change`` before, as by clipping,
+        their largest magnitudes are kept.
+        """
+        flags = scaler._found_inf_per_device(optimizer).values()
+        if all(map(is_at_hand, flags)):
+            self.trusted |= {id(optimizer)} if flags and not any(flag.item() for flag in flags) else set()
+            return
+        self.trusted.add(id(optimizer))
+        if may_change:
+            self._keep_each(optimizer)
+
+    def withhold(self, optimizer: torch.optim.Optimizer, divisor: Scalar) -> None:
+        """The scaler has withheld the step of an optimizer: it has found what it was trusted to find."""
+        key = id(optimizer)
+        if key in self.trusted:
+            self.trusted.discard(key)
+            norm = self.each[key][1].amax() if key in self.each else gradient_norm(optimizer, divisor)
+            self.norms.update({} if norm is None else {key: norm})
+
+    def measure(
+        self, optimizer: torch.optim.Optimizer, divisor: Scalar, bad_groups: BadGroups, *, may_change: bool = True
+    ) -> None:
+        """Keeps what tells of the gradients as they are now, unless that is known already.
+
+        Those on a GPU are not waited for: where they ``may_change`` before they are, it tells of each.
+        """
         key = id(optimizer)
         norm = None if self.is_measured(optimizer) else gradient_norm(optimizer, divisor)
         if norm is None:
             return
         self.norms[key] = norm
         if isinstance(norm, torch.Tensor):
-            each = gradient_norms(optimizer)
-            self.each.update({} if each is None else {key: each})
+            if may_change:
+                self._keep_each(optimizer)
         elif not math.isfinite(norm):
             self.bad_groups[key] = bad_groups(optimizer, None)
+
+    def _keep_each(self, optimizer: torch.optim.Optimizer) -> None:
+        each = gradient_norms(optimizer)
+        self.each.update({} if each is None else {id(optimizer): each})
 
     def note_groups(self, optimizer: torch.optim.Optimizer, bad_groups: BadGroups) -> None:
         """Adds the groups whose gradients were not finite."""
@@ -158,17 +214,6 @@ def _first_unless_lost(first: Scalar, last: Scalar) -> Scalar:
 def is_finite_scalar(norm: Scalar | None) -> bool:
     """Whether a norm is finite, or there is none. On a GPU this syncs."""
     return norm is None or math.isfinite(norm)
-
-
-def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler has found a gradient of an optimizer that is not finite. On a GPU this syncs."""
-    return any(bool(flag.item()) for flag in scaler._found_inf_per_device(optimizer).values())
-
-
-def is_sound(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a scaler has found all gradients of an optimizer finite, where that can be read without a sync."""
-    flags = scaler._found_inf_per_device(optimizer).values()
-    return bool(flags) and all(flag.is_cpu and not flag.item() for flag in flags)
 
 
 _SEAM = itemgetter(0)

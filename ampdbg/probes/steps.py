@@ -40,6 +40,9 @@ NORM_EVERY = 8
 """Behind the first ``STEPS_AT_ENDS`` the norm of one healthy step in so many is taken: it is a pass over memory, and
 nothing but the page's curve is drawn from it where a scaler tells whether the gradients are finite."""
 
+FIRST_NORMS = 16
+"""On a GPU, which a loop with small layers keeps waiting for its next kernel, that begins behind so many steps."""
+
 LISTED_STEPS = 50
 """So many unhealthy steps list their groups; later ones only count them, so that the record stays small."""
 
@@ -120,11 +123,11 @@ class StepLog:
         is_flat = len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:])
         return (*[FLAT] * is_flat, *[groups] * bool(self._unlisted_steps), *[steps] * bool(counted))
 
-    @property
-    def wants_norm(self) -> bool:
-        """Whether the step under way is one of those whose gradient norm is to be recorded though it is healthy."""
+    def wants_norm(self, *, seldom: bool = False) -> bool:
+        """Whether the step under way is one of those whose gradient norm is to be recorded though it is healthy;
+        ``seldom``, of few at the beginning."""
         number = self.closed()
-        return number < STEPS_AT_ENDS or number % NORM_EVERY == 0
+        return number < (FIRST_NORMS if seldom else STEPS_AT_ENDS) or number % NORM_EVERY == 0
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
@@ -135,10 +138,6 @@ class StepLog:
         """The last step that has ended; on a GPU this reads what is still unread (one sync)."""
         self._read()
         return self._steps[-1]
-
-    def loss_read(self) -> float:
-        """The loss of the last step that was read; on a GPU an earlier one than the last that has ended."""
-        return self._steps[-1].loss if self._steps else 0.0
 
     def add_losses(self, losses: Mapping[str, torch.Tensor], weight: float) -> None:
         """Adds unscaled losses, scalar tensors by name, to the step under way; else those that go backward count."""

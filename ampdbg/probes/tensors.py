@@ -68,9 +68,36 @@ Scalar = float | torch.Tensor
 """A number; where it was computed on a GPU the tensor of it, which nothing has waited for yet."""
 
 
+def is_at_hand(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are in main memory, and can be read without a wait for a GPU."""
+    return tensor.device.type == "cpu"
+
+
+class Mark:
+    """A place in the work of a tensor's GPU, right behind what makes the tensor.
+
+    A loop that has decided by a tensor's value has waited for it, whatever it has given its GPU to do since: then the
+    mark is passed, and :func:`read_aside` waits for nothing.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._is_at_hand = is_at_hand(tensor)
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the tensor's value can be read without a wait; never while the work of a GPU is captured."""
+        if self._event is None or torch.cuda.is_current_stream_capturing():
+            return self._is_at_hand
+        return bool(self._event.query())
+
+
 def scalar_of(tensor: torch.Tensor) -> Scalar:
     """The sum of a tensor's values as it is now: a loss is one value, or several that go backward together."""
-    on_host = tensor.device.type == "cpu"
+    on_host = is_at_hand(tensor)
     if on_host and not tensor.ndim and tensor.is_floating_point():
         return float(tensor.item())
     value = tensor.detach().float().sum()
@@ -79,7 +106,7 @@ def scalar_of(tensor: torch.Tensor) -> Scalar:
 
 def is_on_device(scalar: Scalar) -> TypeGuard[torch.Tensor]:
     """Whether whoever reads its value waits for a GPU."""
-    return isinstance(scalar, torch.Tensor) and scalar.device.type != "cpu"
+    return isinstance(scalar, torch.Tensor) and not is_at_hand(scalar)
 
 
 def are_on_host(scalars: Sequence[Scalar]) -> bool:
@@ -92,9 +119,18 @@ def to_host(scalars: Sequence[Scalar]) -> list[float]:
     if are_on_host(scalars):
         return list(map(float, scalars))
     waiting = [scalar for scalar in scalars if is_on_device(scalar)]
+    if len(waiting) == len(scalars) == 1:  # read as it is: each call costs a GPU's loop time
+        return [float(waiting[0])]
     device = waiting[0].device
     read = iter(torch.stack([scalar.reshape(()).to(device, torch.float64) for scalar in waiting]).tolist())
     return [float(next(read) if is_on_device(scalar) else scalar) for scalar in scalars]
+
+
+def read_aside(scalars: Sequence[Scalar]) -> list[float]:
+    """As :func:`to_host`, of scalars whose marks are passed: without a wait for what their GPU was given since."""
+    device = next((scalar.device for scalar in scalars if isinstance(scalar, torch.Tensor) and scalar.is_cuda), None)
+    with contextlib.nullcontext() if device is None else torch.cuda.stream(torch.cuda.Stream(device)):
+        return to_host(scalars)
 
 
 def float_values(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ without a scaler never withholds a step: there one number a step, the gradient n
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import weakref
@@ -30,14 +29,14 @@ from ampdbg.precision.emulation import is_emulating
 from ampdbg.probes.calls import Calls
 from ampdbg.probes.guard import Guard
 from ampdbg.probes.loss_graph import scaler_of
+from ampdbg.probes.measures import Measures
 from ampdbg.probes.models import Models
-from ampdbg.probes.open_step import Loop, OpenStep, found_inf, is_finite_scalar, is_sound
+from ampdbg.probes.open_step import Loop, OpenStep, is_finite_scalar
 from ampdbg.probes.optimizers import Optimizers, innermost
 from ampdbg.probes.pause import Pause
 from ampdbg.probes.seams import Seam, are_meta, attached, computes_no_numbers
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.steps import StepLog
-from ampdbg.probes.tensors import Scalar
 from ampdbg.record.run import Misuse, Record, Step, Unseen
 
 Function = Callable[..., Any]
@@ -65,6 +64,7 @@ class Watch:
             self.calls.add_optimizer(optimizer)
         self.backward_passes = 0
         self._loop = Loop(set())
+        self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
         self._threads: set[int] = set()
         self._scalers: dict[int, bool] = {}
@@ -221,9 +221,7 @@ class Watch:
 
     def _unscale(self, original: Function, scaler: GradScaler, optimizer: Optimizer) -> Any:
         result = self._calling("unscale", original, scaler, optimizer)
-        if not self.log.wants_norm and scaler.is_enabled() and is_sound(scaler, optimizer):
-            self._loop.now.sound.add(id(optimizer))
-        self._measure(optimizer, 1.0)
+        self._measures.unscaled(scaler, optimizer)
         if scaler.is_enabled() and not self._loop.is_inside("step"):
             self.calls.by_optimizer("unscale", optimizer)
         return result
@@ -234,12 +232,17 @@ class Watch:
         step, enabled = self._loop.now, scaler.is_enabled()
         # A fused optimizer unscales in its own kernel; a disabled scaler does not unscale at all.
         in_kernel = enabled and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        divisor = step.loss_scale() if in_kernel else 1.0
         if in_kernel or not enabled:
-            self._measure(optimizer, step.loss_scale() if in_kernel else 1.0)
+            self._measures.before_kernel(optimizer, divisor)
         self._loop.fired.discard(id(optimizer))
         result = self._calling("step", original, scaler, optimizer, *args, **kwargs)
         step.stepped = True
-        withheld = enabled and (id(optimizer) not in self._loop.fired or (in_kernel and found_inf(scaler, optimizer)))
+        flags = scaler._found_inf_per_device(optimizer).values() if in_kernel else ()
+        found_inf = in_kernel and any(self._measures.read(optimizer, list(flags)))
+        withheld = enabled and (id(optimizer) not in self._loop.fired or found_inf)
+        if withheld:
+            step.withhold(optimizer, divisor)
         if withheld or (not enabled and not is_finite_scalar(step.norms.get(id(optimizer)))):
             step.note_groups(optimizer, self.optimizers.nonfinite_groups)
             if step.skipped < withheld:
@@ -303,7 +306,7 @@ class Watch:
             return original(*args, **kwargs)
         parameters, limit = (given.pop(name) for name in names)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._before_clipping(listed)
+        self._measures.before_clipping(listed)
         return self.calls.clipped(lambda: original(listed, limit, *args[2:], **given), listed, limit)
 
     def _schedule(self, original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,24 +318,34 @@ class Watch:
         if has_closure and not self.is_paused and not computes_no_numbers():
             self.learn()  # the loop's first backward pass is that of the closure, inside this step
         if self._is_ignored(optimizer):
+            self._before_scaled_step(optimizer)
             return
         if id(optimizer) in self._loop.now.bare:
             self._close()
         step = self._loop.now
-        if step.scaler is not None and self.calls.scaler_of(optimizer) is not None:
-            self._measure(optimizer, step.loss_scale())
+        is_scaled = step.scaler is not None and self.calls.scaler_of(optimizer) is not None
+        if is_scaled or not has_closure:  # which makes the gradients
+            self._measures.take(optimizer, step.loss_scale() if is_scaled else 1.0, may_change=False)
+        self._measures.read(optimizer)
         bad = self.calls.is_unscaled(optimizer) and not is_finite_scalar(step.norms.get(id(optimizer)))
         self.calls.bare_step(optimizer, bad)
         if step.scaler is None and not step.bare and not step.is_known_finite():
             self.lost(True)
         step.begin_bare(id(optimizer))
 
+    def _before_scaled_step(self, optimizer: Optimizer) -> None:
+        """The scaler has just waited for a GPU, which has nothing left to do: to read from it is free. Where a fused
+        optimizer finds what is not finite, nobody has waited yet."""
+        is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
+        if is_its and getattr(optimizer, "found_inf", None) is None and not computes_no_numbers():
+            self._measures.read(optimizer)
+
     def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
         if self._is_ignored(optimizer):
             return
         step = self._loop.now
         step.stepped, step.running = True, 0
-        self._measure(optimizer, 1.0)
+        self._measures.take(optimizer, 1.0)
         if not is_finite_scalar(step.norms.get(id(optimizer))):
             step.note_groups(optimizer, self.optimizers.nonfinite_groups)
         if step.scaler is None and step.bare == set(map(id, self.optimizers)):
@@ -341,16 +354,6 @@ class Watch:
     def _is_ignored(self, optimizer: Optimizer) -> bool:
         is_known = optimizer in self.optimizers
         return self.is_paused or self._loop.is_inside("step") or not is_known or computes_no_numbers()
-
-    def _before_clipping(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The last moment with gradients as the backward pass left them, where ``unscale_`` has not come before."""
-        places = self.calls.owners(parameters)
-        for optimizer in [one for one in self.optimizers if self.calls.place_of(one) in places]:
-            scaler = self.calls.scaler_of(optimizer)
-            if not self._loop.now.is_measured(optimizer):
-                self._measure(optimizer, 1.0 if scaler is None else self._loop.now.loss_scale())
-                if not self.calls.is_unscaled(optimizer):
-                    self._loop.now.early.add(id(optimizer))
 
     def _before_unscaled_backward(self, roots: Sequence[Any]) -> None:
         """New gradients end the step that the last ones made; one with a scaler ends when that is updated."""
@@ -364,16 +367,11 @@ class Watch:
                 self._loop.now.begin_bare(running)  # its closure has begun a step
         self._loop.now.add_losses(roots)
 
-    def _measure(self, optimizer: Optimizer, divisor: Scalar) -> None:
-        """Keeps what tells of the gradients as they are now, before the loop does anything to them."""
-        if optimizer in self.optimizers:
-            self._loop.now.measure(optimizer, divisor, self.optimizers.nonfinite_groups)
-
     def _close(self) -> None:
         """Ends the step that is under way."""
         step, self._loop.now = self._loop.now, OpenStep()
         self.log.close(step)
-        self.ended(step.skipped or not math.isfinite(self.log.loss_read()))
+        self.ended(step.skipped or not step.is_known_finite())
 
     def _finish(self) -> None:
         if not self.guard.failure:

@@ -26,7 +26,7 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import float_values, leaves_of, times_written
+from ampdbg.probes.tensors import Mark, float_values, leaves_of, read_aside, times_written
 from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.pass_buffers import PassBuffers
@@ -109,7 +109,7 @@ class OpenPass:
         self._random_states = RandomStates()
         self.buffers = PassBuffers()
         """Those of the modules that it calls, as they were before."""
-        self._scalars: deque[weakref.ref[torch.Tensor]] = deque(maxlen=PRUNED_FROM)
+        self._scalars: deque[tuple[weakref.ref[torch.Tensor], Mark]] = deque(maxlen=PRUNED_FROM)
         self._guard = Guard()
         self._leaving = ExitStack()
 
@@ -181,11 +181,11 @@ class OpenPass:
         """What was given for a loss since a module was called to train, where somebody holds it still and it is not
         finite; else 0.
 
-        On a GPU nobody looks: that would sync.
+        On a GPU only those are looked at that nobody has to wait for any more: the loop cannot have gone by others.
         """
-        held = (result() for result in self._scalars)
-        losses = (float(scalar.detach()) for scalar in held if scalar is not None and scalar.is_cpu)
-        return next((loss for loss in losses if not math.isfinite(loss)), 0.0)
+        held = [(result(), mark) for result, mark in self._scalars]
+        losses = [scalar.detach() for scalar, mark in held if scalar is not None and mark.is_passed]
+        return next((value for value in read_aside(losses) if not math.isfinite(value)), 0.0)
 
     @property
     def has_helpers(self) -> bool:
@@ -303,7 +303,7 @@ class OpenPass:
                 continue
             held, is_scalar = weakref.ref(tensor), tensor.numel() == 1 and _is_given_itself(tensor, result)
             if is_scalar and self._trains:  # also of a module without weights: a loss of what functions made of them
-                self._scalars.append(held)
+                self._scalars.append((held, Mark(tensor)))
             if noted is not None:
                 noted.gives.append(held)
                 noted.scalars += is_scalar

@@ -105,6 +105,8 @@ class LostSteps:
         self._held = None
         step, has_gone = self._watcher.open_step, self.open_pass.has_gone_backward
         loss = 0.0 if has_gone else self.open_pass.lost_loss
+        if has_gone:
+            step.read_losses_aside()
         if not loss and not (has_gone and not step.is_known_finite()):
             return
         self._watcher.learn()

@@ -1,0 +1,124 @@
+"""What a watcher waits for where numbers come late, as from a GPU: here every number is taken to be on one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ampdbg.probes import gradients, open_step, tensors
+from ampdbg.probes.steps import FIRST_NORMS, NORM_EVERY
+from ampdbg.probes.watch import Watch, watch
+
+WEIGHT = 2.0
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each transfer from the device has brought."""
+    found = list[int]()
+    own = tensors.to_host
+
+    def counting(scalars: Any) -> list[float]:
+        waiting = sum(isinstance(scalar, torch.Tensor) for scalar in scalars)
+        found.extend([waiting] * bool(waiting))
+        return own(scalars)
+
+    for module in (tensors, gradients, open_step):
+        monkeypatch.setattr(module, "is_at_hand", lambda tensor: False)
+    for module in (tensors, open_step):
+        monkeypatch.setattr(module, "to_host", counting)
+    return found
+
+
+class Loop:
+    """A loop over one weight, with a scaler or without."""
+
+    def __init__(self, scaled: bool, fused: bool = False) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, WEIGHT)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, fused=fused)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+        self.unscales, self.clips = False, False
+
+    def step(self, gain: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        loss = (self.model(torch.ones(1, 1)) * gain).sum()
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+            return
+        self.scaler.scale(loss).backward()
+        if self.unscales:
+            self.scaler.unscale_(self.optimizer)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_healthy_step_is_waited_for_once_at_most(reads: list[int], scaled: bool, fused: bool) -> None:
+    loop = Loop(scaled, fused)
+    with watch(loop.model, loop.optimizer) as watching:
+        reads.clear()  # the model was looked at
+        for number in range(40):
+            loop.step()
+            assert len(reads) <= number + 1
+        assert watching.log.is_read is not scaled  # a loss scale is read in bulk
+    assert [step.loss for step in watching.steps] == [WEIGHT] * 40
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_lost_loss_is_known_in_its_own_step(reads: list[int], scaled: bool) -> None:
+    loop, told = Loop(scaled), list[Any]()
+    with watch(loop.model, loop.optimizer) as watching:
+        watching.ended = told.append
+        watching.lost = lambda is_spoilt: told.append(f"lost {loop.model.weight.item()}")
+        for gain in (1.0, math.nan):
+            loop.step(gain)
+            told.append("|")
+    assert told == [False, "|", f"lost {WEIGHT}", True, "|"]
+
+
+def recorded(loop: Loop, *gains: float) -> Watch:
+    with watch(loop.model, loop.optimizer) as watching:
+        for gain in gains:
+            loop.step(gain)
+    return watching
+
+
+@pytest.mark.parametrize("change", [None, "unscales", "clips"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_groups_of_a_withheld_step_are_named(reads: list[int], change: str | None, fused: bool) -> None:
+    loop = Loop(scaled=True, fused=fused and change is None)
+    if change is not None:
+        loop.unscales = True
+        setattr(loop, change, True)
+    healthy = [1.0] * (FIRST_NORMS + 2)  # behind the first ones a scaler is trusted
+    *_, last = recorded(loop, *healthy, math.inf).steps
+    assert (last.skipped, last.grad_norm) == (True, math.inf)
+    [group] = last.groups
+    [parameter] = group.parameters
+    assert (parameter.name, parameter.inf + parameter.nan) == ("weight", 1)
+
+
+def test_of_many_healthy_steps_few_have_a_norm(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(scaled=True)
+    with watch(loop.model, loop.optimizer) as watching:
+        own: Callable[..., bool] = watching.log.wants_norm
+        monkeypatch.setattr(watching.log, "wants_norm", lambda seldom: own(seldom=True))
+        for _ in range(FIRST_NORMS + 2 * NORM_EVERY):
+            loop.step()
+    known = [step.step for step in watching.steps if step.grad_norm is not None]
+    assert known == [*range(FIRST_NORMS), FIRST_NORMS, FIRST_NORMS + NORM_EVERY]
+
+
+def test_a_mark_of_what_is_at_hand_is_passed() -> None:
+    assert tensors.Mark(torch.ones(())).is_passed
+    assert tensors.read_aside([torch.ones(()), 2.0]) == [1.0, 2.0]
