@@ -60,6 +60,10 @@ TAKES_FP32 = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 HALF = torch.float16
 """What is emulated; bfloat16 is left to the CPU's kernels, which round where CUDA's do and are fast enough."""
 
+NO_SPARSE_KERNEL = "\"addmm_sparse_cuda\" not implemented for 'Half'"
+"""What CUDA says to a product of a sparse COO matrix and a dense one (torch 2.11 on an H200): autocast lowers it and no
+kernel takes it. For a CSR matrix there is one."""
+
 ran: set[str] = set()
 """The names of the ops that were computed here since :func:`half_kernels` was entered."""
 
@@ -102,6 +106,8 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
             return op.redispatch(below, *args, **kwargs)
         if not _are_half((*args, *kwargs.values()) if writes else args, mixed):
             return op.redispatch(below, *args, **kwargs)
+        if any(map(_is_coo, args)):
+            raise NotImplementedError(NO_SPARSE_KERNEL)
         ran.add(name)
         wide_args = [_widened(value) for value in args]
         wide_kwargs = {key: _widened(value) for key, value in kwargs.items()}
@@ -133,6 +139,10 @@ def _are_one(output: Any, argument: Any) -> bool:
 
 def _is_beyond_half(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) > FLOAT16.largest
+
+
+def _is_coo(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
 def _are_half(args: Any, mixed: bool) -> bool:

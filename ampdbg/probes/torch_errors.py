@@ -68,6 +68,14 @@ DTYPES_MEET = (
     "one, as with x.float()"
 )
 
+NO_KERNEL = r"addmm_sparse_cuda.* not implemented for 'Half'"
+
+MAKE_IT_WIDE = (
+    "autocast lowers a product with a sparse matrix, and CUDA has no FP16 kernel for one in COO form: compute it in "
+    'FP32, within torch.autocast("cuda", enabled=False) and with x.float(), or make the matrix CSR, as with '
+    "matrix.to_sparse_csr()"
+)
+
 WEIGHTS_ARE_HALF = (
     "at this level the weights are half, and nothing casts what the code computes in float32 for them: cast it, as "
     "with x.to(self.weight.dtype), or train with autocast: --set precision.level=O1"
@@ -116,13 +124,17 @@ def autocast_error(
 
 
 def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
-    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met.
+    """Adds what precision has to do with it, and what to do, to an error of the user's where two dtypes have met, or
+    CUDA has no kernel for half.
 
     Returns whether it is one.
     """
-    if raised.__cause__ is None or not re.search(DTYPES_DIFFER, text_of(raised.__cause__)):
+    text = "" if raised.__cause__ is None else text_of(raised.__cause__)
+    is_of_dtypes, is_of_kernel = re.search(DTYPES_DIFFER, text), re.search(NO_KERNEL, text)
+    if not is_of_dtypes and not is_of_kernel:
         return False
-    raised.args = (f"{raised}\n{WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET}",)
+    advice = MAKE_IT_WIDE if is_of_kernel else WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET
+    raised.args = (f"{raised}\n{advice}",)
     return True
 
 

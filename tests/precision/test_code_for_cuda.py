@@ -288,6 +288,17 @@ def test_a_convolution_differentiates_twice() -> None:
     assert conv.weight.grad.isfinite().all()
 
 
+def test_a_sparse_matrix_is_taken_and_refused_as_by_cuda() -> None:
+    eye, x = torch.eye(4), torch.randn(4, 4)
+    with torch.autocast("cuda"):
+        for coo in (lambda m: torch.sparse.mm(m, x), lambda m: m @ x, lambda m: torch.addmm(x, m, x)):
+            with pytest.raises(NotImplementedError, match="\"addmm_sparse_cuda\" not implemented for 'Half'"):
+                coo(eye.to_sparse())
+            assert coo(eye.to_sparse_csr()).dtype is torch.float16
+        assert torch.sparse.mm(eye.to_sparse(), eye.to_sparse()).dtype is torch.float32  # which nothing lowers
+    assert (eye.to_sparse() @ x).dtype is torch.float32
+
+
 def test_sparse_embedding_gradients_stay_sparse() -> None:
     embedding, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
     with torch.autocast("cuda"):

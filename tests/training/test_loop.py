@@ -408,3 +408,31 @@ def data():
     for step in range(100):
         yield torch.ones(4, 8) * (1.0 if step < 3 else 60000.0), torch.zeros(4, 4)
 """
+
+
+GRAPH = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+    def forward(self, x):
+        return torch.sparse.mm(self.adjacency, self.linear(x))
+
+def data():
+    return [(torch.ones(4, 4), torch.zeros(4, 1))] * 2
+"""
+
+
+def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "graph.py").write_text(GRAPH)
+    targets = {"model": "graph.py:Net", "data": "graph.py:data", "loss": "torch.nn.functional:mse_loss"}
+    keys: dict[str, Any] = {name: {"target": target} for name, target in targets.items()}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 2, "device": "cpu"}}))
+    with pytest.raises(UserCodeError, match="addmm_sparse_cuda") as raised:
+        train(load_config(tmp_path / "config.yaml"))
+    assert str(raised.value).endswith("or make the matrix CSR, as with matrix.to_sparse_csr()")
+    assert len(train(load_config(tmp_path / "config.yaml", ("precision.level=O0",))).steps) == 2
