@@ -142,6 +142,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     if not isinstance(batch, type) and callable(getattr(batch, "to", None)):
         moved = batch.to(device)
+        if type(batch) is torch.Tensor and batch.is_leaf and batch.requires_grad and moved is not batch:
+            return moved.detach().requires_grad_()  # a leaf there too: its gradient is looked for there
         return batch if moved is None else moved  # some move in place
     if isinstance(batch, tuple):
         items = (to_device(item, device) for item in batch)

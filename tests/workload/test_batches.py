@@ -216,3 +216,11 @@ def test_leaves_are_named_by_their_path() -> None:
     batch = ({"ids": T, 3: [T]}, Frozen(T, "a"), "text")
     assert [path for path, _ in tensor_leaves(batch)] == ['[0]["ids"]', "[0][3][0]", "[1].x"]
     assert [path for path, _ in tensor_leaves(T)] == [""]
+
+
+def test_a_leaf_that_needs_gradients_is_one_on_the_device_too() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    (moved,) = to_device([leaf], META)
+    assert (moved.device, moved.is_leaf, moved.requires_grad) == (META, True, True)
+    (made,) = to_device([leaf * 2], META)
+    assert (made.is_leaf, made.requires_grad) == (False, True)  # its gradient flows on to the leaf
