@@ -32,7 +32,7 @@ class Spike(Steady):
     """Its product is 90,000 times as large as what comes in, and scaled down again: only FP16 minds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        large = (x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH))
+        large = (x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH, device=x.device))
         return F.layer_norm(large / GAIN**2, (WIDTH,))
 
 
@@ -152,7 +152,7 @@ class SizeOfItsInput(Steady):
     """Scales by its argument, twice."""
 
     def forward(self, x: torch.Tensor, size: float = 1.0) -> torch.Tensor:
-        return F.layer_norm((x @ (size * self.weight)) @ (size * torch.eye(WIDTH)), (WIDTH,)) * size
+        return F.layer_norm((x @ (size * self.weight)) @ (size * torch.eye(WIDTH, device=x.device)), (WIDTH,)) * size
 
 
 class Choice(nn.Module):
@@ -167,7 +167,7 @@ class Choice(nn.Module):
         self.part = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        is_above = torch.ones(1, 2) @ self.height > 2048.0
+        is_above = torch.ones(1, 2, device=x.device) @ self.height > 2048.0
         return x + torch.where(is_above, self.part * x, 0.0)
 
 
@@ -251,7 +251,7 @@ class Product(Steady):
     """A spike whose result has the dtype of its products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH))) / GAIN**2
+        return ((x @ (GAIN * self.weight)) @ (GAIN * torch.eye(WIDTH, device=x.device))) / GAIN**2
 
 
 class Meek(Steady):
@@ -259,7 +259,7 @@ class Meek(Steady):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gain = GAIN if x.dtype is torch.float32 else 1.0
-        return F.layer_norm((x @ (gain * self.weight)) @ (gain * torch.eye(WIDTH)) / gain**2, (WIDTH,))
+        return F.layer_norm((x @ (gain * self.weight)) @ (gain * torch.eye(WIDTH, device=x.device)) / gain**2, (WIDTH,))
 
 
 class Large(Steady):

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.before(x)
-        large = (GAIN * x) @ (GAIN * torch.eye(8))
+        large = (GAIN * x) @ (GAIN * torch.eye(8, device=x.device))
         x = F.layer_norm(large / GAIN**2, (8,))
         return self.after(x)
 
@@ -47,11 +47,11 @@ def loss(output, target):
     return F.mse_loss(output.float(), target)
 """
 
-OVERFLOWS = "        large = (GAIN * x) @ (GAIN * torch.eye(8))\n"
+OVERFLOWS = "        large = (GAIN * x) @ (GAIN * torch.eye(8, device=x.device))\n"
 
 IN_FP32 = """\
         with torch.autocast(x.device.type, enabled=False):
-            large = (GAIN * x.float()) @ (GAIN * torch.eye(8))
+            large = (GAIN * x.float()) @ (GAIN * torch.eye(8, device=x.device))
 """
 
 GOOD = NET.replace(OVERFLOWS, IN_FP32)

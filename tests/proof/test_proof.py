@@ -51,7 +51,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
     # The overflow is in a sibling with CRLF and Latin-1; the files print, read stdin and say where they run.
     scaling = (
         "# -*- coding: latin-1 -*-\r\nimport torch\r\n\r\n\r\ndef large(x):  # größer\r\n"
-        "    return (300 * x) @ (300 * torch.eye(8))\r\n"
+        "    return (300 * x) @ (300 * torch.eye(8, device=x.device))\r\n"
     )
     cured = scaling.replace(
         "    return (300 * x)",

@@ -15,7 +15,7 @@ from tests.proof.overflowing import NET, failing_steps, written
 LINEAR = (
     NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)")
     .replace("        x = F.layer_norm(large / GAIN**2, (8,))\n", "")
-    .replace("        large = (GAIN * x) @ (GAIN * torch.eye(8))\n", "        x = x * float('inf')\n")
+    .replace("        large = (GAIN * x) @ (GAIN * torch.eye(8, device=x.device))\n", "        x = x * float('inf')\n")
 )
 
 

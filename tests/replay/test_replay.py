@@ -99,7 +99,7 @@ def after_a_step(run: Run) -> Snapshot:
         optimizer.zero_grad(set_to_none=True)
         batch = next(batches)
         snapshot = take_snapshot(run.workload.model, number, (batch,))
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(run.device.type, dtype=torch.float16):
             loss = run.workload.losses(batch)["loss"]
         loss.backward()
         if number == 0:

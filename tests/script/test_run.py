@@ -107,7 +107,7 @@ import torch
 from torch import nn
 
 warnings.simplefilter("ignore")
-net = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+net = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).cuda())
 with torch.no_grad():
     for parameter in net.parameters():
         parameter.mul_(float(sys.argv[1]))

@@ -30,7 +30,7 @@ class GAN(nn.Module):
     def training_step(self, batch, index):
         fake = self.generator(batch[:, :2])
         judged = self.discriminator(torch.cat([batch, fake.detach()])).squeeze(-1)
-        truth = (torch.arange(2 * len(batch)) < len(batch)).float()
+        truth = (torch.arange(2 * len(batch), device=batch.device) < len(batch)).float()
         return {
             "generator": F.softplus(-self.discriminator(fake)).mean(),
             "discriminator": F.binary_cross_entropy_with_logits(judged, truth),

@@ -33,5 +33,5 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def loss(output: torch.Tensor, target: torch.Tensor, zero_infinity: bool = False) -> torch.Tensor:
-    lengths = torch.full((2,), 4), torch.full((2,), 3)
-    return F.ctc_loss(output, target, *lengths, zero_infinity=zero_infinity)  # <- here
+    frames, letters = torch.full((2,), 4, device=output.device), torch.full((2,), 3, device=output.device)
+    return F.ctc_loss(output, target, frames, letters, zero_infinity=zero_infinity)  # <- here

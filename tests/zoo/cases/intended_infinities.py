@@ -26,7 +26,8 @@ class Model(nn.Module):
         scores = scores + self.causal
         scores = scores.half().masked_fill(torch.ones_like(scores).triu(1) > 0, torch.finfo(torch.float16).min)
         scores = scores + torch.full_like(scores, torch.finfo(torch.float16).min).triu(2)
-        distance = (torch.arange(8)[None] - torch.arange(8)[:, None]).clamp(min=0).float().log()
+        places = torch.arange(8, device=x.device)
+        distance = (places[None] - places[:, None]).clamp(min=0).float().log()
         bias = torch.where(torch.isinf(distance), torch.zeros_like(distance), distance)
         return self.head((scores + bias).softmax(dim=-1) @ v.float())
 

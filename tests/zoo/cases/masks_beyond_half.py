@@ -25,10 +25,10 @@ class Model(nn.Module):
         scores = q @ k.transpose(-2, -1) + self.causal.to(q.dtype)
         padding = (1.0 - torch.ones_like(scores).float().tril()) * -1e9
         scores = scores + padding[:, None, 0].repeat(1, 8, 1).to(scores.dtype)
-        above = torch.ones(8, 8).triu(1) > 0
+        above = torch.ones(8, 8, device=x.device).triu(1) > 0
         scores = scores + q.float().mean().expand(8, 8).masked_fill(above, -1e9).half()
         lowest = torch.finfo(torch.float16).min
-        scores = torch.where(above, lowest, scores) + torch.full((8, 8), lowest, dtype=torch.float16).triu(1)
+        scores = torch.where(above, lowest, scores) + torch.full_like(above, lowest, dtype=torch.float16).triu(1)
         return self.head(scores.softmax(dim=-1) @ v.float())
 
 

@@ -18,7 +18,7 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x * (1.0 + 3.0 * torch.rand(x.shape, generator=self.generator)))
+        return self.head(x * (1.0 + 3.0 * torch.rand(x.shape, generator=self.generator).to(x.device)))
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:

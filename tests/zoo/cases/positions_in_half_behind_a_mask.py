@@ -24,8 +24,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        above = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        mask = torch.where(above, torch.finfo(q.dtype).min, torch.zeros((), dtype=q.dtype))
+        above = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        mask = torch.where(above, torch.finfo(q.dtype).min, torch.zeros((), dtype=q.dtype, device=x.device))
         return (mask + q @ k.transpose(1, 2)).softmax(dim=-1) @ v.float()
 
 

@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril()
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(x)
