@@ -20,6 +20,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.pinning.pin_set import Contradiction, Setting, record_of_best, record_of_found, record_without_set
+from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.module_calls import module_paths
 from ampdbg.probes.shadow_trace import RangeSeen
 from ampdbg.quantities import counted, number
@@ -121,7 +122,7 @@ def search(
         if needless is None:
             _refuse_names(run.workload.model)
             try:
-                with weights_of(run.workload.model, failing[0]):
+                with seldom_collected(), weights_of(run.workload.model, failing[0]):
                     record = _searched(run, record, failing, strategy, max_trials, observer)
             except KeyboardInterrupt:  # before the first trial has ended
                 record = replace(record, interrupted=True)

@@ -17,6 +17,7 @@ from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
+from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
@@ -64,7 +65,8 @@ def investigate(
         observer: sees each replay before it runs.
     """
     replays = _Replays(run, snapshot, scale, observer)
-    made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
+    with seldom_collected():
+        made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
     largest = dict(_largest_in(snapshot))
     return replace(
         made,
