@@ -350,20 +350,12 @@ class GradientMarks:
         optimizer's own step: a loop that clears them so once does so always. On a GPU this syncs, until it is so."""
         if not self._is_cleared_unseen:
             found = (getattr(alive(), "grad", None) for alive in self._parameters)
-            gradients = [gradient for gradient in found if gradient is not None]
-            if any(map(_is_captured, gradients)):
-                return True
-            self._is_cleared_unseen = not hold_values(gradients)
+            self._is_cleared_unseen = not hold_values(gradient for gradient in found if gradient is not None)
         return self._is_cleared_unseen
 
     def have_grown(self, before: Marks) -> bool:
         """Whether any gradient that was there before has been written since, as one that is added to."""
         return any(old is not None and old != new for old, new in zip(before, self.noted, strict=True))
-
-
-def _is_captured(gradient: torch.Tensor) -> bool:
-    """Whether what is done with it now becomes part of a CUDA graph, where nothing may be read."""
-    return gradient.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _sample(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:

@@ -126,16 +126,22 @@ _is_fx_tracing: Callable[[], bool] = getattr(_symbolic_trace, "is_fx_symbolic_tr
 
 def only_follows() -> bool:
     """Whether torch follows what is called, to make a graph of it: ``torch.jit.trace``, ``torch.export``, ``torch.fx``,
-    ``make_fx`` and tensors without values. Such a call is no part of a loop, and whatever a probe computes in it would
-    stand in the graph."""
-    if _is_compiling() or _tracing_state() is not None or _is_fx_tracing():
+    ``make_fx``, tensors without values, and a CUDA graph. Such a call is no part of a loop, and whatever a probe
+    computes in it would stand in the graph."""
+    if _is_compiling() or _tracing_state() is not None or _is_fx_tracing() or is_captured():
         return True
     return _dispatch_mode(_FAKE) is not None or _dispatch_mode(_PROXY) is not None
 
 
+def is_captured() -> bool:
+    """Whether what a GPU is given now becomes part of a CUDA graph, and nothing may be read."""
+    # Who asks a GPU that nobody uses yet would start it; a process that was forked must not.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def computes_no_numbers() -> bool:
-    """Whether tensors have shapes and no values: torch.compile traces a backward pass like this."""
-    return _dispatch_mode(_FAKE) is not None
+    """Whether tensors have shapes and no values, or none yet: torch.compile traces a backward pass like this."""
+    return _dispatch_mode(_FAKE) is not None or is_captured()
 
 
 def are_meta(roots: Any) -> bool:

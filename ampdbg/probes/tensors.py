@@ -83,16 +83,14 @@ class Mark:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._is_at_hand = is_at_hand(tensor)
         self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+        if tensor.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     @property
     def is_passed(self) -> bool:
-        """Whether the tensor's value can be read without a wait; never while the work of a GPU is captured."""
-        if self._event is None or torch.cuda.is_current_stream_capturing():
-            return self._is_at_hand
-        return bool(self._event.query())
+        """Whether the tensor's value can be read without a wait."""
+        return self._is_at_hand if self._event is None else bool(self._event.query())
 
 
 def scalar_of(tensor: torch.Tensor) -> Scalar:

@@ -122,3 +122,17 @@ def test_of_many_healthy_steps_few_have_a_norm(reads: list[int], monkeypatch: py
 def test_a_mark_of_what_is_at_hand_is_passed() -> None:
     assert tensors.Mark(torch.ones(())).is_passed
     assert tensors.read_aside([torch.ones(()), 2.0]) == [1.0, 2.0]
+
+
+def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(scaled=False)
+    with watch(loop.model, loop.optimizer) as watching:
+        loop.step()
+        reads.clear()
+        with monkeypatch.context() as captured:
+            captured.setattr(torch.cuda, "is_initialized", lambda: True)
+            captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            loop.step()
+            assert reads == []
+        loop.step()
+    assert [step.loss for step in watching.steps] == [WEIGHT] * 2
