@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampdbg.agreement import AGREEMENT, agrees, is_finite
+from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
@@ -21,6 +21,7 @@ from ampdbg.probes.garbage import seldom_collected
 from ampdbg.probes.producer_trace import Mended, ProducerTrace, SampleTrace
 from ampdbg.probes.tensors import are_weights_spoilt, distinct, float_values, leaves_of, nonfinite
 from ampdbg.probes.watch import Watch
+from ampdbg.quantities import number
 from ampdbg.record.replays import Investigation, Producer, Replay
 from ampdbg.record.run import Step
 from ampdbg.replay.comparison import Noise, first_far_op, held_against, overflows_on_the_way, producers_of
@@ -139,10 +140,10 @@ class _Replays:
         return replace(replay, producers=tuple(producers))
 
     def _again_until_it_fails(self, why: Why) -> tuple[Replayed, bool, int]:
-        for number in range(1, TRIES + 1):
+        for tries in range(1, TRIES + 1):
             low = self._low(traced=self._producers, stops_at_loss=why == "loss", keep_gradients=why == "gradients")
             if not (math.isfinite(low.replay.loss) if why == "loss" else is_finite(low.replay)):
-                return low, True, number
+                return low, True, tries
         return low, False, TRIES
 
     def _low(self, traced: TraceKind | None = None, **how: bool) -> Replayed:
@@ -269,6 +270,17 @@ class Investigator:
         self._skips_in_a_row = 0
         self._lowest_that_worked = math.inf
         self._latest: Snapshot | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Of a step that looks healthy, and is another when it is run again: that it was held against nothing."""
+        others = [made for made in self.found if made.why == "end" and math.isfinite(made.replays[0].loss)]
+        return tuple(
+            f"the loss of step {made.step} is {number(made.replays[0].loss)} when it is run again, and was "
+            f"{number(made.loss)}, as where it draws random numbers of its own: it was not compared with FP32"
+            for made in others
+            if not is_same_run(made)
+        )
 
     def snapshot(self, batches: tuple[Any, ...]) -> Snapshot:
         """The step that is about to run, with copies of its batches where it may be replayed."""

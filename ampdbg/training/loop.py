@@ -90,7 +90,7 @@ def train_prepared(
         command,
         watcher,
         ending,
-        unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes)),
+        unseen=replace(unseen, notes=(*unseen.notes, *run.workload.notes, *notes, *watcher.notes, *investigator.notes)),
         investigations=tuple(investigator.found),
         half_updates=updates.seen,
     )
