@@ -25,10 +25,14 @@ Function = Callable[..., Any]
 
 @dataclass(eq=False)
 class Draws:
-    """The dtypes of what the dropouts of one step were given, in order, as its first replay has noted them."""
+    """The dtypes of what the dropouts of one step were given, in order, as its first replay has noted them.
+
+    Where ``every`` is set, all of them draw as for that one.
+    """
 
     dtypes: list[torch.dtype] = field(default_factory=list)
     are_noted: bool = False
+    every: torch.dtype | None = None
 
 
 @contextlib.contextmanager
@@ -88,6 +92,8 @@ class _Drawing:
             self._draws.dtypes.append(dtype)
             return dtype
         number, self._number = self._number, self._number + 1
+        if self._draws.every is not None:
+            return self._draws.every
         return self._draws.dtypes[number] if number < len(self._draws.dtypes) else dtype
 
     def attention(self, original: Function) -> Function:

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.modes import DTYPES
 from ampdbg.precision.widening import rounded
 from ampdbg.record.run import Step
+from ampdbg.replay.draws import Draws, drawn_alike
 from ampdbg.replay.run import loss_of, prepared, run_pass
 from ampdbg.training.loop import take_step
 
@@ -50,8 +52,8 @@ def fp32_losses(
         config: a checked config; only its level is another.
         withheld: steps whose update is not made, as a loss scaler's skipped steps are not: only a twin that has made
             the same updates is comparable.
-        is_rounded: the weights that it starts from are rounded to the run's half dtype, which makes the smallest
-            difference that training in that dtype could make.
+        is_rounded: the weights that it starts from are rounded to the run's half dtype, and on a GPU dropout draws as
+            it does for that, which makes the smallest difference that training in that dtype could make.
 
     Raises:
         WorkloadError: a target cannot be used, or the device is not there.
@@ -67,7 +69,8 @@ def fp32_losses(
         for number in range(config.train.steps):
             run.workload.clear_gradients()
             of_step = tuple(itertools.islice(batches, config.train.accumulate))
-            losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
+            with drawn_alike(Draws(every=low), notes=False) if is_rounded else nullcontext():
+                losses.append(loss_of(run_pass(run.workload, of_step, run.mode.forward)))
             if number not in withheld:
                 take_step(run, without_scale)
     return tuple(losses)

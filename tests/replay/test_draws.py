@@ -16,6 +16,7 @@ from ampdbg.probes.seams import replaced
 from ampdbg.record.run import Record
 from ampdbg.replay import draws
 from ampdbg.replay.draws import Draws, attention, drawn_alike
+from ampdbg.training.fp32_twin import distance, fp32_losses
 from ampdbg.training.loop import train
 from tests.zoo.test_zoo import FILES, config_of
 
@@ -78,6 +79,18 @@ def test_each_dropout_draws_as_it_did() -> None:
     torch.manual_seed(0)
     with drawn_alike(known, notes=False):
         assert torch.equal(F.dropout(x.clone(), inplace=True), there[0].float())
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_other_dropout_is_part_of_the_noise_of_training(
+    seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "depends_on_dtype", lambda tensor: seen)
+    file = next(file for file in FILES if file.stem == "dropout")
+    config = load_config(config_of(file, tmp_path), ("train.device=cpu",))
+    noise = distance(fp32_losses(config, is_rounded=True), fp32_losses(config))
+    assert (noise > 0.05) is seen
 
 
 def test_nothing_is_left_behind() -> None:
