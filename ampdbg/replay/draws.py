@@ -141,6 +141,6 @@ def attention(
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:
-            scores = scores + attn_mask
+            scores = scores + attn_mask.to(dtype)  # which autocast lowers as well
         weights = F.dropout(torch.softmax(scores, dim=-1), dropout_p)
         return (weights @ value).to(dtype)

@@ -104,12 +104,13 @@ def test_nothing_is_left_behind() -> None:
 
 
 MASK = torch.rand(5, 7, generator=torch.Generator().manual_seed(3))
+ADDED = MASK.log()
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scaled": {"scale": 0.3},
     "causal": {"is_causal": True},
     "bool": {"attn_mask": MASK > 0.3},
-    "added": {"attn_mask": MASK.log()},
+    "added": {"attn_mask": ADDED},
     "grouped": {"enable_gqa": True},
 }
 
@@ -122,10 +123,18 @@ def test_attention_is_torchs_and_its_scores_are_wide(options: dict[str, Any], dt
     shapes = ((2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8))
     query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     wide = torch.promote_types(dtype, torch.float32)
-    expected = F.scaled_dot_product_attention(query.to(wide), key.to(wide), value.to(wide), **options)
+    rounded = {**options, "attn_mask": ADDED.to(dtype).to(wide)} if options.get("attn_mask") is ADDED else options
+    expected = F.scaled_dot_product_attention(query.to(wide), key.to(wide), value.to(wide), **rounded)
     result = attention(query, key, value, **options)
     assert result.dtype is dtype
     torch.testing.assert_close(result, expected.to(dtype))
+
+
+def test_a_mask_beyond_half_is_lowered_with_the_rest() -> None:
+    query, mask = torch.ones(1, 1, 2, 4), torch.full((2, 2), -1e9)
+    assert attention(query, query, query, mask).isfinite().all()
+    with torch.autocast("cpu", torch.float16):
+        assert attention(query, query, query, mask).isnan().all()
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
