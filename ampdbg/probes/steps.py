@@ -81,6 +81,7 @@ class StepLog:
         self._on_step = on_step
         self._losses: dict[str, Scalar] = {}
         self._unread: list[OpenStep] = []
+        self._last_skip = -NORM_EVERY - 1
         self._changing = threading.RLock()
         """Held where the lists change, for the loops of other threads; never while something of the user's runs."""
         self._steps: list[Step] = []
@@ -125,9 +126,10 @@ class StepLog:
 
     def wants_norm(self, *, seldom: bool = False) -> bool:
         """Whether the step under way is one of those whose gradient norm is to be recorded though it is healthy;
-        ``seldom``, of few at the beginning."""
+        ``seldom``, of few at the beginning. Behind a skip it tells whether gradients come through again."""
         number = self.closed()
-        return number < (FIRST_NORMS if seldom else STEPS_AT_ENDS) or number % NORM_EVERY == 0
+        is_early = number < (FIRST_NORMS if seldom else STEPS_AT_ENDS)
+        return is_early or number % NORM_EVERY == 0 or number <= self._last_skip + NORM_EVERY
 
     def closed(self) -> int:
         """How many steps have ended, read or not."""
@@ -152,6 +154,7 @@ class StepLog:
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
         step.each.clear()
+        self._last_skip = self.closed() if step.skipped else self._last_skip
         with self._changing:
             self._unread.append(step)
         is_known = are_on_host(step.scalars())

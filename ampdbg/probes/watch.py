@@ -2,8 +2,9 @@
 
 While a step is healthy the watcher reads only what the loop computes anyway. Whether the scaler withheld
 a step is learnt without a sync: the optimizer's own pre-step hook was called, or it was not. Only then are
-the gradients looked at, group by group. On a GPU the numbers of healthy steps are read in bulk. A loop
-without a scaler never withholds a step: there one number a step, the gradient norm, is read.
+the gradients looked at, group by group. On a GPU the loss is read where the scaler has just waited itself, and
+what else healthy steps have in bulk. A loop without a scaler never withholds a step: there loss and gradient
+norm are read before each step, together.
 """
 
 from __future__ import annotations

@@ -115,8 +115,12 @@ def test_of_many_healthy_steps_few_have_a_norm(reads: list[int], monkeypatch: py
         monkeypatch.setattr(watching.log, "wants_norm", lambda seldom: own(seldom=True))
         for _ in range(FIRST_NORMS + 2 * NORM_EVERY):
             loop.step()
+        loop.step(math.inf)
+        for _ in range(2 * NORM_EVERY):
+            loop.step()
     known = [step.step for step in watching.steps if step.grad_norm is not None]
-    assert known == [*range(FIRST_NORMS), FIRST_NORMS, FIRST_NORMS + NORM_EVERY]
+    skip = FIRST_NORMS + 2 * NORM_EVERY  # behind it they tell whether gradients come through again
+    assert known == [*range(FIRST_NORMS + 1), FIRST_NORMS + NORM_EVERY, *range(skip, skip + NORM_EVERY + 1), skip + 16]
 
 
 def test_a_mark_of_what_is_at_hand_is_passed() -> None:
