@@ -66,4 +66,4 @@ class _Sweep:
 
 
 _sweeping: list[_Sweep] = []
-"""The innermost last."""
+"""One at most: within it nothing is collected, and another changes nothing."""

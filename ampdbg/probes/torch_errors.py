@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from ampdbg.call_order import BARE_STEP, Call, CallOrder, Hit
 from ampdbg.errors import AmpdbgError, text_of
+from ampdbg.precision.half_kernels import NO_SPARSE_KERNEL
 from ampdbg.probes.source_lines import source_of
 from ampdbg.record.run import AutocastError
 from ampdbg.source.ownership import line_of_error
@@ -67,8 +68,6 @@ DTYPES_MEET = (
     "under autocast some ops return half and others float32, and this op takes only one dtype: bring its inputs to "
     "one, as with x.float()"
 )
-
-NO_KERNEL = r"addmm_sparse_cuda.* not implemented for 'Half'"
 
 MAKE_IT_WIDE = (
     "autocast lowers a product with a sparse matrix, and CUDA has no FP16 kernel for one in COO form: compute it in "
@@ -130,7 +129,7 @@ def explained(raised: AmpdbgError, *, has_half_weights: bool) -> bool:
     Returns whether it is one.
     """
     text = "" if raised.__cause__ is None else text_of(raised.__cause__)
-    is_of_dtypes, is_of_kernel = re.search(DTYPES_DIFFER, text), re.search(NO_KERNEL, text)
+    is_of_dtypes, is_of_kernel = re.search(DTYPES_DIFFER, text), NO_SPARSE_KERNEL in text
     if not is_of_dtypes and not is_of_kernel:
         return False
     advice = MAKE_IT_WIDE if is_of_kernel else WEIGHTS_ARE_HALF if has_half_weights else DTYPES_MEET

@@ -44,6 +44,8 @@ def drawn_alike(draws: Draws, *, notes: bool) -> Iterator[None]:
         notes: the step is run again as it was: what it draws from is noted, where that is not known yet.
     """
     drawing = _Drawing(draws, notes=notes and not draws.are_noted)
+    if not draws.are_noted:  # what a replay has noted that raised is of no other
+        draws.dtypes.clear()
     with contextlib.ExitStack() as stack:
         for owner in (torch._VF, torch):
             for name in ("dropout", "dropout_"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,17 @@ def test_other_dropout_is_part_of_the_noise_of_training(
     config = load_config(config_of(file, tmp_path), ("train.device=cpu",))
     noise = distance(fp32_losses(config, is_rounded=True), fp32_losses(config))
     assert (noise > 0.05) is seen
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_what_a_replay_that_raised_has_noted_is_forgotten() -> None:
+    known = Draws()
+    with contextlib.suppress(RuntimeError), drawn_alike(known, notes=True):
+        F.dropout(torch.ones(4))
+        raise RuntimeError("own")
+    with drawn_alike(known, notes=True):
+        F.dropout(torch.ones(4).half())
+    assert (known.dtypes, known.are_noted) == ([torch.float16], True)
 
 
 def test_nothing_is_left_behind() -> None:
