@@ -211,6 +211,7 @@ def _tried(replays: PinnedReplays, job: Job) -> Tried:
         fp32_loss=fp32.loss,
         fp32_grad_norm=fp32.grad_norm,
         has_loss=made.has_loss,
+        unreached=low.unreached,
     )
 
 

@@ -102,7 +102,7 @@ class Job:
 class Tried:
     """A failing step that was run: ``loss`` in FP16 at the usable ``scale``, and FP32's of the very same code.
 
-    ``has_loss`` is as of its investigation.
+    ``has_loss`` is as of its investigation, ``unreached`` as of its FP16 replay.
     """
 
     step: int
@@ -113,6 +113,7 @@ class Tried:
     fp32_loss: float
     fp32_grad_norm: float
     has_loss: bool = True
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ def with_the_patch(seen: Seen, patched: Patched) -> Iterator[ProofStep]:
     yield ProofStep(what, True, done)
     for one in seen.tried:
         yield ProofStep(f"the failing step ({one.step})", one.healthy, _state(one))
+        if one.healthy and one.unreached:
+            yield ProofStep(f"the gradients of step {one.step}", True, _missing(one), warns=True)
 
 
 def _in_force(patched: Patched) -> tuple[str, str]:
@@ -275,6 +277,12 @@ def _state(one: Tried) -> str:
         return one.why
     what = "loss" if one.has_loss else f"{SUM}:"
     return f"healthy; {what} {_number(one.loss)}, {_number(one.fp32_loss)} in FP32"
+
+
+def _missing(one: Tried) -> str:
+    """What does not learn in such a step: half precision chose otherwise, or rounds to where a function is flat."""
+    have = "has" if len(one.unreached) == 1 else "have"
+    return f"{listed(one.unreached)} {have} none at any loss scale, and {have} one in FP32"
 
 
 def _finite(run: Trained) -> bool:

@@ -232,13 +232,14 @@ class ProofStep:
     """One thing that was run to prove a patch: what, whether it came out as it must, and what was seen.
 
     Of one that never ``ran``, such as a batch that is not there, the detail says why: it neither passed nor failed, and
-    ``passed`` that nothing speaks against the patch.
+    ``passed`` that nothing speaks against the patch. Of one that ``warns`` the detail is for the user to judge.
     """
 
     name: str
     passed: bool
     detail: str = ""
     ran: bool = True
+    warns: bool = False
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Replay:
 
     Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
     that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
-    names the parameters that lost more than half of theirs, and have more than rounding noise to lose.
+    names the parameters that lost more than half of theirs, and have more than rounding noise to lose. ``unreached``
+    names those that have no gradient at any loss scale, and one in FP32: no distance tells of them.
     """
 
     dtype: str
@@ -87,6 +88,7 @@ class Replay:
     gradient_distance: float | None = None
     lost_energy: float | None = None
     lost: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -179,14 +179,15 @@ def held_against(
     """The replay with its producers and its distances from FP32's; behind it the floor, where it is too far without.
 
     A gradient that is zero at any loss scale was not flushed, whatever it is in FP32: the code has made another choice,
-    such as which box an object is matched to; or something overflows in the forward pass. ``at_scale`` makes the same
-    replay at another scale, where nothing is known to overflow there.
+    such as which box an object is matched to, or rounds to where a function is flat; or something overflows in the
+    forward pass. The replay names such parameters, and the rest is compared. ``at_scale`` makes the same replay at
+    another scale, where nothing is known to overflow there.
     """
     replay = replace(producers_of(low, fp32, most), **compared_gradients(low, fp32))
     if at_scale and not overflows_on_the_way(replay) and (unreached := _unreached(replay, at_scale)):
         reached = {name: gradient for name, gradient in fp32.gradients.items() if name not in unreached}
         fp32 = replace(fp32, gradients=reached)
-        replay = replace(replay, **compared_gradients(low, fp32))
+        replay = replace(replay, unreached=unreached, **compared_gradients(low, fp32))
     is_near = agrees(replay, fp32.replay, None) and keeps_its_gradients(replay)
     if is_near or not (is_finite(replay) and is_finite(fp32.replay)):
         return (replay,)
@@ -201,12 +202,12 @@ def overflows_on_the_way(replay: Replay) -> bool:
     return any(one.finite_in_fp32 is not False and not one.is_constant for one in forward)
 
 
-def _unreached(low: Replay, at_scale: Callable[[float], Replayed]) -> set[str]:
-    names = set(low.lost)
+def _unreached(low: Replay, at_scale: Callable[[float], Replayed]) -> tuple[str, ...]:
+    names = low.lost
     for factor in HIGHER:
         if names:
             found = at_scale(low.scale * factor).gradients
-            names = {name for name in names if name not in found or not _holds_something(found[name])}
+            names = tuple(name for name in names if name not in found or not _holds_something(found[name]))
     return names
 
 

@@ -208,8 +208,13 @@ def _scalar(name: str) -> str:
 # What proves it
 
 
-def proof_line(proof: Proof) -> Line:
-    """The proof in a line; where it failed, what did."""
+def proof_in_brief(proof: Proof) -> tuple[Line, ...]:
+    """The proof in a line; where it failed, what did. Behind it a line for each check that warns."""
+    warned = (line(_sign_of(step), f" {step.name}: {step.detail}") for step in proof.steps if step.warns)
+    return (_proof_line(proof), *warned)
+
+
+def _proof_line(proof: Proof) -> Line:
     ran = [step for step in proof.steps if step.ran]
     failed = [step for step in ran if not step.passed]
     if failed:
@@ -233,4 +238,6 @@ def proof_table(proof: Proof) -> Table:
 def _sign_of(step: ProofStep) -> Words:
     if not step.ran:
         return Words("-", "faint")
+    if step.warns:
+        return Words("!", "doubtful")
     return Words("✓", "good") if step.passed else Words("✗", "bad")

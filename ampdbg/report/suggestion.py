@@ -23,7 +23,7 @@ from .pins import (
     pin_lines,
     pin_table,
     pins_yaml,
-    proof_line,
+    proof_in_brief,
     proof_table,
     roots_of,
     roots_paragraph,
@@ -90,7 +90,7 @@ def _story(record: Record, handed: Handover) -> Iterator[Section]:
     elif handed.refused and record.verification is None and not _is_by_name(record, handed):
         yield Paragraph(tuple(map(line, handed.refused[:MOST_IN_BRIEF])), "Why ampdbg edits no code")
     if record.verification is not None:
-        yield Paragraph((proof_line(record.verification),), "The proof")
+        yield Paragraph(proof_in_brief(record.verification), "The proof")
     yield from _remedies((*handed.notes, *_together(record))[:MOST_IN_BRIEF])
 
 

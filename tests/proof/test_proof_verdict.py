@@ -42,6 +42,13 @@ def test_a_healthy_step_shows_its_loss_beside_that_of_fp32() -> None:
     assert step.detail == "healthy; loss 1.1720, 1.1722 in FP32"
 
 
+def test_parameters_that_no_gradient_reaches_are_named_in_the_proof() -> None:
+    *_, step, gradients = with_the_patch(Seen(tried=(tried(unreached=("head.weight", "head.bias")),)), Patched())
+    assert (step.detail, step.warns) == ("healthy; loss 1.1720, 1.1722 in FP32", False)
+    assert (gradients.name, gradients.passed, gradients.warns) == ("the gradients of step 403", True, True)
+    assert gradients.detail == "head.weight and head.bias have none at any loss scale, and have one in FP32"
+
+
 def test_of_a_step_that_ended_before_its_loss_no_loss_is_told() -> None:
     seen = Seen(tried=(tried(has_loss=False),))
     *_, step = with_the_patch(seen, Patched())

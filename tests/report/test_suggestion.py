@@ -45,6 +45,8 @@ def proven() -> Record:
     return replace(found(), verification=PASSED)
 
 
+WARNS = ProofStep("the gradients of step 3", True, "head.weight has none at any loss scale", warns=True)
+
 FORMS: tuple[Form, ...] = ("module", "yaml", "json")
 TYPED = Typed(record_path="r.json", folder="/home/me", verbose=True)
 PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
@@ -53,6 +55,15 @@ PATCH = "/home/me/.ampdbg/a-file-of-a-long-name-" + "x" * 60
 def rendered(record: Record, suggested: Handover, typed: Typed = TYPED, **look: object) -> str:
     looks = replace(Look(width=80, color=False, unicode=True), **look)  # type: ignore[arg-type]
     return written(replace(record, command="suggest-fp32", handover=suggested), typed, looks, "text")
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_a_proof_warns_of_stands_in_the_story_and_in_the_table(verbose: bool) -> None:
+    record = replace(found(), verification=replace(PASSED, steps=(*PASSED.steps, WARNS)))
+    said = rendered(record, PATCHED, replace(TYPED, verbose=verbose))
+    (line,) = (line for line in said.splitlines() if "the gradients of step 3" in line and "checks" not in line)
+    assert line.split()[0] == "!"
+    assert "has none at any loss scale" in line
 
 
 def test_what_leaves_half_is_told_of_the_pins_and_not_of_a_patch_that_is_printed() -> None:

@@ -66,6 +66,14 @@ def marked_line(file: Path) -> int | None:
     return next((n for n, line in enumerate(file.read_text().splitlines(), start=1) if line.endswith(HERE)), None)
 
 
+def test_parameters_that_no_gradient_reaches_are_kept_beside_the_distances(tmp_path: Path) -> None:
+    first, second = scanned("another_choice", tmp_path).investigations
+    for investigation in (first, second):
+        (finite,) = (low for low in investigation.replays if low.unreached)
+        assert (finite.unreached, finite.lost) == (("chosen.weight", "chosen.bias"), ())
+        assert (finite.dtype, finite.gradients) == ("float16", ())
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code])
 def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
