@@ -100,7 +100,8 @@ class Investigation:
     steps on the same batch from the same state. ``first_far`` is the first op whose result is far from FP32's, where
     the step's is. ``is_of_others`` says that all that this process computed was finite, and what it got from another
     one was not; ``spoilt`` names what it was given that is not finite, and why no replay is, where the step may have
-    computed that itself, as by a network without gradients. ``has_loss`` says that its replays have the step's own
+    computed that itself, as by a network without gradients; ``replaced`` what finite numbers stand for in its replays,
+    for that reason. ``has_loss`` says that its replays have the step's own
     loss, and no more than what its modules gave where it is false. ``weights_grew`` is how many times as large all
     weights together are in it as when the run began, by their 2-norm. ``batch_largest`` is the largest finite
     magnitude in the batch's numeric leaves, by leaf, and ``batch_index`` where in the leaf it stands.
@@ -118,6 +119,7 @@ class Investigation:
     batch_index: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     is_of_others: bool = False
     spoilt: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
     has_loss: bool = True
     weights_grew: float = 1.0
 

@@ -67,6 +67,11 @@ class _Noted:
     scalars: int = 0
 
     @property
+    def is_of_frozen(self) -> bool:
+        """Whether no gradient comes by it: weights that are all frozen compute with data."""
+        return not self.reads and not any(weight.requires_grad for weight in self.module.parameters())
+
+    @property
     def is_held(self) -> bool:
         """Whether somebody has something that it gave."""
         return any(result() is not None for result in self.gives)
@@ -189,8 +194,10 @@ class OpenPass:
 
     @property
     def has_helpers(self) -> bool:
-        """Whether other modules were called without gradients since the last backward pass: a teacher, or what encodes
-        the data. What the calls are given may then be what these have computed."""
+        """Whether other modules were called without gradients since the last backward pass, or have frozen weights
+        alone: a teacher, or what encodes the data. What the calls are given may then be what these have computed."""
+        if any(call.is_of_frozen for call in self._calls.values()):
+            return True
         called = {id(module) for call in self.called for module in call.modules()}
         return self._helpers_at == self._passes and any(key not in called for key in self._helpers)
 
@@ -233,9 +240,18 @@ class OpenPass:
             calls[number] = TapedCall(function, noted.line, is_lowered, True, noted.random_state, reads)
         if not ends:
             return None
+        beside = {
+            id(noted.module): noted.module
+            for noted in wanted.values()
+            if own.isdisjoint(map(id, tensors_in(noted.module)))
+        }
+        states = [(module, self.buffers.state(module)) for module in beside.values()]
+        known = tuple((module, state) for module, state in states if state is not None)
+        if len(known) < len(states):
+            return None
         every = [calls.get(number, _NOTHING) for number in range(self._number)]
         losses = {min(wanted): tuple(Made(number, "") for number in ends)}
-        return PlayedStep(every, losses, device, (given,))
+        return PlayedStep(every, losses, device, (given,), known)
 
     def _of_model(self, own: set[int]) -> Iterator[tuple[int, _Noted]]:
         """The calls that can be made again, and compute with the weights or with what others made of them."""
@@ -376,6 +392,12 @@ class PassEnd:
         made = [tensor for _, tensor in made_in(result) if tensor.requires_grad]
         sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
+
+
+def module_of(call: TapedCall) -> torch.nn.Module | None:
+    """The module that it calls; None where it calls a function."""
+    called = call.function.module if isinstance(call.function, PassEnd) else call.function
+    return called if isinstance(called, torch.nn.Module) else None
 
 
 def losses_of(played: PlayedStep) -> int:

@@ -17,6 +17,7 @@ from torch.utils import _pytree
 
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.random_state import RandomState
+from ampdbg.replay.snapshot import ModelState
 from ampdbg.source.ownership import Line
 
 Given = Mapping[int, tuple[Any, Any]]
@@ -94,6 +95,11 @@ class PlayedStep:
     """The losses of each part, by the number of its first call."""
     device: str
     given: tuple[Given, ...] = field(repr=False)
+    beside: tuple[tuple[torch.nn.Module, ModelState], ...] = field(default=(), repr=False)
+    """What the modules that it calls beside the model held before, such as a loss with a running mean."""
+
+    replaced: tuple[str, ...] = ()
+    """The names of those of its data that were not finite, and have finite numbers here."""
 
     def loss(self, given: Given) -> torch.Tensor:
         """The sum of the losses of one part, of shape ().

@@ -221,7 +221,8 @@ class Snapshot:
 
     They are copies that belong to the snapshot. ``data`` are those parts of them that come from outside of the step.
     ``weights`` are copies of the model's parameters, in order, where the step is to be run again later. ``beside`` are
-    objects that it calls and the model does not have, such as a loss with a running mean.
+    objects that it calls and the model does not have, such as a loss with a running mean; ``states_beside`` is what
+    those that are modules held, where it is known.
     """
 
     step: int
@@ -231,6 +232,7 @@ class Snapshot:
     state: ModelState = field(default_factory=ModelState)
     weights: tuple[torch.Tensor, ...] = ()
     beside: tuple[Any, ...] = ()
+    states_beside: tuple[tuple[torch.nn.Module, ModelState], ...] = ()
     draws: Draws = field(default_factory=Draws)
     """What its dropouts draw from, noted when it is first run again."""
 
@@ -249,9 +251,12 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     notes what is done meanwhile.
     """
     random_state = RandomState.now()
-    with unwatched(), surroundings_restored(), restored(model, *snapshot.beside, batches=snapshot.batches) as held:
+    held_apart = restored(model, *snapshot.beside, batches=snapshot.batches)
+    with unwatched(), surroundings_restored(), held_apart as held:
         try:
             snapshot.state.write(model, held.ids)
+            for module, state in snapshot.states_beside:
+                state.write(module, held.ids)
             snapshot.random_state.restore()
             yield
         finally:

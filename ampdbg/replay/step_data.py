@@ -20,7 +20,7 @@ from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.open_pass import PassEnd, losses_of
+from ampdbg.replay.open_pass import PassEnd, losses_of, module_of
 from ampdbg.replay.played_step import Given, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.replay import FP32, replay_step
@@ -41,9 +41,10 @@ def data_of(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:
 def snapshot_of(played: PlayedStep, step: int, random_state: RandomState, state: ModelState) -> Snapshot:
     """The step with what its calls are given as its batches, a part of it each, and the modules that they are of."""
     data = tuple(_data_in(played, part) for part in played.given)
-    functions = (call.function.module if isinstance(call.function, PassEnd) else call.function for call in played.calls)
-    called = {id(function): function for function in functions if isinstance(function, torch.nn.Module)}
-    return Snapshot(step, played.given, data, random_state, state, beside=tuple(called.values()))
+    called = {id(module): module for module in map(module_of, played.calls) if module is not None}
+    return Snapshot(
+        step, played.given, data, random_state, state, beside=tuple(called.values()), states_beside=played.beside
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,13 @@ def blamed_data(run: Run, snapshot: Snapshot, played: PlayedStep, computed: Coll
     bad = bad_data(alone or suspects)
     spoilt = tuple(counts.name for counts in bad if counts.name in computed)
     return BadData(tuple(counts for counts in bad if counts.name not in computed), spoilt)
+
+
+def with_finite_data(played: PlayedStep, names: Collection[str]) -> PlayedStep:
+    """The step with finite numbers of the usual size in the place of inf and NaN in these of its data."""
+    finite = {id(tensor): _made_finite(tensor) for name, tensor in data_of(played) if name in names}
+    given = (altered_batch(part, lambda tensor: finite.get(id(tensor), tensor)) for part in played.given)
+    return replace(played, given=tuple(given), replaced=tuple(names))
 
 
 def _of_first_calls(played: PlayedStep) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
-from ampdbg.probes.tensors import leaves_of, times_written
+from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
 from ampdbg.replay.played_step import Made, Modes, Own, PlayedStep, TapedCall, made_in
@@ -75,6 +75,7 @@ class Tape(TorchFunctionMode):
         self.state = ModelState()
         """The model's when the first call was made."""
         self._model = model
+        self._others: dict[int, tuple[torch.nn.Module, ModelState]] = {}
         self._modes: Modes = ()
         self._trained: dict[int, bool] = {}
         self._device = device
@@ -231,6 +232,8 @@ class Tape(TorchFunctionMode):
             self._trained = {id(module): module.training for module in self._model.modules()}
         elif isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
             self._note_modes()
+        if isinstance(function, torch.nn.Module) and self._is_another(function):
+            self._others[id(function)] = function, ModelState.now(function)
         taken = given.copying.of((args, kwargs))
         lowers = torch.is_autocast_enabled(self._device)
         line, has_gradients = innermost_line(), torch.is_grad_enabled()
@@ -255,6 +258,16 @@ class Tape(TorchFunctionMode):
         )
         self._put(call, taken, args[0] if writes else result)
         return result
+
+    def _is_another(self, called: torch.nn.Module) -> bool:
+        """Whether a module has no part in the model, and is called for the first time."""
+        return id(called) not in self._others and self._modules.isdisjoint(map(id, called.modules()))
+
+    @property
+    def has_nan_beside(self) -> bool:
+        """Whether a module that it calls beside the model held NaN before: an earlier step has spoilt it."""
+        buffers = (buffer for _, state in self._others.values() for buffer in state.buffers.values())
+        return any(bool(values.isnan().any()) for values in map(float_values, buffers) if values is not None)
 
     def _note_modes(self) -> None:
         """One list for all calls between two changes: there may be thousands of calls, of thousands of modules."""
@@ -327,7 +340,7 @@ class Tape(TorchFunctionMode):
         self.state = self.state.in_modes(self._calls[min(min(part) for part in parts)].modes)
         given = tuple({number: self._given[number] for number in sorted(part)} for part in parts)
         ends = {min(part): of_part for part, of_part in zip(parts, losses, strict=True)}
-        return PlayedStep(self._calls, ends, self._device, given)
+        return PlayedStep(self._calls, ends, self._device, given, tuple(self._others.values()))
 
     def _leading_to(self, losses: Sequence[Made]) -> set[int]:
         """The calls that these losses need, and those that write into what they need."""

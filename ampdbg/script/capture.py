@@ -28,6 +28,7 @@ from ampdbg.record.run import Record
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
+from ampdbg.replay.open_pass import module_of
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
 from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
@@ -74,7 +75,9 @@ class Head:
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
     that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation,
-    and ``computed`` names what looks like data, and the step itself may have computed.
+    ``computed`` names what looks like data, and the step itself may have computed, and ``replaced`` what of that has
+    finite numbers here, and had none. ``beside`` has attributes of modules that are not the model's, by the place of
+    the first call of each.
     """
 
     step: Count
@@ -97,6 +100,8 @@ class Head:
     is_broken_off: bool = False
     weights_grew: float = 1.0
     computed: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    beside: Mapping[Count, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
 
@@ -236,13 +241,14 @@ class Capture:
 
     def state(self, device: torch.device) -> ModelState:
         """The model's buffers and attributes from before the step."""
-        unpacking = self.unpacking(device)
-        buffers = {name.removeprefix("buffer."): self._tensor(name) for name in self._names() if name[:7] == "buffer."}
+        return self._state("buffer.", self.head.attributes, device)
+
+    def _state(self, prefix: str, packed: Mapping[str, Mapping[str, Any]], device: torch.device) -> ModelState:
+        unpacking, own = self.unpacking(device), [name for name in self._names() if name.startswith(prefix)]
         attributes = {
-            module: {key: _saved(unpacking.of(value)) for key, value in held.items()}
-            for module, held in self.head.attributes.items()
+            module: {key: _saved(unpacking.of(value)) for key, value in held.items()} for module, held in packed.items()
         }
-        return ModelState(buffers, attributes)
+        return ModelState({name.removeprefix(prefix): self._tensor(name) for name in own}, attributes)
 
     def random_state(self, device: torch.device) -> RandomState:
         """That of the process when the step had gone backward."""
@@ -273,8 +279,15 @@ class Capture:
             if any(made.call in match.spare for made in _made_in(given[number])):
                 raise CaptureError(f"{self.path}: call {place + 1}, of {captured.name}, takes what other calls gave")
         parts = [{n: given.get(n, before) for n, before in part.items() if n not in match.spare} for part in live.given]
+        calls_at = {place: live.calls[number] for number, place in match.own.items()}
+        modules = {place: module_of(calls_at[place]) for place in self.head.beside if place in calls_at}
+        beside = tuple(
+            (module, self._state(f"beside.{place}.", self.head.beside[place], device))
+            for place, module in modules.items()
+            if module is not None
+        )
         losses = {min(now): live.losses[min(part)] for now, part in zip(parts, live.given, strict=True)}
-        return replace(live, calls=calls, given=tuple(parts), losses=losses)
+        return replace(live, calls=calls, given=tuple(parts), losses=losses, beside=beside, replaced=self.head.replaced)
 
 
 def _made_in(given: Any) -> list[Made]:

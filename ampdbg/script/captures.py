@@ -23,6 +23,7 @@ from ampdbg.record.file import CAPTURE_SUFFIX, of_rank, to_json
 from ampdbg.record.run import NOT_CAPTURED, Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
+from ampdbg.replay.open_pass import module_of
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
@@ -231,6 +232,9 @@ class Captured:
         tensors |= {
             f"buffer.{name}": written_form(one) for name, one in self.state.buffers.items() if can_be_written(one)
         }
+        for place, state in _states_beside(self.played, order_of(self.played)):
+            buffers = state.buffers.items()
+            tensors |= {f"beside.{place}.{name}": written_form(one) for name, one in buffers if can_be_written(one)}
         text = json.dumps({**asdict(head), "loss": str(head.loss)}, allow_nan=False, ensure_ascii=True)
         if len(text) > LARGEST_HEADER:
             raise CaptureError(f"what it is told of takes {byte_size(len(text))}")
@@ -250,6 +254,7 @@ class Captured:
             is_broken_off=self.is_broken_off,
             weights_grew=self.weights_grew,
             computed=self.computed,
+            replaced=self.played.replaced,
             device=str(next(self.model.parameters()).device),
             start=self.start,
             calls=calls,
@@ -261,11 +266,22 @@ class Captured:
             random_states=tuple(packed_random_state(state, packing) for state in states),
             random_state=packed_random_state(RandomState.now(), packing),
             attributes=dict(_packed_attributes(self.state, packing)),
+            beside={
+                place: dict(_packed_attributes(state, packing)) for place, state in _states_beside(self.played, numbers)
+            },
             optimizers=tuple(map(packing.of, self._states)),
             scaler=packing.of(self.scaler.state_dict() if self.scaler is not None else None),
             record=json.loads(to_json(self.record)),
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
+
+
+def _states_beside(played: PlayedStep, numbers: Mapping[int, int]) -> Iterator[tuple[int, ModelState]]:
+    """What modules beside the model held, each with the place of the first call of it."""
+    for module, state in played.beside:
+        places = [place for number, place in numbers.items() if module_of(played.calls[number]) is module]
+        if places:
+            yield min(places), state
 
 
 def _captured_call(

@@ -6,8 +6,8 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import torch
@@ -21,13 +21,16 @@ from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import ModelState, Snapshot
-from ampdbg.replay.step_data import BadData, blamed_data, snapshot_of
+from ampdbg.replay.step_data import BadData, blamed_data, snapshot_of, with_finite_data
 from ampdbg.script.captures import Captured, Captures
 from ampdbg.script.played_run import Half, run_of
 from ampdbg.script.signals import have_come, held_signals
 
 RUN_AGAIN = "FP16, FP32 and more"
 """What is told of a step before it is run again."""
+
+REPLACED = "step {} was run again with finite numbers in the place of {}, which it may have computed itself"
+"""Where a teacher has given inf or NaN, say."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,15 @@ class LoopStep:
         """
         grew = self.watcher.optimizers.weights_grew
         with self._again() as (run, snapshot), contextlib.suppress(_SignalCameError):
-            return investigate(
+            made = investigate(
                 run, snapshot, self.why, self.scale, before=before, weights_grew=grew, observer=_UntilASignal()
             )
+            return replace(made, replaced=self.played.replaced)
         return None
+
+    def with_finite_data(self, names: Collection[str]) -> LoopStep:
+        """The same step with numbers of the usual size in the place of inf and NaN in these of its data."""
+        return replace(self, played=with_finite_data(self.played, names), computed=())
 
     def blamed_data(self) -> BadData:
         """What of its data explains that FP32 does not come through it: see :mod:`ampdbg.replay.step_data`.

@@ -14,6 +14,7 @@ from typing import get_args
 
 import torch
 
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.diagnosis.tensors import counted_values
@@ -23,6 +24,7 @@ from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
 from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
+from ampdbg.quantities import listed
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import EXITED, Record
 from ampdbg.replay.investigation import Why, is_blamed
@@ -31,7 +33,7 @@ from ampdbg.replay.pass_buffers import is_computed_with
 from ampdbg.replay.step_data import BadData, data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
-from ampdbg.script.loop_step import RUN_AGAIN, LoopStep
+from ampdbg.script.loop_step import REPLACED, RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, is_in_group
 from ampdbg.script.signals import held_signals
@@ -147,7 +149,9 @@ class LostSteps:
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
-                bad = BadData() if made is None else _blamed(again, made)
+                bad = BadData()
+                if made is not None:
+                    again, made, bad = self._blamed(again, made)
                 too = "" if made is None else _too(again, made, bad, stacked(sys._getframe()))
                 is_telling = not too
                 if too:
@@ -203,7 +207,10 @@ class LostSteps:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
         of others."""
         parts = [made.step for made in record.investigations if not made.has_loss]
-        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts), *self._untold)
+        replaced = (
+            REPLACED.format(made.step, listed(made.replaced)) for made in record.investigations if made.replaced
+        )
+        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts), *replaced, *self._untold)
         error = "\n".join(filter(None, (record.error, self._why)))
         return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
 
@@ -215,7 +222,7 @@ class LostSteps:
         if made is None:
             self._capture(again, made)
             return
-        bad = _blamed(again, made)
+        again, made, bad = self._blamed(again, made)
         too = _too(again, made, bad, frames)
         self._watcher.log.batch += bad.batch
         if too and not bad.batch:
@@ -225,6 +232,26 @@ class LostSteps:
         self._capture(again, made)
         self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
+
+    def _blamed(self, again: LoopStep, made: Investigation) -> tuple[LoopStep, Investigation, BadData]:
+        """The inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either.
+
+        Where one of its modules overflows, the step may have made of that what it gives to others. Where it overflows
+        as well with sound numbers in their place, and FP32 comes through that, these replays tell: they are returned.
+        """
+        if not made.reproduced or math.isfinite(made.replays[1].loss):
+            return again, made, BadData()
+        bad, overflow = again.blamed_data(), overflow_in(made)
+        if overflow is not None and overflow.producer.phase == "forward":
+            bad = BadData(spoilt=(*bad.spoilt, *(counts.name for counts in bad.batch)))
+        if bad.spoilt and overflow is not None:
+            sound = again.with_finite_data(bad.spoilt)
+            found = sound.investigated(self._watcher.steps)
+            if found is not None and found.reproduced and is_finite(found.replays[1]):
+                still = overflow_in(found)
+                if still is not None and still.producer.site == overflow.producer.site:
+                    return sound, replace(found, has_loss=made.has_loss), BadData()
+        return again, made, bad
 
     def _capture(self, again: LoopStep, made: Investigation | None, scaler: torch.amp.GradScaler | None = None) -> None:
         loss = math.nan if made is None else made.replays[0].loss
@@ -270,19 +297,6 @@ class LostSteps:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
-
-
-def _blamed(again: LoopStep, made: Investigation) -> BadData:
-    """The inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either.
-
-    Where one of its modules overflows, the step may have made of that what it gives to others.
-    """
-    if not made.reproduced or math.isfinite(made.replays[1].loss):
-        return BadData()
-    bad, overflow = again.blamed_data(), overflow_in(made)
-    if overflow is None or overflow.producer.phase != "forward":
-        return bad
-    return BadData(spoilt=(*bad.spoilt, *(counts.name for counts in bad.batch)))
 
 
 def _too(again: LoopStep, made: Investigation, bad: BadData, frames: Iterable[FrameType]) -> str:

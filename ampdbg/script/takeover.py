@@ -30,7 +30,7 @@ from ampdbg.probes.half_names import CallNames
 from ampdbg.probes.makings import Makings
 from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.watch import Watch
-from ampdbg.quantities import counted, number
+from ampdbg.quantities import counted, listed, number
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
@@ -46,6 +46,7 @@ from ampdbg.script.captured_calls import Difference
 from ampdbg.script.file_functions import scratch_files
 from ampdbg.script.gpu import emulated_gpu
 from ampdbg.script.launch import Script, ScriptEnd, run_script
+from ampdbg.script.loop_step import REPLACED
 from ampdbg.script.played_run import run_of
 from ampdbg.script.ranks import alone
 from ampdbg.script.scratch_files import ScratchFiles
@@ -93,7 +94,7 @@ class TakenOver:
             weights_grew=head.weights_grew,
             observer=observer,
         )
-        return replace(made, loss=head.loss, has_loss=has_loss)
+        return replace(made, loss=head.loss, has_loss=has_loss, replaced=head.replaced)
 
     def failing(self, made: Investigation) -> FailingStep:
         """The step, with its weights."""
@@ -114,6 +115,8 @@ class TakenOver:
     def _beside_the_run(self, made: Investigation) -> Iterator[str]:
         """How the replays compare with the step as it was captured."""
         head, there, here = self.capture.head, self.capture.record.environment, self.record.environment
+        if made.replaced:
+            yield REPLACED.format(made.step, listed(made.replaced))
         if made.tries == AGAIN:
             yield f"step {made.step} fails in {made.reproduced} of {made.tries} replays"
         if head.why == "end" and not is_same_run(made):

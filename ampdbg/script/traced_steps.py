@@ -234,7 +234,9 @@ class TracedStep:
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
         is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
         # Where an earlier step has spoilt the weights, or what the model computes with, this one tells nothing.
-        is_spoilt = is_bad and (are_weights_spoilt(self._model) or self._has_lost_buffers())
+        is_spoilt = is_bad and (
+            are_weights_spoilt(self._model) or self._has_lost_buffers() or self._tape.has_nan_beside
+        )
         # Where several train together, one whose own step is sound has got what is bad from another; and to run a step
         # again may be to wait for the others.
         is_alone = not is_in_group()
