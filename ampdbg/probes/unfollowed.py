@@ -44,6 +44,12 @@ def leave_ours_alone() -> None:
                 skip(code)
 
 
+def is_compiled_code_there() -> bool:
+    """Whether this process has compiled something so far that it may call again."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and counters["frames"]["ok"] > 0
+
+
 def is_in_compiled_call() -> bool:
     """Whether this runs in the middle of what a script has compiled, such as a whole step.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ampdbg.probes.module_calls import run_eagerly
 from ampdbg.probes.pause import unwatched
 from ampdbg.probes.tensors import is_finite
 from ampdbg.record.replays import Investigation
@@ -248,11 +249,11 @@ def rewound(model: torch.nn.Module, snapshot: Snapshot) -> Iterator[None]:
     """Model, batches and random state as they were before the step, but for the weights, which are those of now.
 
     Gradients are cleared. Afterwards all is as it is now, the weights too, should the step write into them. No watch
-    notes what is done meanwhile.
+    notes what is done meanwhile, and nothing is compiled: the compiler would choose other code for steps to come.
     """
     random_state = RandomState.now()
     held_apart = restored(model, *snapshot.beside, batches=snapshot.batches)
-    with unwatched(), surroundings_restored(), held_apart as held:
+    with unwatched(), run_eagerly(), surroundings_restored(), held_apart as held:
         try:
             snapshot.state.write(model, held.ids)
             for module, state in snapshot.states_beside:

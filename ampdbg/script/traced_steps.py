@@ -13,12 +13,14 @@ import torch
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import LONGEST_TURN
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
-from ampdbg.probes.unfollowed import is_in_compiled_call, note_mode_left
+from ampdbg.probes.unfollowed import is_compiled_code_there, is_in_compiled_call, note_mode_left
 from ampdbg.probes.watch import Watch
+from ampdbg.quantities import listed
 from ampdbg.record.log import kept
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record, ScriptRun, Step
@@ -48,6 +50,13 @@ LONGEST_GAP = LONGEST_TURN
 MOST_FOUND = 2
 """So many traced steps that went wrong are enough of each row of bad ones."""
 
+SETTLES_ABOVE = 2.0**16 / 2**SKIPS_IN_A_ROW
+"""A loss scale that settles mostly does so above it: a scaler begins at 2^16. Before that a loop with compiled code is
+not traced: in a traced step such code runs as it was written, which rounds otherwise and draws other random numbers."""
+
+NOT_COMPILED = "{} ran uncompiled to be traced: from there on compiled code of the script may have given other numbers"
+"""As of a step that was to be captured."""
+
 NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
 
@@ -68,7 +77,8 @@ class TracedSteps:
         self._observer = observer
         self._investigates = investigates
         self._left = MOST_TRACED
-        self._in_a_row, self._healthy = 0, 0
+        self._in_a_row, self._healthy, self._bad = 0, 0, 0
+        self._uncompiled: list[int] = []
         self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
         self._traced: TracedStep | None = None
         self._started, self._waited = time.monotonic(), 0.0
@@ -88,6 +98,7 @@ class TracedSteps:
         if is_bad:
             # Of several optimizers one may fail at each of its turns: the next is as far away as the last was. A step
             # of another may end only when this one's forward pass is over: tracing begins a step early.
+            self._bad = self._bad + 1 if self._since_bad == 1 else 1
             gap, self._since_bad = self._since_bad, 0
             self._due = gap if gap <= LONGEST_GAP else 1
             self._is_early = self._due > 1
@@ -97,8 +108,15 @@ class TracedSteps:
         self._due -= 1
         self.captures.begins(self._watcher.log.closed())
         is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
+        if is_compiled_code_there():
+            is_due = is_due and not self._may_settle()
         if is_due or (self.captures.is_wanted and self._traced is None):
             self._begin()
+
+    def _may_settle(self) -> bool:
+        """Whether the bad steps up to the last may be those of a loss scale that settles."""
+        last = self._watcher.log.latest()
+        return self._bad < SKIPS_IN_A_ROW or (math.isfinite(last.loss) and last.scale > SETTLES_ABOVE)
 
     def _keep(self, traced: TracedStep) -> None:
         """Keeps what was found in a step that has ended."""
@@ -116,6 +134,7 @@ class TracedSteps:
         start, captures = self.captures.start, self.captures
         is_left = start.processes > 1 and bool(self.found)
         notes = [captures.why_not] * bool(captures.why_not)
+        notes += [NOT_COMPILED.format(listed([f"step {one}" for one in self._uncompiled]))] * bool(self._uncompiled)
         notes += [NOT_RUN_AGAIN.format(start.rank, start.processes)] * is_left
         written = tuple(map(str, captures.written))
         return replace(
@@ -143,6 +162,8 @@ class TracedSteps:
         # that is run again takes the gradients of all models away for a while, also from loops of other threads.
         if torch._C._len_torch_dispatch_stack() or self._watcher.has_other_loops or is_in_compiled_call():
             return
+        if is_compiled_code_there():
+            self._uncompiled.append(self._watcher.log.closed())
         is_wanted = self.captures.take_request()
         self._left -= not is_wanted
         may_wait = self._investigates and self._waited <= WAITS + SHARE * (time.monotonic() - self._started)

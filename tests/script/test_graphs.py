@@ -299,8 +299,8 @@ def train(net, factors):
         step(x)
 
 torch.manual_seed(0)
-train(Net(), (1, 1, 4000, 4000))
-train(Net(), (1, 1, 4000, 4000))
+train(Net(), (1, 1, *[4000] * 5))
+train(Net(), (1, 1, *[4000] * 5))
 train(Net(), (1, 1, 1))
 codes = (held if hasattr(held, "co_name") else held() for held in compiler.input_codes.seen)
 print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in codes if code is not None}))
@@ -319,10 +319,49 @@ code."""
 def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)
     assert record.script is not None
-    assert (record.script.exit_code, record.error, record.steps_run) == (0, "", 11)
+    assert (record.script.exit_code, record.error, record.steps_run) == (0, "", 17)
     graphs, codes = result.stdout.strip().split(" ", 1)
     assert int(graphs) > 0
     assert str(AMPDBG) not in codes
+
+
+SETTLING = """\
+import sys, torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1), nn.Linear(64, 4))
+compiled = torch.compile(net, backend="aot_eager")
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=float(sys.argv[1]))
+for step in range(10):
+    x, y = torch.randn(16, 32), torch.randint(0, 4, (16,))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = F.cross_entropy(compiled(x * (torch.inf if step in map(int, sys.argv[2:]) else 1.0)), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    print(loss.item(), torch.cat([weight.flatten() for weight in net.parameters()]).double().sum().item())
+"""
+"""Given a loss scale that settles, and steps whose batch is infinite."""
+
+
+@pytest.mark.parametrize("given", [("1e7",), ("1024", "4"), ("1024", "4", "5", "6")])
+def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a_bad_step(
+    given: tuple[str, ...], tmp_path: Path
+) -> None:
+    result, record = run(tmp_path, SETTLING, *given, options=())
+    assert record.steps_skipped > 0
+    assert result.stdout == alone(tmp_path, "train.py", *given)
+    assert "uncompiled" not in result.stderr
+
+
+def test_compiled_code_that_keeps_failing_is_traced_and_that_is_told(tmp_path: Path) -> None:
+    _, record = run(tmp_path, SETTLING, "1024", *map(str, range(3, 10)), options=())
+    (told,) = (note for note in record.unseen.notes if "uncompiled" in note)
+    assert told.startswith("step 8 and step 9 ran uncompiled to be traced")
 
 
 TRANSFORMED = """\
