@@ -118,9 +118,19 @@ class ProducerTrace(OpTrace):
         name = base_name(seen.op)
         return Circumstances(
             is_constant=self._is_constant(name, seen, made),
-            divides_by_zero=name in POLES and bool(self._given) and bool((self._given[-1] == 0).any()),
+            divides_by_zero=name in POLES and bool(self._given) and self._is_at_a_pole(seen.op),
             leaf=self._origins.leaf(self._given[0]) if name in CASTS and self._given else None,
         )
+
+    def _is_at_a_pole(self, op: str) -> bool:
+        """Whether what it divides by has a zero: for a power the base, where the exponent is negative."""
+        if base_name(op) != "pow":
+            return bool((self._given[-1] == 0).any())
+        values = [*self._numbers, *self._given] if op.endswith(".Scalar") else [*self._given, *self._numbers]
+        if len(values) < 2:  # a complex exponent
+            return False
+        base, exponent = map(torch.as_tensor, values)
+        return bool(((base == 0) & (exponent < 0)).any())
 
     def _is_constant(self, name: str, seen: OpSeen, made: Sequence[torch.Tensor]) -> bool:
         if self.is_inner_backward:

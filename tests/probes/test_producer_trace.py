@@ -163,3 +163,24 @@ def test_what_stands_where_an_infinity_was_is_not_taken_for_it(is_seen: bool) ->
     producer = next(place for place, op in enumerate(trace.ops) if op.produces)
     assert (producer in trace.harmless) != is_seen
     assert float(kept.sum()) == 0.0
+
+
+HALVES = torch.tensor([0.0, 300.0], dtype=torch.float16)
+AT_A_POLE: dict[str, tuple[Callable[[], torch.Tensor], bool]] = {
+    "a reciprocal": (HALVES.reciprocal, True),
+    "a division": (lambda: 1 / HALVES, True),
+    "a logarithm": (HALVES.log, True),
+    "a negative power": (lambda: HALVES**-1.5, True),
+    "a negative power by a tensor": (lambda: HALVES ** torch.tensor([-1.0, 1.0], dtype=torch.float16), True),
+    "a negative power of a number": (lambda: 0.0 ** (HALVES - 1), True),
+    "a square beyond half": (HALVES.square, False),
+    "a power beyond half": (lambda: HALVES**2.5, False),
+    "a power by a tensor": (lambda: HALVES ** torch.tensor([0.0, 2.0], dtype=torch.float16), False),
+    "a power of a number": (lambda: 10.0**HALVES, False),
+}
+
+
+@pytest.mark.parametrize("name", AT_A_POLE)
+def test_a_power_divides_by_zero_only_where_its_exponent_is_negative(name: str) -> None:
+    run, is_at_a_pole = AT_A_POLE[name]
+    assert of_the_last_producer(lambda model, batch: run(), PRICES).divides_by_zero is is_at_a_pole
