@@ -25,6 +25,7 @@ from torch.utils import _device
 from ampdbg.precision import autocast_policy
 from ampdbg.precision.autocast_policy import cuda_autocast_policy
 from ampdbg.precision.half_kernels import half_kernels
+from ampdbg.precision.half_transforms import half_transforms
 
 _entered: list[ExitStack] = []
 """One entry for each context that is entered now; the first one holds the emulation."""
@@ -39,7 +40,7 @@ def cuda_on_cpu() -> Iterator[None]:
     """
     with ExitStack() as stack:
         if not _entered:
-            for part in (half_kernels, cuda_autocast_policy, cuda_names_on_cpu):
+            for part in (half_kernels, half_transforms, cuda_autocast_policy, cuda_names_on_cpu):
                 stack.enter_context(part())
         _entered.append(stack)
         stack.callback(_entered.pop)

@@ -41,8 +41,7 @@ WITHOUT_CPU_KERNEL = """
 """Ops that CUDA has in half and the CPU has not: without emulation they raise 'not implemented for Half'.
 
 The antialiasing ones are rounded once here; ``cuda/UpSampleBilinear2d.cu`` rounds its weights and rows as well,
-and adds gradients in half. Not ``fft``: that a CPU tensor is half is refused before any kernel is asked
-(``promote_type_fft`` in ``SpectralOps.cpp``).
+and adds gradients in half. Fourier transforms are in :mod:`ampdbg.precision.half_transforms`.
 """
 
 CLAMPS = "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ hardtanh hardtanh_"

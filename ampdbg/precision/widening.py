@@ -20,11 +20,16 @@ Wider = Mapping[torch.dtype, torch.dtype]
 
 LIFTS: Mapping[str, Wider] = {
     "bfloat16": {torch.float16: torch.bfloat16},
-    "float32": {torch.float16: torch.float32, torch.bfloat16: torch.float32},
+    "float32": {
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+        torch.complex32: torch.complex64,
+    },
     "float64": {
         torch.float16: torch.float64,
         torch.bfloat16: torch.float64,
         torch.float32: torch.float64,
+        torch.complex32: torch.complex128,
         torch.complex64: torch.complex128,
     },
 }

@@ -190,7 +190,7 @@ def test_other_dtypes_are_left_alone_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(x @ w.mT, expected)
 
 
-class _Trace(TorchDispatchMode):
+class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[tuple[str, tuple[torch.dtype, ...]]] = []
@@ -209,7 +209,7 @@ def traced() -> tuple[list[tuple[str, tuple[torch.dtype, ...]]], list[torch.dtyp
         saved.append(tensor.dtype)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Trace() as trace:
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Trace() as trace:
         output = model(half(2, 3, 10))
         output.sum().backward()
     assert output.grad_fn is not None

@@ -436,3 +436,34 @@ def test_a_sparse_product_that_cuda_has_no_kernel_for_is_explained(tmp_path: Pat
         train(load_config(tmp_path / "config.yaml"))
     assert str(raised.value).endswith("or make the matrix CSR, as with matrix.to_sparse_csr()")
     assert len(train(load_config(tmp_path / "config.yaml", ("precision.level=O0",))).steps) == 2
+
+
+MIXER = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(4, width)
+    def forward(self, x):
+        return torch.fft.rfft(self.linear(x), dim=-1).abs()
+
+def data():
+    return [(torch.ones(4, 4), torch.zeros(4, 1))] * 2
+"""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning", "ignore:Using a target size")
+def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
+    (tmp_path / "mixer.py").write_text(MIXER)
+    targets = {"model": "mixer.py:Net", "data": "mixer.py:data", "loss": "torch.nn.functional:mse_loss"}
+    keys: dict[str, Any] = {name: {"target": target} for name, target in targets.items()}
+    keys["model"]["args"] = {"width": 12}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**keys, "train": {"steps": 2, "device": "cpu"}}))
+    with pytest.raises(UserCodeError, match=r"got a signal size of\[12\]; under autocast .* cast it up before"):
+        train(load_config(tmp_path / "config.yaml"))
+    for healthy in ("model.args.width=16", "precision.level=O0"):
+        settings = (healthy, "precision.loss_scale.init=256.0")
+        steps = train(load_config(tmp_path / "config.yaml", settings)).steps
+        assert [step.skipped for step in steps] == [False, False]
