@@ -182,15 +182,16 @@ class OpenPass:
         return tuple(call.module for call in self._calls.values())
 
     @property
-    def lost_loss(self) -> float:
+    def lost_loss(self) -> torch.Tensor | None:
         """What was given for a loss since a module was called to train, where somebody holds it still and it is not
-        finite; else 0.
+        finite; else None.
 
         On a GPU only those are looked at that nobody has to wait for any more: the loop cannot have gone by others.
         """
         held = [(result(), mark) for result, mark in self._scalars]
-        losses = [scalar.detach() for scalar, mark in held if scalar is not None and mark.is_passed]
-        return next((value for value in read_aside(losses) if not math.isfinite(value)), 0.0)
+        losses = [scalar for scalar, mark in held if scalar is not None and mark.is_passed]
+        values = read_aside([loss.detach() for loss in losses])
+        return next((loss for loss, value in zip(losses, values, strict=True) if not math.isfinite(value)), None)
 
     @property
     def has_helpers(self) -> bool:
@@ -270,6 +271,7 @@ class OpenPass:
         backward = self._watched.backward_passes
         has_gone = self._passes != backward
         is_again = len(self._calls) < PRUNED_FROM and any(call.module is module for call in self._calls.values())
+        is_again = is_again and not self._takes_its_own(args, kwargs)  # such as a loss of each of two heads
         if has_gone or is_again:
             self._next_begins()
         if has_gone:
@@ -290,6 +292,11 @@ class OpenPass:
         self.buffers.note(self._number, module)
         self._begun, self._calls[self._number] = True, noted
         self._number += 1
+
+    def _takes_its_own(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call is given what others of the pass have made."""
+        given = (self._made.get(id(tensor), (None,))[0] for _, tensor in leaves_of((args, kwargs)))
+        return any(held is not None and held() is not None for held in given)
 
     def _helps(self, module: torch.nn.Module) -> None:
         """Notes a call without gradients."""

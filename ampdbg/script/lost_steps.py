@@ -7,10 +7,12 @@ import contextlib
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -21,6 +23,7 @@ from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
+from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
@@ -70,6 +73,43 @@ class _Held:
         return tuple(map(times_written, self.again.model.parameters())) == self.times
 
 
+class _GivenUp:
+    """A loss that is not finite, behind which a module is called again: the loop has given it up and begins anew, or
+    makes another part of the same loss. The next backward pass tells.
+
+    Args:
+        loss: it, of one element.
+        passed: called behind that.
+    """
+
+    def __init__(self, loss: torch.Tensor, passed: Callable[[], None]) -> None:
+        self.loss = float(loss.detach())
+        self._tensor = weakref.ref(loss)
+        self._is_part = False
+        self._leaving = ExitStack()
+        self._leaving.callback(loss.register_hook(self._led_to).remove)
+
+        def around(seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if seam == "engine" and kwargs.get("accumulate_grad", True) and torch._C._current_graph_task_id() == -1:
+                passed()
+            return result
+
+        self._leaving.enter_context(attached(around))
+
+    def _led_to(self, gradient: torch.Tensor) -> None:
+        self._is_part = True
+
+    def is_of(self, loss: torch.Tensor) -> bool:
+        """Whether it is this very loss."""
+        return self._tensor() is loss
+
+    def ended_in_a_backward_pass(self) -> bool:
+        """Whether it went backward; torch is as it was from here on."""
+        self._leaving.close()
+        return self._is_part
+
+
 class LostSteps:
     """Steps whose forward pass fails before any tape runs: the first of a row, and the one in which a script ends.
 
@@ -101,21 +141,30 @@ class LostSteps:
         self._why = ""
         self._untold: list[str] = []
         self._held: _Held | None = None
+        self._given_up: _GivenUp | None = None
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
         self._held = None
         step, has_gone = self._watcher.open_step, self.open_pass.has_gone_backward
-        loss = 0.0 if has_gone else self.open_pass.lost_loss
+        loss = None if has_gone else self.open_pass.lost_loss
         if has_gone:
             step.read_losses_aside()
-        if not loss and not (has_gone and not step.is_known_finite()):
+        is_known = loss is not None and self._given_up is not None and self._given_up.is_of(loss)
+        if is_known or (loss is None and not (has_gone and not step.is_known_finite())):
             return
+        self._count_given_up()
         self._watcher.learn()
         self._watcher.optimizers.adopt(self.open_pass.trained)
         self._lost(is_last_chance=not has_gone or step.scaler is None, is_given_up=not has_gone)
-        if loss:
-            self._watcher.log.break_off(loss, is_skipped=True)
+        if loss is not None:
+            self._given_up = _GivenUp(loss, self._count_given_up)
+
+    def _count_given_up(self) -> None:
+        """Ends the step that the loop has given up, if it has."""
+        given_up, self._given_up = self._given_up, None
+        if given_up is not None and not given_up.ended_in_a_backward_pass():
+            self._watcher.log.break_off(given_up.loss, is_skipped=True)
 
     def _withheld(self) -> None:
         """Called when the gradients of a step are not finite, though its loss is.
@@ -171,6 +220,7 @@ class LostSteps:
 
     def ended(self, ending: ScriptEnd) -> None:
         """To be called when the script has ended, while what it holds is still alive."""
+        self._count_given_up()
         if ending.error is not None:
             self._watcher.calls.failed(ending.error)
         is_left = os.getpid() != self._owner or isinstance(ending.error, KeyboardInterrupt)
@@ -183,6 +233,7 @@ class LostSteps:
                 return
             if ending.code == 0:
                 self._next_begins()  # it may have given up its last pass, as others before
+                self._count_given_up()
                 return
             self._watcher.learn()
             how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
