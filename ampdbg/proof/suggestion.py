@@ -24,7 +24,7 @@ from ampdbg.proof.jobs import CapturedStep, Job, Patched
 from ampdbg.proof.proof import prove, unneeded_unit
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, RootModel, Strategy, root_of
+from ampdbg.record.pins import EVERYTHING, Form, Handover, Proof, RootModel, Strategy, in_words, root_of
 from ampdbg.record.run import Record
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.snapshot import weights_of
@@ -237,7 +237,9 @@ def _by_name(ended: Bisected, form: Form, prover: Prover) -> Suggestion:
 
     names = [pin.name for pin in ended.record.pins]
     parts = tied_together(names, ended.run.workload.model)
-    without = {" and ".join(part): patched([name for name in names if name not in part]) for part in parts}
+    without = {
+        " and ".join(map(in_words, part)): patched([name for name in names if name not in part]) for part in parts
+    }
     return Suggestion(replace(ended.record, verification=prover(patched(names), without)))
 
 
