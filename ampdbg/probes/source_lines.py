@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -94,8 +95,9 @@ def _in_its_module(innermost: FrameType) -> FrameType:
     frames, frame = [innermost], innermost.f_back
     while frame is not None and (role := _role(frame)) != "ends":
         if _calls_a_module(frame):
-            owner = _owner(frames[-1])
-            return next(frame for frame in frames if _owner(frame) == owner)
+            # What stands around a forward pass may be another's, as of a library that prepares models to be trained.
+            owners = (_owner_of(str(type(frame.f_locals.get("self")).__module__)), _owner(frames[-1]))
+            return next(frame for owner in owners for frame in frames if _owner(frame) == owner)
         if role == "users":
             frames.append(frame)
         frame = frame.f_back
@@ -110,6 +112,13 @@ _USERS = ""
 def _owner(frame: FrameType) -> str:
     """Who has written the code: the user, or the package that it is part of."""
     return _USERS if is_users_file(frame.f_code.co_filename) else module_of(frame).partition(".")[0]
+
+
+@functools.cache
+def _owner_of(module: str) -> str:
+    """Who has written what is defined in the module of that name."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return _USERS if file and is_users_file(file) else module.partition(".")[0]
 
 
 @by_code
