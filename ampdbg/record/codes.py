@@ -77,8 +77,14 @@ _ALL = (
         FORWARD,
         "precision",
         "run this op in FP32 with its inputs cast up",
-        "Nothing overflows, but step {step} comes to a different result than FP32.",
+        "Nothing overflows before it, but step {step} comes to a different result than FP32.",
         pin_helps=True,
+        remedy_at=(
+            (
+                "binary_cross_entropy_backward",
+                "give the loss logits (BCEWithLogitsLoss), or run the sigmoid in FP32: half rounds it to 0 or 1",
+            ),
+        ),
     ),
     Code(
         "gradient-overflow",
