@@ -49,6 +49,9 @@ they are few."""
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
+ROOM = 4.0
+"""Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
+
 
 def skips(record: Record) -> Iterator[Finding]:
     """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``.
@@ -257,19 +260,30 @@ def _usable_scale(made: Investigation) -> float | None:
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
     """Whether no scale has worked yet, and the replays show that one will."""
     has_worked = any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
-    return not has_worked and bool(investigated) and all(_will_work(made, record) for made in investigated)
+    will_work = bool(investigated) and all(_will_work(made, record) for made in investigated)
+    return not has_worked and will_work and not all(_is_cured_before(made, record) for made in investigated)
 
 
 def _will_work(made: Investigation, record: Record) -> bool:
     return not made.is_as_it_trained and _is_calibration(made, record)
 
 
+def _is_cured_before(made: Investigation, record: Record) -> bool:
+    """Whether the run has skipped far below the scale that cures the step: something else is behind those skips, as
+    where another optimizer has the same scaler."""
+    usable = _usable_scale(made)
+    lowest = min((step.scale for step in record.steps if step.skipped and math.isfinite(step.loss)), default=math.inf)
+    return usable is not None and ROOM * lowest < usable
+
+
 def _lasts(made: Investigation, record: Record) -> bool:
     """Whether what overflowed would at the run's last scale too, or replays have told.
 
     Of a step that was seen as it trained only the op that began it is known: where it would not, another op is behind
-    the later skips.
+    the later skips. So it is where replays of the step are finite at scales far above those.
     """
+    if _will_work(made, record) and _is_cured_before(made, record):
+        return False
     suspect = culprit(made)
     if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
         return True

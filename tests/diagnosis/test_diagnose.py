@@ -682,6 +682,27 @@ def test_where_no_scale_is_finite_the_op_that_overflows_at_the_lowest_is_named()
     assert suspect.producer.module == "head"
 
 
+@pytest.mark.parametrize(
+    ("skipped", "found"),
+    [
+        (17, [("scale-calibration", "backward", None)]),
+        (19, [("scale-calibration", "backward", None)]),
+        (20, [("unknown", "backward", None), ("scale-collapse", "backward", 0)]),
+    ],
+)
+def test_a_scale_that_falls_far_below_the_one_that_cures_a_step_is_not_settling_nor_its_op_to_blame(
+    skipped: int, found: list[tuple[str, str, int | None]]
+) -> None:
+    """Replays of step 1 are finite at 1, and leave room for other batches down to 0.25."""
+    first = Replay("float16", 32768.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
+    survived = replace(first, scale=1.0, grad_norm=1.0, producers=(), gradients=())
+    made = Investigation(1, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), survived), loss=1.0, reproduced=1)
+    record = diagnose(record_of(steps_of("x" * skipped), investigations=(made,)))
+    assert (codes(record), record.verdict) == (found, "inconclusive")
+    assert record.findings[0].op == ""
+    assert exit_code(record, "warning") == int(skipped == 20)
+
+
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
 def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell(leaf: str | None, code: str) -> None:
     cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 1.5e6, 9.0, 1, 0, 4, fp32_largest=1.5e6)
