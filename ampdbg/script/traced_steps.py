@@ -16,6 +16,7 @@ from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
 from ampdbg.observer import Observer
 from ampdbg.probes.op_trace import placed
+from ampdbg.probes.optimizers import innermost
 from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.unfollowed import is_compiled_code_there, is_in_compiled_call, note_mode_left
@@ -81,6 +82,8 @@ class TracedSteps:
         self._uncompiled: list[int] = []
         self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
         self._traced: TracedStep | None = None
+        self._told: set[int] = set()
+        """The optimizers, by ``id``, of whose turns in this row of bad steps replays have told."""
         self._started, self._waited = time.monotonic(), 0.0
 
     def step_ended(self, is_bad: bool) -> None:
@@ -93,6 +96,7 @@ class TracedSteps:
             self._keep(traced)
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
+            self._told.clear()
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
         self._since_bad += 1
         if is_bad:
@@ -124,8 +128,11 @@ class TracedSteps:
         step = self._watcher.log.latest()
         if traced.is_given_up or traced.has_failed:
             self.captures.is_wanted |= traced.is_wanted
+        elif traced.passes_over and not traced.taken:  # the other's turn was sound, or could not be run again
+            self._told.clear()
         elif step.found_inf or not math.isfinite(step.loss):
             self._in_a_row += 1
+            self._told |= {traced.taken} if traced.taken else set()
             self.found[:] = kept([*self.found, traced.investigation(step)])
 
     def seen(self, record: Record, exit_code: int = 0) -> Record:
@@ -167,8 +174,24 @@ class TracedSteps:
         is_wanted = self.captures.take_request()
         self._left -= not is_wanted
         may_wait = self._investigates and self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
-        self._traced = TracedStep(self._watcher, self.captures, self._observer, may_wait=may_wait, is_wanted=is_wanted)
+        self._traced = TracedStep(
+            self._watcher,
+            self.captures,
+            self._observer,
+            may_wait=may_wait,
+            is_wanted=is_wanted,
+            passes_over=frozenset() if is_wanted else self._turns_told(),
+        )
         self._traced.begin()
+
+    def _turns_told(self) -> frozenset[int]:
+        """The optimizers of whose turns enough is told, where the last step had others too whose gradients were bad:
+        with one scaler those may be the only ones that keep failing."""
+        if not self._told:
+            return frozenset()
+        groups = {group.index for group in self._watcher.log.latest().groups}
+        failing = {id(optimizer) for optimizer in self._watcher.optimizers.of(groups)}
+        return frozenset(self._told) if failing - self._told else frozenset()
 
 
 # One step, traced and taped: where it goes wrong it is run again, as the step of a config would be
@@ -186,16 +209,27 @@ class TracedStep:
         observer: told before the step is run again, once.
         may_wait: whether it may be run again.
         is_wanted: it is to be captured, whatever it does.
+        passes_over: the optimizers, by ``id``, whose turns are let go by for that of another one.
     """
 
     def __init__(
-        self, watcher: Watch, captures: Captures, observer: Observer, *, may_wait: bool, is_wanted: bool
+        self,
+        watcher: Watch,
+        captures: Captures,
+        observer: Observer,
+        *,
+        may_wait: bool,
+        is_wanted: bool,
+        passes_over: frozenset[int] = frozenset(),
     ) -> None:
         self.waited = 0.0
         """Seconds that the script has waited."""
         self.is_given_up = False
         """Whether torch was to make a graph of code in it: then nothing is known of the step."""
         self.is_wanted = is_wanted
+        self.passes_over = passes_over
+        self.taken = 0
+        """The ``id`` of the optimizer whose turn was run again or captured; 0 before that."""
         self._may_wait = may_wait
         self._watcher = watcher
         self._captures = captures
@@ -253,7 +287,8 @@ class TracedStep:
             return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (("", parameter.grad) for parameter in parameters if parameter.grad is not None)
-        is_bad = not math.isfinite(self._tape.loss) or any(nonfinite(gradients))
+        is_its_turn = id(innermost(optimizer)) not in self.passes_over
+        is_bad = is_its_turn and (not math.isfinite(self._tape.loss) or any(nonfinite(gradients)))
         # Where an earlier step has spoilt the weights, or what the model computes with, this one tells nothing.
         is_spoilt = is_bad and (
             are_weights_spoilt(self._model) or self._has_lost_buffers() or self._tape.has_nan_beside
@@ -267,15 +302,16 @@ class TracedStep:
         is_free = is_alone and not hooks_half_weights(self._model)
         is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
-            self._taken(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
+            is_taken = self._take(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
+            self.taken = id(innermost(optimizer)) if is_taken else self.taken
         self._tape.stepped_on()
 
-    def _taken(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> None:
-        """Captures the step, and runs it again; the script waits meanwhile."""
+    def _take(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> bool:
+        """Captures the step, and runs it again, where that can be done; the script waits meanwhile."""
         played, loss = self._tape.played(), self._tape.loss
         if played is None:
             self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
-            return
+            return False
         computed = tuple(name for name, tensor in data_of(played) if self._trace.has_spoilt(tensor))  # as by a teacher
         self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
@@ -306,6 +342,7 @@ class TracedStep:
                         self._made, self._spoilt = None, bad.spoilt
             torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
         self.waited = time.monotonic() - began
+        return True
 
 
 def _is_told(made: Investigation) -> bool:

@@ -121,3 +121,59 @@ def test_an_optimizer_is_not_told_of_that_steps_seldom_or_whose_weights_move(
     text = scripts.GAN.replace("GAIN", "1.0").replace("range(8)", "range(20)")
     _, record = run(tmp_path, text.replace("    scaler.step(optimizers[0])", stands_for_it))
     assert not [note for note in record.unseen.notes if "stepped" in note]
+
+
+SHARED = """
+import sys, torch
+from torch import nn
+
+shift, scale = map(float, sys.argv[1:])
+torch.manual_seed(0)
+netG = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).cuda()
+netD = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid()).cuda()
+nn.init.constant_(netD[0].bias, shift)
+optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (netG, netD)]
+scaler = torch.amp.GradScaler("cuda", init_scale=scale)
+criterion = nn.BCELoss()
+one, zero = torch.ones(16, 1).cuda(), torch.zeros(16, 1).cuda()
+for step in range(20):
+    real = torch.randn(16, 8).cuda()
+    optimizers[0].zero_grad()
+    with torch.autocast("cuda"):
+        fake = netG(torch.randn(16, 8).cuda())
+        lossG = -torch.log(netD(fake) + 1e-6).mean()
+    scaler.scale(lossG).backward()
+    scaler.step(optimizers[0])
+    optimizers[1].zero_grad()
+    with torch.autocast("cuda"):
+        of_real, of_fake = netD(real), netD(fake.detach())
+    lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)
+    scaler.scale(lossD).backward()
+    scaler.step(optimizers[1])
+    scaler.update()
+"""
+"""Where its logits are shifted by -18, a low scale cures the generator's step, and none the discriminator's."""
+
+
+def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed(tmp_path: Path) -> None:
+    result, record = run(tmp_path, SHARED, "-18", "65536")
+    assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 20)
+    root, collapse = record.findings
+    assert (root.step, root.op) == (0, "aten.binary_cross_entropy_backward.default")
+    assert root.source is not None
+    assert root.source.text == "lossD = criterion(of_real.float(), one) + criterion(of_fake.float(), zero)"
+    assert (collapse.code, collapse.root) == ("scale-collapse", 0)
+    lines = [made.replays[0].producers[0].source for made in record.investigations]
+    assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD"]
+
+
+def test_two_optimizers_that_settle_with_one_scaler_are_healthy(tmp_path: Path) -> None:
+    result, record = run(tmp_path, SHARED, "0", "16777216")
+    assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", 8)
+    assert [found.code for found in record.findings] == ["scale-calibration"]
+    assert [(made.step, made.is_as_it_trained) for made in record.investigations] == [(1, False), (2, False)]
+
+
+def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> None:
+    result, record = run(tmp_path, SHARED, "0", "65536")
+    assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
