@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
+from ampdbg.probes.op_trace import storage_of
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
@@ -85,12 +86,13 @@ class Tape(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._calls: list[TapedCall] = []
         self._given: list[tuple[Any, Any]] = []
+        self._results: list[list[torch.Tensor]] = []  # alive, or else an id is given to another tensor
         self._made: dict[int, tuple[Made, bool]] = {}
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._are_stepped_on = False
         self._scaled: set[int] = set()
         self._narrowings = Narrowings(device, also)
-        self._alive: list[Any] = []  # or else an id is given to another tensor
+        self._alive: list[Any] = []  # as those are
         self._inside = 0
         self._beside = 0
         self._guard = Guard()
@@ -288,7 +290,7 @@ class Tape(TorchFunctionMode):
             self._calls.append(call)
             self._given.append(taken)
             self._made.update((id(tensor), (Made(number, path), tensor.requires_grad)) for path, tensor in made)
-            self._alive.append([tensor for _, tensor in made])
+            self._results.append([tensor for _, tensor in made])
 
     def narrowed(self, tensor: torch.Tensor) -> Made | None:
         """What stands for a half tensor that the loop has made of a wider one: the call, which is on the tape now."""
@@ -346,11 +348,24 @@ class Tape(TorchFunctionMode):
         """The calls that these losses need, and those that write into what they need."""
         last = max(loss.call for loss in losses)
         needed = self._behind(loss.call for loss in losses)
-        # A view that is written into changes what it is a view of.
-        writers = [self._behind([number]) for number in range(last) if self._calls[number].writes]
-        while any(more := [each for each in writers if each & needed and not each <= needed]):
-            needed = needed.union(*more)
+        writers = {number for number in range(last) if self._calls[number].writes}
+        while more := self._writing_into(needed, writers - needed):
+            needed |= self._behind(more)
         return needed
+
+    def _writing_into(self, needed: set[int], writers: set[int]) -> list[int]:
+        """Those of the writers that write into the memory of what the others have made: of a view that changes what it
+        is a view of. What adds up another loss of theirs does not. Where a tensor has no memory of its own, it may."""
+        memory = self._memory_of(needed)
+
+        def may(writer: int) -> bool:
+            written = self._memory_of([writer])
+            return bool(self._behind([writer]) & needed) if 0 in written else not written.isdisjoint(memory)
+
+        return [writer for writer in writers if may(writer)]
+
+    def _memory_of(self, numbers: Iterable[int]) -> set[int]:
+        return {storage_of(tensor) for number in numbers for tensor in self._results[number]}
 
     def _behind(self, numbers: Iterable[int]) -> set[int]:
         """The calls of these numbers, and all that they read from."""

@@ -373,6 +373,33 @@ def test_a_cast_with_nothing_to_do_writes_into_nothing_and_casts_in_another_form
     assert played.calls[3].again((torch.ones(4, 3), half), {}).dtype is torch.half
 
 
+def test_a_loss_is_played_without_what_adds_up_another_of_the_same_output() -> None:
+    """As of a GAN, whose discriminator has stepped by the time that the generator's loss is made."""
+
+    def loop(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        output = model(x())
+        total = critic(output.detach()).mean()
+        total += critic(output.detach() * 2).mean()
+        total.backward()
+        tape.stepped_on()
+        with torch.no_grad():
+            critic.weight.mul_(2)
+        view = output[:, 0]
+        view.mul_(3)
+        scaler.scale(critic(output).mean()).backward()
+
+    model, critic = net(), nn.Linear(3, 1)
+    tape = Tape(nn.ModuleList([model, critic]), "cpu")
+    with tape, attached(tape.around):
+        loop(model, torch.amp.GradScaler("cpu", init_scale=4.0))
+    played = tape.played()
+    assert played is not None, tape.why_not
+    (given,) = played.given
+    names = [getattr(played.calls[number].function, "__name__", "") for number in given]
+    assert names == ["", "__getitem__", "mul_", "", "mean"]
+    assert float(played.loss(given).detach()) == pytest.approx(tape.loss, rel=1e-6)
+
+
 def test_micro_batches_are_played_one_after_another() -> None:
     tape, _ = taped(net(), in_micro_batches)
     played = tape.played()
