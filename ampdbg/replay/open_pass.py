@@ -12,9 +12,9 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -26,14 +26,14 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import Mark, float_values, leaves_of, read_aside, times_written
+from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
 from ampdbg.probes.unfollowed import leave_ours_alone
-from ampdbg.replay.copies import Copying, duplicate
+from ampdbg.replay.noted_call import NotedCall
 from ampdbg.replay.pass_buffers import PassBuffers
-from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, made_in
+from ampdbg.replay.pass_end import PassEnd, rest
+from ampdbg.replay.played_step import Made, PlayedStep, TapedCall, made_in
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.state import tensors_in
-from ampdbg.source.ownership import Line
 
 MOST_CALLS = 1000
 """A pass of more calls is no pass but an epoch."""
@@ -44,37 +44,6 @@ again, as in an evaluation: the batches of many steps are not to be held."""
 
 DEVICES = ("cpu", "cuda")
 """The kinds of device whose autocast is noted."""
-
-
-@dataclass(eq=False)
-class _Noted:
-    """One call: ``given`` has ``Made`` in the place of what earlier calls made, ``reads`` their numbers.
-
-    ``lowers`` has the dtype that autocast lowers to, by kind of device where it is on. ``is_whole`` says that all that
-    it is given is known, ``inputs`` has the other tensors with how often each had been written.
-    """
-
-    module: torch.nn.Module
-    line: Line | None
-    lowers: Mapping[str, torch.dtype]
-    random_state: RandomState
-    given: tuple[Any, Any] = ((), {})
-    reads: set[int] = field(default_factory=set)
-    inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    is_whole: bool = True
-    gives: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    has_returned: bool = False
-    scalars: int = 0
-
-    @property
-    def is_of_frozen(self) -> bool:
-        """Whether no gradient comes by it: weights that are all frozen compute with data."""
-        return not self.reads and not any(weight.requires_grad for weight in self.module.parameters())
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody has something that it gave."""
-        return any(result() is not None for result in self.gives)
 
 
 class WatchedLoop(Protocol):
@@ -100,7 +69,7 @@ class OpenPass:
         self._watched = watched
         self._next_begins = next_begins
         self._passes = 0
-        self._calls: dict[int, _Noted] = {}
+        self._calls: dict[int, NotedCall] = {}
         self._number = 0
         self._prune_at = PRUNED_FROM
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
@@ -226,15 +195,16 @@ class OpenPass:
             most: of so many calls at most, the first of all.
         """
         own = {id(tensor) for tensor in tensors_in(model)}
-        wanted = dict(itertools.islice(self._of_model(own), most))
+        wanted = self._of_last_pass(dict(self._of_model(own)))
+        wanted = dict(itertools.islice(wanted.items(), most))
         ends = [number for number in wanted if not any(number in other.reads for other in wanted.values())]
         given: dict[int, tuple[Any, Any]] = {}
         calls: dict[int, TapedCall] = {}
         for number, noted in wanted.items():
-            taking = _Taking(own)
-            given[number] = taking.copying.of(noted.given)
-            if not taking.is_whole:
+            again = noted.given_again(own)
+            if again is None:
                 return None
+            given[number] = again
             is_end = number in ends
             function: Callable[..., Any] = PassEnd(noted.module, noted.scalars) if is_end else noted.module
             is_lowered, reads = device in noted.lowers, frozenset(noted.reads)
@@ -250,11 +220,32 @@ class OpenPass:
         known = tuple((module, state) for module, state in states if state is not None)
         if len(known) < len(states):
             return None
-        every = [calls.get(number, _NOTHING) for number in range(self._number)]
+        unread = [] if all(wanted[number].scalars for number in ends) else self._unread(wanted, ends)
+        if unread:
+            ends.append(self._number)
+            given[self._number] = tuple(unread), {}
+            reads = frozenset(made.call for made in unread)
+            calls[self._number] = replace(calls[max(wanted)], function=PassEnd(rest, 0), line=None, reads=reads)
+        every = [calls.get(number, _NOTHING) for number in range(self._number + bool(unread))]
         losses = {min(wanted): tuple(Made(number, "") for number in ends)}
         return PlayedStep(every, losses, device, (given,), known)
 
-    def _of_model(self, own: set[int]) -> Iterator[tuple[int, _Noted]]:
+    def _of_last_pass(self, calls: Mapping[int, NotedCall]) -> dict[int, NotedCall]:
+        """Those since the last backward pass that was seen, with the earlier ones of which they take something."""
+        needed: set[int] = set()
+        for number, call in reversed(list(calls.items())):
+            if call.backward == self._passes or number in needed:
+                needed |= {number, *call.reads}
+        return {number: call for number, call in calls.items() if number in needed}
+
+    def _unread(self, wanted: Mapping[int, NotedCall], ends: Collection[int]) -> list[Made]:
+        """What calls give that others take from, and none takes: the script may make a part of its loss of it."""
+        taken = {made for call in wanted.values() for made in call.takes}
+        inner = ((number, call) for number, call in wanted.items() if number not in ends)
+        given = (Made(number, path) for number, call in inner for path in call.paths if "." not in path)
+        return [made for made in given if made not in taken]  # an object's own parts are no such thing
+
+    def _of_model(self, own: set[int]) -> Iterator[tuple[int, NotedCall]]:
         """The calls that can be made again, and compute with the weights or with what others made of them."""
         found: set[int] = set()
         last = max(self._calls, default=0)
@@ -276,7 +267,7 @@ class OpenPass:
             self._next_begins()
         if has_gone:
             self._passes, is_again = backward, False
-            self.forget()
+            self._forget_what_is_over(args, kwargs)
         if is_again or len(self._calls) >= self._prune_at:
             self._prune()
         if len(self._calls) >= MOST_CALLS:
@@ -295,8 +286,22 @@ class OpenPass:
 
     def _takes_its_own(self, args: Any, kwargs: Any) -> bool:
         """Whether a call is given what others of the pass have made."""
-        given = (self._made.get(id(tensor), (None,))[0] for _, tensor in leaves_of((args, kwargs)))
-        return any(held is not None and held() is not None for held in given)
+        return any(self._made_by(leaf) is not None for _, leaf in leaves_of((args, kwargs)))
+
+    def _forget_what_is_over(self, args: Any, kwargs: Any) -> None:
+        """Lets go of the calls of a pass that has gone backward, where the next one does not begin with what they made:
+        a GAN's discriminator steps on what its generator gave, and is called on that once more for the generator's own
+        loss."""
+        goes_on = self._takes_its_own(args, kwargs)
+        if goes_on:
+            self._prune()
+        if not goes_on or len(self._calls) >= PRUNED_FROM:
+            self.forget()
+
+    def _made_by(self, value: torch.Tensor) -> Made | None:
+        """What stands for a tensor that one of the calls gave, and that leads its gradients there."""
+        held, made = self._made.get(id(value), (None, None))
+        return made if held is not None and held() is value and value.requires_grad and not value.is_leaf else None
 
     def _helps(self, module: torch.nn.Module) -> None:
         """Notes a call without gradients."""
@@ -329,21 +334,23 @@ class OpenPass:
                 self._scalars.append((held, Mark(tensor)))
             if noted is not None:
                 noted.gives.append(held)
+                noted.paths.append(path)
                 noted.scalars += is_scalar
                 self._made[id(tensor)] = held, Made(number, path)
 
-    def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> _Noted:
+    def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> NotedCall:
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}
-        noted = _Noted(module, innermost_line(), lowers, _NO_STATE)
+        noted = NotedCall(module, innermost_line(), lowers, _NO_STATE, self._passes)
 
         def each(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.requires_grad and not value.is_leaf:
-                held, made = self._made.get(id(value), (None, None))
-                if held is None or made is None or held() is not value:
+                made = self._made_by(value)
+                if made is None:
                     noted.is_whole = False  # nor is it held: a graph hangs on it
                     return None
+                noted.takes.add(made)
                 noted.reads.add(made.call)
                 return made
             noted.inputs.append((value, times_written(value)))
@@ -381,53 +388,6 @@ def _is_of_ddp(module: torch.nn.Module | None) -> bool:
 def _is_given_itself(tensor: torch.Tensor, result: Any) -> bool:
     """Whether it is no attribute of an object in what a call gives: the one spread of a distribution is no loss."""
     return tensor is result or any(tensor is leaf for _, leaf in leaves_of(result))
-
-
-@dataclass(frozen=True)
-class PassEnd:
-    """Calls a module at the end of a pass, and makes one scalar of what that gives: of its ``losses``, if any."""
-
-    module: torch.nn.Module
-    losses: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Of shape (). That of all its numbers leads nowhere: no gradient of it says anything of the step."""
-        result = self.module(*args, **kwargs)
-        if self.losses:
-            leaves = [tensor for _, tensor in leaves_of(result) if tensor.requires_grad and tensor.numel() == 1]
-            return torch.stack([tensor.reshape(()).float() for tensor in leaves]).sum()
-        made = [tensor for _, tensor in made_in(result) if tensor.requires_grad]
-        sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
-        return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
-
-
-def module_of(call: TapedCall) -> torch.nn.Module | None:
-    """The module that it calls; None where it calls a function."""
-    called = call.function.module if isinstance(call.function, PassEnd) else call.function
-    return called if isinstance(called, torch.nn.Module) else None
-
-
-def losses_of(played: PlayedStep) -> int:
-    """How many losses a pass ends in; 0 where it ends in anything else."""
-    found = [call.function.losses for call in played.calls if isinstance(call.function, PassEnd)]
-    return sum(found) if all(found) else 0
-
-
-class _Taking:
-    """Takes what one call was given into a pass that is to be run again."""
-
-    def __init__(self, own: set[int]) -> None:
-        self.is_whole = True
-        self.copying = Copying(self._taken)
-        self._own = own
-
-    def _taken(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) in self._own:
-            return Own(value)
-        self.is_whole &= value.is_leaf or not value.requires_grad
-        return duplicate(value.detach()).requires_grad_(value.requires_grad)
 
 
 def _mapped(each: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -20,7 +20,7 @@ from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.open_pass import PassEnd, losses_of, module_of
+from ampdbg.replay.pass_end import PassEnd, losses_of, module_of
 from ampdbg.replay.played_step import Given, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.replay import FP32, replay_step

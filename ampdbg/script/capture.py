@@ -28,8 +28,8 @@ from ampdbg.record.run import Record
 from ampdbg.replay.copies import Copying
 from ampdbg.replay.investigation import Why
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.open_pass import module_of
 from ampdbg.replay.packing import PackedError, Unpacking, unpacked_random_state
+from ampdbg.replay.pass_end import module_of
 from ampdbg.replay.played_step import Made, PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor

@@ -10,8 +10,8 @@ import torch
 
 from ampdbg.record.findings import Count
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.open_pass import PassEnd
 from ampdbg.replay.packing import type_name
+from ampdbg.replay.pass_end import PassEnd
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, torch_name
 
 CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")

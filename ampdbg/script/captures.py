@@ -23,8 +23,8 @@ from ampdbg.record.file import CAPTURE_SUFFIX, of_rank, to_json
 from ampdbg.record.run import NOT_CAPTURED, Record
 from ampdbg.replay.copies import Left
 from ampdbg.replay.investigation import Why
-from ampdbg.replay.open_pass import module_of
 from ampdbg.replay.packing import Packing, can_be_written, packed_random_state, written_form
+from ampdbg.replay.pass_end import module_of
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState, SavedTensor

@@ -31,8 +31,9 @@ from ampdbg.quantities import listed
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import EXITED, Record
 from ampdbg.replay.investigation import Why, is_blamed
-from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.pass_buffers import is_computed_with
+from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.step_data import BadData, data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.launch import ScriptEnd
@@ -48,6 +49,8 @@ MOST_LOST = 2
 MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
 """Where the script makes the loss of what they give by itself, or comes to none."""
 
+CALLS_UNKNOWN = "step {}, whose loss is not finite, was not run again: its calls cannot be made again"
+"""Of the first in a row, where no later one of it is run again either."""
 
 NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
 """With what to do about it."""
@@ -140,6 +143,8 @@ class LostSteps:
         self._latest = -LONGEST_GAP
         self._why = ""
         self._untold: list[str] = []
+        self._unknown: list[int] = []
+        """The steps whose calls could not be made again."""
         self._held: _Held | None = None
         self._given_up: _GivenUp | None = None
 
@@ -190,6 +195,8 @@ class LostSteps:
         is_first, self._latest = step - self._latest > 1, step
         is_noted = is_given_up or self.open_pass.has_gone_backward
         is_tried = self._traced.is_tracing or self._tries >= MOST_LOST or self._watcher.has_other_loops
+        if is_first and not is_tried and not is_noted and scaler is None and self._investigates:
+            self._unknown.append(step)
         if not is_first or is_tried or not is_noted:
             return
         # Whatever it raises, such as that there is no memory for it, the script goes on.
@@ -198,22 +205,25 @@ class LostSteps:
             why: Why = "loss" if scaler is None else "gradients"
             again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
             if again is not None:
-                bad = BadData()
-                if made is not None:
-                    again, made, bad = self._blamed(again, made)
-                too = "" if made is None else _too(again, made, bad, stacked(sys._getframe()))
-                is_telling = not too
-                if too:
-                    self._untold.append(f"step {step} was run again: {too}")
-                if made is not None:
-                    self._watcher.log.batch += bad.batch
-                    self._traced.found += [made] * is_telling
-                # Else the next one, which is taped, can be captured as well.
-                if is_telling and (is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned())):
-                    self._capture(again, made, scaler)
-                elif is_telling:
-                    self._held = _Held.now(again, made)
+                self._tell(again, made, is_last_chance, scaler)
         torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+    def _tell(
+        self, again: LoopStep, made: Investigation | None, is_last_chance: bool, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        too = ""
+        if made is not None:
+            again, made, bad = self._blamed(again, made)
+            too = _too(again, made, bad, stacked(sys._getframe()))
+            self._watcher.log.batch += bad.batch
+            self._traced.found += [made] * (not too)
+        if too:
+            self._untold.append(f"step {again.step} was run again: {too}")
+        # Else the next one, which is taped, can be captured as well.
+        elif is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned()):
+            self._capture(again, made, scaler)
+        else:
+            self._held = _Held.now(again, made)
 
     def _poisoned(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return self.open_pass.buffers.poisoned(self._watcher.models.named_modules())
@@ -261,7 +271,10 @@ class LostSteps:
         replaced = (
             REPLACED.format(made.step, listed(made.replaced)) for made in record.investigations if made.replaced
         )
-        notes = (*record.unseen.notes, *map(MODULES_ALONE.format, parts), *replaced, *self._untold)
+        told = {made.step for made in record.investigations}
+        unknown = [step for step in self._unknown if told.isdisjoint(range(step, step + LONGEST_GAP + 1))]
+        told_of = (*map(MODULES_ALONE.format, parts), *replaced, *map(CALLS_UNKNOWN.format, unknown), *self._untold)
+        notes = (*record.unseen.notes, *told_of)
         error = "\n".join(filter(None, (record.error, self._why)))
         return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
 
@@ -331,6 +344,7 @@ class LostSteps:
         played, state = self.open_pass.played(model, device.type), self.open_pass.buffers.state(model)
         if played is None or state is None or (why == "gradients" and losses_of(played) != 1):
             self._why += "; its calls cannot be made again" * bool(self._why)
+            self._unknown += [watcher.log.closed()] * (is_lost and why == "loss")
             return None, None
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
         computed = tuple(name for name, _ in data_of(played)) if self.open_pass.has_helpers else ()

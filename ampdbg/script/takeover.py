@@ -34,7 +34,8 @@ from ampdbg.quantities import counted, listed, number
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, ScriptRun, Step, Unseen
 from ampdbg.replay.investigation import investigate
-from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.open_pass import OpenPass
+from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.replay.open_pass import OpenPass, losses_of
+from ampdbg.replay.open_pass import PRUNED_FROM, OpenPass
 from ampdbg.replay.pass_buffers import COPIED_AT_FIRST
+from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.random_state import LOOKED_AT
 
 
@@ -355,3 +356,52 @@ def test_what_an_object_holds_leads_to_the_next_call_and_is_no_loss(noting: Noti
     (calls,) = played.given
     assert [sorted(played.calls[number].reads) for number in sorted(calls)] == [[], [0]]
     torch.testing.assert_close(played.loss(calls), worth.sum())
+
+
+class Forked(nn.Module):
+    """Gives one tensor for another module, and one for the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.inner(x)
+        return made, made.exp()
+
+
+def test_a_pass_goes_on_where_the_next_one_begins_with_what_it_made(noting: Noting) -> None:
+    generator, critic = Forked(), nn.Linear(3, 1)
+    model = nn.ModuleList([generator, critic])
+    fake, length = generator(X)
+    critic(Y)
+    critic(fake.detach()).sum().backward()
+    noting.backward_passes += 1
+    with torch.no_grad():
+        critic.weight.mul_(2)
+    judged = critic(fake)
+    assert noting.found.is_under_way
+    played = noting.found.played(model, "cpu")
+    noting.is_paused = True
+    assert played is not None
+    (given,) = played.given
+    assert [sorted(played.calls[number].reads) for number in given] == [[], [0], [0]]  # the last: what no call took
+    torch.testing.assert_close(played.loss(given), judged.sum() + length.sum())
+
+
+def test_a_pass_is_forgotten_where_the_next_one_takes_only_what_was_detached_of_it(noting: Noting) -> None:
+    generator, critic = Forked(), nn.Linear(3, 1)
+    fake, _ = generator(X)
+    critic(fake).sum().backward()
+    noting.backward_passes += 1
+    critic(fake.detach())
+    assert noting.found.called == (critic,)
+
+
+def test_results_that_lead_from_pass_to_pass_do_not_make_one_pass_of_an_epoch(noting: Noting) -> None:
+    cell, state = nn.Linear(6, 6), X
+    for _ in range(100):
+        state = cell(state)
+        noting.backward_passes += 1
+    assert len(noting.found.called) <= PRUNED_FROM

@@ -12,6 +12,7 @@ from tests.commands.program import start
 from tests.script import scripts
 from tests.script.test_captures import capture_of, on
 from tests.script.test_run import run
+from tests.siblings import slow_but_for
 
 SEVERAL = """\
 import torch
@@ -177,3 +178,102 @@ def test_two_optimizers_that_settle_with_one_scaler_are_healthy(tmp_path: Path) 
 def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, SHARED, "0", "65536")
     assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
+
+
+AFTER_THE_CRITIC = """
+import sys, torch
+from torch import nn
+
+how, bad, many = sys.argv[1], set(sys.argv[2].split(",")), int(sys.argv[3])
+torch.manual_seed(0)
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out, self.length = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 1)
+        self.is_bad = False
+
+    def forward(self, x):
+        h = self.body(x)
+        length = self.length(h)
+        if self.is_bad and how == "overflow":
+            length = length + ((h * 600.0) @ (h * 600.0).t()).mean(-1, keepdim=True)
+        if self.is_bad and how == "nan":
+            length = torch.log(length * 0.0) * 0.0
+        return self.out(h), length
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, real, fake):
+        return self.net(real), self.net(fake)
+
+def loss_of_critic(real, fake):
+    total = 0.0
+    for target, given in ((1, real), (0, fake)):
+        total += (given.float() - target).square().mean()
+    return total
+
+net_g, net_d = Generator().cuda(), Critic().cuda()
+optim_g, optim_d = (torch.optim.AdamW(net.parameters(), 1e-3) for net in (net_g, net_d))
+scaler = torch.amp.GradScaler("cuda", init_scale=256)
+for step in range(many):
+    net_g.is_bad = str(step) in bad
+    x, y = torch.randn(16, 8).cuda(), torch.randn(16, 8).cuda()
+    with torch.autocast("cuda"):
+        fake, length = net_g(x)
+        loss_d = loss_of_critic(*net_d(y, fake.detach()))
+    optim_d.zero_grad()
+    scaler.scale(loss_d).backward()
+    scaler.unscale_(optim_d)
+    scaler.step(optim_d)
+    with torch.autocast("cuda"):
+        loss_g = (1 - net_d(y, fake)[1].float()).square().mean() + length.float().square().mean()
+    optim_g.zero_grad()
+    scaler.scale(loss_g).backward()
+    scaler.unscale_(optim_g)
+    scaler.step(optim_g)
+    scaler.update()
+"""
+"""The critic has stepped by the time that the generator's loss is made of what that gave before."""
+
+FAILS = {
+    "overflow": (
+        "precision",
+        "forward-overflow",
+        "length = length + ((h * 600.0) @ (h * 600.0).t()).mean(-1, keepdim=True)",
+    ),
+    "nan": ("other", "true-nan", "length = torch.log(length * 0.0) * 0.0"),
+}
+"""The verdict, code and line of each fault."""
+
+
+@pytest.mark.parametrize("how", FAILS)
+@pytest.mark.parametrize("bad", slow_but_for(["8"], ["8", "8,9,10"]))
+def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
+    tmp_path: Path, how: str, bad: str
+) -> None:
+    _, record = run(tmp_path, AFTER_THE_CRITIC, how, bad, "11")
+    verdict, code, line = FAILS[how]
+    assert (record.verdict, record.steps_skipped) == (verdict, len(bad.split(",")))
+    root = record.findings[0]
+    assert (root.code, root.step, root.module) == (code, 8, "net_g")
+    assert root.source is not None
+    assert root.source.text == line
+    assert [(made.step, made.has_loss) for made in record.investigations] == [
+        (8, False),
+        *((step, True) for step in (9, 10) if str(step) in bad.split(",")),
+    ]
+
+
+def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_run_again(tmp_path: Path) -> None:
+    run(tmp_path, AFTER_THE_CRITIC, "overflow", "8", "9")
+    result, record = on(tmp_path, "replay", capture_of(tmp_path))
+    assert (result.code, record.findings[0].code, record.findings[0].module) == (1, "forward-overflow", "net_g")
+
+
+def test_a_generator_without_a_fault_is_healthy_after_the_critic_has_stepped(tmp_path: Path) -> None:
+    _, record = run(tmp_path, AFTER_THE_CRITIC, "overflow", "", "11")
+    assert (record.verdict, record.findings, record.unseen.notes) == ("healthy", (), ())

@@ -1,0 +1,47 @@
+"""The last calls of a forward pass that is run again by itself: they make a number of what its modules give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampdbg.probes.tensors import float_values, leaves_of
+from ampdbg.replay.played_step import PlayedStep, TapedCall, made_in
+
+
+@dataclass(frozen=True)
+class PassEnd:
+    """Calls a module at the end of a pass, and makes one scalar of what that gives: of its ``losses``, if any."""
+
+    module: Callable[..., Any]
+    losses: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Of shape (). That of all its numbers leads nowhere: no gradient of it says anything of the step."""
+        result = self.module(*args, **kwargs)
+        if self.losses:
+            leaves = [tensor for _, tensor in leaves_of(result) if tensor.requires_grad and tensor.numel() == 1]
+            return torch.stack([tensor.reshape(()).float() for tensor in leaves]).sum()
+        made = [tensor for _, tensor in made_in(result) if tensor.requires_grad]
+        sums = [values.float().sum().cpu() for tensor in made if (values := float_values(tensor.detach())) is not None]
+        return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
+
+
+def module_of(call: TapedCall) -> torch.nn.Module | None:
+    """The module that it calls; None where it calls a function."""
+    called = call.function.module if isinstance(call.function, PassEnd) else call.function
+    return called if isinstance(called, torch.nn.Module) else None
+
+
+def losses_of(played: PlayedStep) -> int:
+    """How many losses a pass ends in; 0 where it ends in anything else."""
+    found = [call.function.losses for call in played.calls if isinstance(call.function, PassEnd)]
+    return sum(found) if all(found) else 0
+
+
+def rest(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What calls within a pass give and no other takes, for a ``PassEnd`` of it."""
+    return given
