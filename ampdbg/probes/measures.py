@@ -57,6 +57,18 @@ class Measures:
         if optimizer in self._optimizers:
             self._loop.now.measure(optimizer, divisor, self._optimizers.nonfinite_groups, may_change=may_change)
 
+    def steps_on_lost(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer whose step a scaler has just called is to step, though a loss is known to be lost.
+
+        The scaler has waited for a GPU, which has nothing left to do: to read from it is free. Where a fused optimizer
+        finds what is not finite, nobody has waited yet, and nobody does so here.
+        """
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None:
+            self.read(optimizer)
+        is_to_step = found_inf is None or not (is_on_device(found_inf) or found_inf)
+        return is_to_step and not self._loop.now.is_known_finite()
+
     def read(self, optimizer: Optimizer, others: Sequence[Scalar] = ()) -> list[float]:
         """Brings what was measured to the host, and others, which it returns. On a GPU this syncs once."""
         return self._loop.now.read(optimizer, self._optimizers.nonfinite_groups, others)

@@ -74,7 +74,7 @@ class Watch:
         self.ended: Callable[[bool], None] = lambda is_bad: None
         """Called when a step has ended, with whether it was withheld or its loss is known not to be finite."""
         self.lost: Callable[[bool], None] = lambda is_spoilt: None
-        """Called when a loss is known not to be finite, with whether the weights are about to be spoilt by it."""
+        """Called when a loss is known not to be finite, with whether an optimizer is about to write the weights."""
         self.withheld: Callable[[], None] = lambda: None
         """Called when a scaler has withheld a step whose loss is finite."""
         self._restoring: ExitStack | None = None
@@ -335,11 +335,10 @@ class Watch:
         step.begin_bare(id(optimizer))
 
     def _before_scaled_step(self, optimizer: Optimizer) -> None:
-        """The scaler has just waited for a GPU, which has nothing left to do: to read from it is free. Where a fused
-        optimizer finds what is not finite, nobody has waited yet."""
+        """A loss that is lost may have finite gradients, as the mean over no target has: no scaler withholds it."""
         is_its = self._loop.is_inside("step") and optimizer in self.optimizers and not self.is_paused
-        if is_its and getattr(optimizer, "found_inf", None) is None and not computes_no_numbers():
-            self._measures.read(optimizer)
+        if is_its and not computes_no_numbers() and self._measures.steps_on_lost(optimizer):
+            self.lost(True)
 
     def _after_bare_step(self, optimizer: Optimizer, _: bool) -> None:
         if self._is_ignored(optimizer):

@@ -4,15 +4,14 @@ sound, and that in which a script exits or raises what FP32 would not."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -20,10 +19,10 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.diagnosis.scale import new_lows
 from ampdbg.diagnosis.tensors import counted_values
+from ampdbg.errors import named_error
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
-from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
@@ -36,6 +35,7 @@ from ampdbg.replay.pass_buffers import is_computed_with
 from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.step_data import BadData, data_of
 from ampdbg.script.captures import Captures
+from ampdbg.script.given_up_loss import GivenUpLoss
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import REPLACED, RUN_AGAIN, LoopStep
 from ampdbg.script.played_run import Half
@@ -49,11 +49,14 @@ MOST_LOST = 2
 MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
 """Where the script makes the loss of what they give by itself, or comes to none."""
 
-CALLS_UNKNOWN = "step {}, whose loss is not finite, was not run again: its calls cannot be made again"
-"""Of the first in a row, where no later one of it is run again either."""
-
 NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
 """With what to do about it."""
+
+NOT_AGAIN = "step {}, whose loss is not finite, was not run again: {}"
+"""With why; shown where no other step tells more."""
+
+KNOWN_LATE = "that was known only when its weights had been changed"
+"""As on a GPU of a fused optimizer, whose scaler does not wait for its numbers."""
 
 
 @dataclass(frozen=True)
@@ -74,43 +77,6 @@ class _Held:
     def is_as_it_was(self) -> bool:
         """Whether nobody has written its weights since."""
         return tuple(map(times_written, self.again.model.parameters())) == self.times
-
-
-class _GivenUp:
-    """A loss that is not finite, behind which a module is called again: the loop has given it up and begins anew, or
-    makes another part of the same loss. The next backward pass tells.
-
-    Args:
-        loss: it, of one element.
-        passed: called behind that.
-    """
-
-    def __init__(self, loss: torch.Tensor, passed: Callable[[], None]) -> None:
-        self.loss = float(loss.detach())
-        self._tensor = weakref.ref(loss)
-        self._is_part = False
-        self._leaving = ExitStack()
-        self._leaving.callback(loss.register_hook(self._led_to).remove)
-
-        def around(seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if seam == "engine" and kwargs.get("accumulate_grad", True) and torch._C._current_graph_task_id() == -1:
-                passed()
-            return result
-
-        self._leaving.enter_context(attached(around))
-
-    def _led_to(self, gradient: torch.Tensor) -> None:
-        self._is_part = True
-
-    def is_of(self, loss: torch.Tensor) -> bool:
-        """Whether it is this very loss."""
-        return self._tensor() is loss
-
-    def ended_in_a_backward_pass(self) -> bool:
-        """Whether it went backward; torch is as it was from here on."""
-        self._leaving.close()
-        return self._is_part
 
 
 class LostSteps:
@@ -142,11 +108,12 @@ class LostSteps:
         self._tries = 0
         self._latest = -LONGEST_GAP
         self._why = ""
+        self._why_not = ""
         self._untold: list[str] = []
-        self._unknown: list[int] = []
-        """The steps whose calls could not be made again."""
+        self._not_again: dict[int, str] = {}
+        """Why lost steps could not be run again."""
         self._held: _Held | None = None
-        self._given_up: _GivenUp | None = None
+        self._given_up: GivenUpLoss | None = None
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
@@ -163,7 +130,7 @@ class LostSteps:
         self._watcher.optimizers.adopt(self.open_pass.trained)
         self._lost(is_last_chance=not has_gone or step.scaler is None, is_given_up=not has_gone)
         if loss is not None:
-            self._given_up = _GivenUp(loss, self._count_given_up)
+            self._given_up = GivenUpLoss(loss, self._count_given_up)
 
     def _count_given_up(self) -> None:
         """Ends the step that the loop has given up, if it has."""
@@ -193,24 +160,35 @@ class LostSteps:
         """
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
-        is_noted = is_given_up or self.open_pass.has_gone_backward
-        is_tried = self._traced.is_tracing or self._tries >= MOST_LOST or self._watcher.has_other_loops
-        if is_first and not is_tried and not is_noted and scaler is None and self._investigates:
-            self._unknown.append(step)
-        if not is_first or is_tried or not is_noted:
+        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST:
             return
-        # Whatever it raises, such as that there is no memory for it, the script goes on.
-        with held_signals(), contextlib.suppress(Exception):
+        self._why_not = self._why_not_noted(is_given_up)
+        if not self._why_not:
             self._tries += 1
-            why: Why = "loss" if scaler is None else "gradients"
-            again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
-            if again is not None:
-                self._tell(again, made, is_last_chance, scaler)
-        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+            with held_signals():
+                try:
+                    self._try(step, is_last_chance, scaler)
+                except Exception as error:  # noqa: BLE001 - as that there is no memory for it: the script goes on
+                    self._why_not = named_error(error)
+            torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+        if self._why_not and scaler is None and self._investigates:
+            self._not_again[step] = self._why_not
 
-    def _tell(
-        self, again: LoopStep, made: Investigation | None, is_last_chance: bool, scaler: torch.amp.GradScaler | None
-    ) -> None:
+    def _why_not_noted(self, is_given_up: bool) -> str:
+        """Why the pass of the step that is lost is not the one that was noted; "" where it is."""
+        if self._watcher.has_other_loops:
+            return "other threads train too"
+        if not self.open_pass.called:
+            return "no call of its modules was seen"
+        is_noted = is_given_up or self.open_pass.has_gone_backward
+        return "" if is_noted else "more than one backward pass has followed its calls"
+
+    def _try(self, step: int, is_last_chance: bool, scaler: torch.amp.GradScaler | None) -> None:
+        """Runs the step again, and keeps what that shows."""
+        why: Why = "loss" if scaler is None else "gradients"
+        again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
+        if again is None:
+            return
         too = ""
         if made is not None:
             again, made, bad = self._blamed(again, made)
@@ -218,7 +196,7 @@ class LostSteps:
             self._watcher.log.batch += bad.batch
             self._traced.found += [made] * (not too)
         if too:
-            self._untold.append(f"step {again.step} was run again: {too}")
+            self._untold.append(f"step {step} was run again: {too}")
         # Else the next one, which is taped, can be captured as well.
         elif is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned()):
             self._capture(again, made, scaler)
@@ -268,20 +246,29 @@ class LostSteps:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
         of others."""
         parts = [made.step for made in record.investigations if not made.has_loss]
-        replaced = (
-            REPLACED.format(made.step, listed(made.replaced)) for made in record.investigations if made.replaced
-        )
-        told = {made.step for made in record.investigations}
-        unknown = [step for step in self._unknown if told.isdisjoint(range(step, step + LONGEST_GAP + 1))]
-        told_of = (*map(MODULES_ALONE.format, parts), *replaced, *map(CALLS_UNKNOWN.format, unknown), *self._untold)
+        found = [made for made in record.investigations if made.replaced]
+        replaced = (REPLACED.format(made.step, listed(made.replaced)) for made in found)
+        told_of = (*map(MODULES_ALONE.format, parts), *replaced, *self._untold, *self._why_others_were_not(record))
         notes = (*record.unseen.notes, *told_of)
         error = "\n".join(filter(None, (record.error, self._why)))
         return replace(record, error=error, unseen=replace(record.unseen, notes=notes))
+
+    def _why_others_were_not(self, record: Record) -> Iterator[str]:
+        """Of lost steps that neither their own replays nor those of a step soon after tell of; and of the first that
+        has been taken though its loss was lost, where that has come out afterwards alone."""
+        told = {made.step for made in record.investigations}
+        for step, why in self._not_again.items():
+            if told.isdisjoint(range(step, step + LONGEST_GAP + 1)):
+                yield NOT_AGAIN.format(step, why)
+        if self._latest < 0 and self._investigates and not told:
+            late = (step.step for step in record.steps if not step.skipped and not math.isfinite(step.loss))
+            yield from (NOT_AGAIN.format(step, KNOWN_LATE) for step in itertools.islice(late, 1))
 
     def _look(self, step: int, frames: Iterable[FrameType]) -> None:
         """Runs the step again in which the script has ended, in these frames, and captures it."""
         again, made = self._run_again(lambda: self._observer.ended_in(step))
         if again is None:
+            self._why += f"; {self._why_not}" * bool(self._why_not)
             return
         if made is None:
             self._capture(again, made)
@@ -330,22 +317,21 @@ class LostSteps:
         ``why``, a pass whose modules do not make the loss says nothing of them. Weights that cannot be run in FP32
         while the script goes on are left to ``ampdbg replay``.
         """
-        watcher = self._watcher
+        watcher, self._why_not = self._watcher, ""
         model = watcher.models.together()
         device = next((parameter.device for parameter in model.parameters()), None)
         half = None if device is None else self._half(model, device)
-        is_known = half is not None or (is_lost and watcher.is_in_fp32)
-        may_be = self._investigates and is_known
-        if device is None or not may_be or are_weights_spoilt(model):
+        if device is None or not self._investigates:
             return None, None
+        if half is None and not (is_lost and watcher.is_in_fp32):
+            return self._cannot("it is not known what it lowers to" * is_lost)
+        if are_weights_spoilt(model):
+            return self._cannot("its weights were NaN or inf before it" * is_lost)
         if is_in_group():
-            self._why += "; a step of a group is not run again" * bool(self._why)
-            return None, None
+            return self._cannot("a step of a group is not run again")
         played, state = self.open_pass.played(model, device.type), self.open_pass.buffers.state(model)
         if played is None or state is None or (why == "gradients" and losses_of(played) != 1):
-            self._why += "; its calls cannot be made again" * bool(self._why)
-            self._unknown += [watcher.log.closed()] * (is_lost and why == "loss")
-            return None, None
+            return self._cannot("its calls cannot be made again")
         scale = watcher.steps[-1].scale if watcher.steps else 1.0
         computed = tuple(name for name, _ in data_of(played)) if self.open_pass.has_helpers else ()
         again = LoopStep(watcher.log.closed(), watcher, played, model, device, state, half, scale, why, computed)
@@ -355,6 +341,10 @@ class LostSteps:
         has_loss = losses_of(played) == 1  # a sum of other numbers is not to be compared with losses
         made = again.investigated(watcher.steps if has_loss else ())
         return again, made and replace(made, has_loss=has_loss)
+
+    def _cannot(self, why: str) -> tuple[None, None]:
+        self._why_not = why
+        return None, None
 
     def _half(self, model: torch.nn.Module, device: torch.device) -> Half | None:
         """What autocast lowers to around it, what the weights are, or what the graphs of earlier losses held."""

@@ -45,9 +45,9 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
         self.unscales, self.clips = False, False
 
-    def step(self, gain: float = 1.0) -> None:
+    def step(self, gain: float = 1.0, beside: float = 0.0) -> None:
         self.optimizer.zero_grad()
-        loss = (self.model(torch.ones(1, 1)) * gain).sum()
+        loss = (self.model(torch.ones(1, 1)) * gain).sum() + beside
         if self.scaler is None:
             loss.backward()
             self.optimizer.step()
@@ -84,6 +84,19 @@ def test_a_lost_loss_is_known_in_its_own_step(reads: list[int], scaled: bool) ->
             loop.step(gain)
             told.append("|")
     assert told == [False, "|", f"lost {WEIGHT}", True, "|"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_lost_loss_with_finite_gradients_is_known_before_its_step_where_the_scaler_waits(
+    reads: list[int], fused: bool
+) -> None:
+    loop, told = Loop(scaled=True, fused=fused), list[bool]()
+    with watch(loop.model, loop.optimizer) as watching:
+        watching.lost = told.append
+        for beside in (0.0, math.nan, 0.0):
+            loop.step(beside=beside)
+    assert told == [True] * (not fused)
+    assert [math.isnan(step.loss) for step in watching.steps] == [False, True, False]
 
 
 def recorded(loop: Loop, *gains: float) -> Watch:

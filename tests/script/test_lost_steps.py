@@ -607,3 +607,119 @@ def test_statistics_that_the_first_pass_makes_nan_were_not_bad_before_it(tmp_pat
 def test_a_buffer_that_is_no_trouble_is_not_one_here(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "none")
     assert (record.verdict, found, record.investigations) == ("healthy", [], ())
+
+
+IGNORED = """
+import sys, torch
+from torch import nn
+
+fault, how = sys.argv[1:3]
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.dropout = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1)
+        self.head, self.gain = nn.Linear(16, 4), 1.0
+
+    def forward(self, x, y=None):
+        out = self.head(self.dropout(self.norm(self.body(x))))
+        if y is None:
+            return out
+        beside = (out * self.gain).float().mean() * 1e-6
+        return nn.functional.cross_entropy(out, y) + beside
+
+def main():
+    net = Net().cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=how == "fused")
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+
+    def loss_of(x, y):
+        with torch.autocast("cuda", dtype=torch.bfloat16 if how == "closure" else torch.float16):
+            if how == "no module":
+                return nn.functional.cross_entropy(nn.functional.linear(x, net.head.weight), y)
+            return nn.functional.cross_entropy(net(x), y) if how == "function" else net(x, y)
+
+    def closure():
+        loss = loss_of(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    for step in range(12):
+        is_bad = step in (3, 8)
+        x, y = torch.randn(8, 16).cuda(), torch.randint(4, (8,)).cuda()
+        if is_bad and fault == "targets":
+            y[:] = -100
+        net.gain = 2.0**17 if is_bad and fault == "overflow" else 1.0
+        if how == "closure":
+            optimizer.step(closure)
+            continue
+        loss = loss_of(x, y)
+        optimizer.zero_grad()
+        if how == "twice":
+            scaler.scale(loss / 2).backward(retain_graph=True)
+            loss = loss / 2
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.save(net.state_dict(), "net.pt")
+
+main()
+"""
+"""The loss of steps 3 and 8 is not finite, and their gradients are: nothing withholds them."""
+
+
+@pytest.mark.parametrize("how", slow_but_for(["module"], ["module", "fused"]))
+def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tmp_path: Path, how: str) -> None:
+    result, record = run(tmp_path, IGNORED, "targets", how)
+    assert (result.code, record.verdict, record.steps_skipped, record.unseen.notes) == (1, "other", 0, ())
+    assert where(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
+    assert [made.step for made in record.investigations] == [3, 8]
+    told = " ".join(result.stderr.split())
+    assert "leave out batches whose every target is ignored (ignore_index): a mean over none is 0/0" in told
+    captures = record.script.captures if record.script else ()
+    assert [Path(capture).name.partition("-")[2] for capture in captures] == [f"step-{n}.safetensors" for n in (3, 8)]
+    replayed = start(tmp_path, "replay", captures[0])
+    assert (replayed.code, "true-nan · step 3" in replayed.stdout) == (1, True)
+    watched = (tmp_path / "net.pt").read_bytes()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "targets", how)
+    assert (tmp_path / "net.pt").read_bytes() == watched
+
+
+def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_path: Path) -> None:
+    result, record = run(tmp_path, IGNORED, "overflow", "module")
+    assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 0)
+    assert where(record) == ("forward-overflow", 3, "", "beside = (out * self.gain).float().mean() * 1e-6")
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("twice", "more than one backward pass has followed its calls"),
+        ("no module", "no call of its modules was seen"),
+        ("closure", "that was known only when its weights had been changed"),
+    ],
+)
+def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(
+    tmp_path: Path, how: str, why: str
+) -> None:
+    result, record = run(tmp_path, IGNORED, "targets", how)
+    assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "unknown", 3)
+    assert record.unseen.notes[0] == f"step 3, whose loss is not finite, was not run again: {why}"
+    silent = run(tmp_path, IGNORED, "targets", how, options=("--emulate", "--no-investigate"))[1]
+    assert not any("not run again" in note for note in silent.unseen.notes)
+
+
+def test_of_a_loss_that_a_function_makes_a_note_says_that_its_modules_are_sound(tmp_path: Path) -> None:
+    result, record = run(tmp_path, IGNORED, "targets", "function")
+    assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "unknown", 3)
+    told = "what its modules give is finite in FP16: look at what the script makes of that"
+    assert record.unseen.notes == tuple(f"step {step} was run again: {told}" for step in (3, 8))
+
+
+@pytest.mark.parametrize("how", slow_but_for(["module", "closure"], ["module", "function", "twice", "closure"]))
+def test_without_such_steps_it_is_healthy_and_has_no_note(tmp_path: Path, how: str) -> None:
+    result, record = run(tmp_path, IGNORED, "nothing", how)
+    assert (result.code, record.verdict, record.findings, record.investigations) == (0, "healthy", (), ())
+    assert record.unseen.notes == ()
