@@ -122,7 +122,7 @@ def _why_absent_from_file(target: Target, path: Path) -> str | None:
         return None
     public = [item for item in defined if not item.startswith("_")]
     has = f"it defines {listed(public, most=8)}" if public else "it defines nothing"
-    return f"got {quoted(target.text)}, but {target.file} has no {name!r}; {has}.{did_you_mean(name, public)}"
+    return f"got {quoted(target.text)}, but {target.file} has no {quoted(name)}; {has}.{did_you_mean(name, public)}"
 
 
 def defined_names(path: Path) -> list[str] | None:

@@ -119,6 +119,11 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         HEALTHY + "train: {steps: " + "59:" * 3000 + "1}\n",
         ("config.yaml:4", "int does not allow (9001 characters)"),
     ),
+    Broken(
+        "a long name in a file",
+        "model: {target: workload.py:" + "x" * 300 + "}\n" + DATA,
+        ("config.yaml:1: model.target", "workload.py has no '" + "x" * 77 + "...'; it defines Net"),
+    ),
     Broken("a long name", HEALTHY + f"checkpoint: {'x' * 300}.pt\n", ("config.yaml:4: checkpoint", "255 characters")),
     Broken(
         "a long file name",
