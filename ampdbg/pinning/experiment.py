@@ -104,7 +104,9 @@ class Experiment:
         pinned = self.tree.expand(pins)
         for site in sites:
             atom = self._atom(site)
-            into = self.outside if atom in pinned or atom not in self.tree else self._sites.setdefault(atom, [])
+            # Of several root models the one above them has no lines of its own: what is in none of them is outside.
+            is_outside = atom not in self.tree or pinned.issuperset(self.tree.under(atom))
+            into = self.outside if is_outside else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):
                 into.append(site)
 

@@ -196,7 +196,9 @@ class LostSteps:
             self._watcher.log.batch += bad.batch
             self._traced.found += [made] * (not too)
         if too:
-            self._untold.append(f"step {step} was run again: {too}")
+            # There is no asking for step 0.
+            whole = f"; ampdbg run --capture-step {step} has all of it run again" if step else ""
+            self._untold.append(f"step {step} was run again: {too}{whole}")
         # Else the next one, which is taped, can be captured as well.
         elif is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned()):
             self._capture(again, made, scaler)

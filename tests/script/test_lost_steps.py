@@ -715,7 +715,8 @@ def test_of_a_loss_that_a_function_makes_a_note_says_that_its_modules_are_sound(
     result, record = run(tmp_path, IGNORED, "targets", "function")
     assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "unknown", 3)
     told = "what its modules give is finite in FP16: look at what the script makes of that"
-    assert record.unseen.notes == tuple(f"step {step} was run again: {told}" for step in (3, 8))
+    asked = "; ampdbg run --capture-step {0} has all of it run again"
+    assert record.unseen.notes == tuple(f"step {step} was run again: {told}{asked.format(step)}" for step in (3, 8))
 
 
 @pytest.mark.parametrize("how", slow_but_for(["module", "closure"], ["module", "function", "twice", "closure"]))

@@ -277,3 +277,39 @@ def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_run_again(tmp
 def test_a_generator_without_a_fault_is_healthy_after_the_critic_has_stepped(tmp_path: Path) -> None:
     _, record = run(tmp_path, AFTER_THE_CRITIC, "overflow", "", "11")
     assert (record.verdict, record.findings, record.unseen.notes) == ("healthy", (), ())
+
+
+BESIDE_BOTH = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+first, second = nn.Sequential(nn.Linear(8, 16), nn.ReLU()).cuda(), nn.Sequential(nn.Linear(16, 4)).cuda()
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1e-4)
+scaler, basis = torch.amp.GradScaler("cuda", init_scale=64.0), torch.full((4, 4), 300.0).cuda()
+
+def spectrum(y):
+    return torch.matmul(y * 300.0, basis) / 300.0**2  # HERE
+
+for step in range(6):
+    x = torch.randn(16, 8).cuda() + 3.0
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = second(first(x))
+        loss = (spectrum(out) if step > 1 else out.float()).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_a_line_outside_of_several_models_is_patched(tmp_path: Path) -> None:
+    _, record = run(tmp_path, BESIDE_BOTH, options=("--emulate",))
+    found = record.findings[0]
+    line = next(n for n, text in enumerate(BESIDE_BOTH.splitlines(), start=1) if text.endswith("# HERE"))
+    assert (found.code, found.source and found.source.line) == ("forward-overflow", line)
+    result, again = on(tmp_path, "suggest-fp32", capture_of(tmp_path))
+    assert (result.code, again.search and again.search.outcome) == (0, "not-in-a-module")
+    assert [pin.source and pin.source.line for pin in again.pins] == [line]
+    assert "+    with torch.autocast(device_type=y.device.type, enabled=False):" in result.stdout
+    assert "the patch for it is proven on the failing step" in " ".join(result.stderr.split())
