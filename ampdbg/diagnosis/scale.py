@@ -259,9 +259,13 @@ def _usable_scale(made: Investigation) -> float | None:
 
 def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
     """Whether no scale has worked yet, and the replays show that one will."""
-    has_worked = any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
     will_work = bool(investigated) and all(_will_work(made, record) for made in investigated)
-    return not has_worked and will_work and not all(_is_cured_before(made, record) for made in investigated)
+    is_refuted = all(_is_cured_before(made, record) for made in investigated)
+    return will_work and not is_refuted and not _has_worked(record)
+
+
+def _has_worked(record: Record) -> bool:
+    return any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
 
 
 def _will_work(made: Investigation, record: Record) -> bool:
@@ -270,10 +274,10 @@ def _will_work(made: Investigation, record: Record) -> bool:
 
 def _is_cured_before(made: Investigation, record: Record) -> bool:
     """Whether the run has skipped far below the scale that cures the step: something else is behind those skips, as
-    where another optimizer has the same scaler."""
+    where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
     usable = _usable_scale(made)
     lowest = min((step.scale for step in record.steps if step.skipped and math.isfinite(step.loss)), default=math.inf)
-    return usable is not None and ROOM * lowest < usable
+    return usable is not None and ROOM * lowest < usable and not _has_worked(record)
 
 
 def _lasts(made: Investigation, record: Record) -> bool:

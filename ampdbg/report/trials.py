@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampdbg.quantities import listed
-from ampdbg.record.pins import OWN, Trial, in_words
+from ampdbg.record.pins import Trial
 from ampdbg.record.run import Record
 
 from . import view
@@ -33,8 +33,7 @@ def names_of(record: Record) -> tuple[str, ...]:
 
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
-    of_root = {"": "the whole model", OWN: in_words(OWN)}
-    return listed([of_root.get(name, name) for name in pins], most) if pins else "nothing"
+    return listed([name or "the whole model" for name in pins], most) if pins else "nothing"
 
 
 def result_text(trial: Trial) -> str:
