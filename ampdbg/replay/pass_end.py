@@ -30,9 +30,14 @@ class PassEnd:
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 
 
+def called_by(call: TapedCall) -> Callable[..., Any]:
+    """What it calls, the module or function at a pass's end too."""
+    return call.function.module if isinstance(call.function, PassEnd) else call.function
+
+
 def module_of(call: TapedCall) -> torch.nn.Module | None:
     """The module that it calls; None where it calls a function."""
-    called = call.function.module if isinstance(call.function, PassEnd) else call.function
+    called = called_by(call)
     return called if isinstance(called, torch.nn.Module) else None
 
 

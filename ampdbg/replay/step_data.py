@@ -20,7 +20,7 @@ from ampdbg.probes.tensors import bad_data, float_values, leaves_of, may_be_bad
 from ampdbg.record.run import TensorCounts
 from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
-from ampdbg.replay.pass_end import PassEnd, losses_of, module_of
+from ampdbg.replay.pass_end import PassEnd, called_by, losses_of, module_of
 from ampdbg.replay.played_step import Given, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.replay import FP32, replay_step
@@ -127,7 +127,7 @@ def _arguments(call: TapedCall, given: tuple[Any, Any]) -> Iterator[tuple[str, t
 
 
 def _described(call: TapedCall) -> str:
-    function: Any = call.function.module if isinstance(call.function, PassEnd) else call.function
+    function: Any = called_by(call)
     name = getattr(function, "__name__", type(function).__name__).strip("_")
     return f"{name} on line {call.line[1]} of {PurePath(call.line[0]).name}" if call.line is not None else name
 

@@ -11,7 +11,7 @@ import torch
 from ampdbg.record.findings import Count
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES
 from ampdbg.replay.packing import type_name
-from ampdbg.replay.pass_end import PassEnd
+from ampdbg.replay.pass_end import called_by
 from ampdbg.replay.played_step import Made, Own, PlayedStep, TapedCall, torch_name
 
 CASTS = ("torch.Tensor.to", "torch.Tensor.type", "torch.Tensor.type_as")
@@ -47,7 +47,7 @@ def paths_in(model: torch.nn.Module) -> dict[int, str]:
 
 def name_of(call: TapedCall, paths: Mapping[int, str]) -> str:
     """Of what a call is: a module of the model by its path, another by its class, a function as torch calls it."""
-    function = call.function.module if isinstance(call.function, PassEnd) else call.function
+    function = called_by(call)
     if isinstance(function, torch.nn.Module):
         return paths.get(id(function), f"{type(function).__module__}.{type(function).__qualname__}")
     return torch_name(function) or str(getattr(function, "__qualname__", type(function).__qualname__))

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import get_args
 
@@ -130,7 +131,7 @@ class LostSteps:
         self._watcher.optimizers.adopt(self.open_pass.trained)
         self._lost(is_last_chance=not has_gone or step.scaler is None, is_given_up=not has_gone)
         if loss is not None:
-            self._given_up = GivenUpLoss(loss, self._count_given_up)
+            self._given_up = GivenUpLoss(loss, partial(self._watcher.guard.hooked, self._count_given_up))
 
     def _count_given_up(self) -> None:
         """Ends the step that the loop has given up, if it has."""

@@ -112,8 +112,8 @@ class TracedSteps:
         self._due -= 1
         self.captures.begins(self._watcher.log.closed())
         is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
-        if is_compiled_code_there():
-            is_due = is_due and not self._may_settle()
+        if is_due and is_compiled_code_there() and self._may_settle():
+            is_due = False
         if is_due or (self.captures.is_wanted and self._traced is None):
             self._begin()
 
