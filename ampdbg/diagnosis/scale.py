@@ -17,7 +17,8 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import cause_of, first_in_a_row
 from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
-from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
+from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, lasts, works_at_half
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -49,9 +50,6 @@ they are few."""
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
-ROOM = 4.0
-"""Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
-
 
 def skips(record: Record) -> Iterator[Finding]:
     """``scale-calibration`` for skips that are normal; else what keeps overflowing, and ``scale-collapse``.
@@ -65,16 +63,16 @@ def skips(record: Record) -> Iterator[Finding]:
         return
     lows = new_lows(record.steps, record.steps_run)
     investigated = [made for made in record.investigations if made.why == "gradients"]
-    faults = [made for made in investigated if made.reproduced and not _is_calibration(made, record)]
+    faults = [made for made in investigated if made.reproduced and not is_calibration(made, record)]
     raised = anew or oscillation(record)
     if raised is not None and not faults:
         yield raised
     elif _follows_gradients(lows, investigated, record):
         yield _growth(lows, record)
-    elif _keeps_overflowing(record.steps, record.steps_run) and not _is_first_descent(investigated, record):
+    elif _keeps_overflowing(record.steps, record.steps_run) and not is_first_descent(investigated, record):
         # A loss that is not finite makes every gradient so; then the forward pass is the root, found elsewhere.
         if faults or _overflows_behind_a_finite_loss(record):
-            made = next((one for one in faults or investigated if _lasts(one, record)), None)
+            made = next((one for one in faults or investigated if lasts(one, record)), None)
             yield _cause(made, record) if made else _overflowing_gradients(skipped, record)
         if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
@@ -237,66 +235,6 @@ def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
-def _is_calibration(made: Investigation, record: Record) -> bool:
-    """Whether FP32 is finite and so is FP16 at a lower scale, which a dynamic scale will find.
-
-    Where no replay tells, as of a step that was traced as it trained, it may; what the run does then shows.
-    """
-    if made.is_as_it_trained:
-        return True
-    if has_static_scale(record.config) or _usable_scale(made) is None:
-        return False
-    suspect, code = culprit(made), CODES[cause_of(made, record).code]
-    is_of_scale = suspect is not None and suspect.needs_only_a_scale and code.verdict != "other"
-    return is_finite(made.replays[1]) and (is_of_scale or code.keeps_scale)
-
-
-def _usable_scale(made: Investigation) -> float | None:
-    """The highest of the lower scales at which everything is finite; None where gradients are lost there."""
-    survived = survivor(made)
-    return survived.scale if survived and not survived.lost else None
-
-
-def _is_first_descent(investigated: list[Investigation], record: Record) -> bool:
-    """Whether no scale has worked yet, and the replays show that one will."""
-    will_work = bool(investigated) and all(_will_work(made, record) for made in investigated)
-    is_refuted = all(_is_cured_before(made, record) for made in investigated)
-    return will_work and not is_refuted and not _has_worked(record)
-
-
-def _has_worked(record: Record) -> bool:
-    return any(not step.skipped and step.grad_norm != 0.0 for step in record.steps)
-
-
-def _will_work(made: Investigation, record: Record) -> bool:
-    return not made.is_as_it_trained and _is_calibration(made, record)
-
-
-def _is_cured_before(made: Investigation, record: Record) -> bool:
-    """Whether the run has skipped far below the scale that cures the step: something else is behind those skips, as
-    where another optimizer has the same scaler. Where a scale has worked, gradients may have grown since."""
-    usable = _usable_scale(made)
-    lowest = min((step.scale for step in record.steps if step.skipped and math.isfinite(step.loss)), default=math.inf)
-    return usable is not None and ROOM * lowest < usable and not _has_worked(record)
-
-
-def _lasts(made: Investigation, record: Record) -> bool:
-    """Whether what overflowed would at the run's last scale too, or replays have told.
-
-    Of a step that was seen as it trained only the op that began it is known: where it would not, another op is behind
-    the later skips. So it is where replays of the step are finite at scales far above those.
-    """
-    if _will_work(made, record) and _is_cured_before(made, record):
-        return False
-    suspect = culprit(made)
-    if not made.is_as_it_trained or suspect is None or suspect.producer.phase == "forward" or suspect.value is None:
-        return True
-    if all(step.skipped for step in record.steps):  # no scale has worked, and the finding says so
-        return True
-    at_last = suspect.value / suspect.low.scale * record.steps[-1].scale
-    return at_last >= NEAR * suspect.format.overflow_threshold
-
-
 def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], record: Record) -> bool:
     """Whether gradients grow and the loss scale follows them: each new low works at once, and loses nothing."""
     steps = record.steps
@@ -304,12 +242,7 @@ def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], 
     are_many = len(lows) + record.left_out.skipped > record.steps_run // SELDOM
     if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or steps[-1].scale < 1.0:
         return False
-    return bool(investigated) and all(_works_at_half(made, record) for made in investigated)
-
-
-def _works_at_half(made: Investigation, record: Record) -> bool:
-    usable = _usable_scale(made)
-    return usable is not None and usable >= made.replays[0].scale / 2.0 and _is_calibration(made, record)
+    return bool(investigated) and all(works_at_half(made, record) for made in investigated)
 
 
 def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
