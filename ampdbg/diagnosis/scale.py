@@ -24,7 +24,7 @@ from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import GroupOverflow, Record, Step
 
 CALIBRATION, NO_USABLE_SCALE, RUNAWAY = "scale-calibration", "no-usable-scale", "scale-runaway"
 
@@ -122,6 +122,16 @@ def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
         for step in steps
         if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
     ]
+
+
+def is_nan_alone(groups: Sequence[GroupOverflow]) -> bool:
+    """Whether what is not finite in the gradients of a step is NaN alone, as of a root of zero.
+
+    What overflows because of the loss scale mostly leaves some inf. But inf that meets inf is NaN too, and clipping
+    by an infinite norm makes NaN of it: this tells which steps to look at, not why they failed.
+    """
+    counts = [parameter for group in groups for parameter in group.parameters]
+    return any(parameter.nan for parameter in counts) and not any(parameter.inf for parameter in counts)
 
 
 def _starts(steps: Sequence[Step]) -> list[int]:
@@ -328,10 +338,10 @@ def _growth(lows: Sequence[Step], record: Record) -> Finding:
 
 def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
     settled, count = settled_at(record.steps), counted(len(skipped), "step")
-    is_saving = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
-    where = "settles: it has not settled yet, and a longer run will show where it does"
-    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_saving else ""
     untold, are_many = _untold(record)
+    is_lower = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
+    where = "settles: it has not settled yet, and a longer run will show where it does"
+    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_lower and not untold else ""
     named = ("steps " if untold[1:] else "step ") + listed([str(step.step) for step in untold], 3)
     unknown = (
         f"; neither the start nor a scale just grown explains {named}, and no replay has told whether FP32 fails too"
@@ -361,8 +371,9 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
     """
     replayed = {made.step for made in record.investigations if made.reproduced and not made.is_as_it_trained}
     grown = just_grown(record.steps)
-    relapses = [step for step in _relapses(record.steps) if step.step not in grown and not replayed]
+    relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
-    are_many = goes_on and len(relapses) >= LOWS_OF_A_COLLAPSE
-    untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else ()))
+    are_many = goes_on and not replayed and len(relapses) >= LOWS_OF_A_COLLAPSE
+    unlike_a_scale = [step for step in relapses if is_nan_alone(step.groups)]
+    untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else unlike_a_scale))
     return [step for step in record.steps if step in untold and step.step not in replayed], are_many

@@ -18,7 +18,7 @@ import torch
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import overflow_in
-from ampdbg.diagnosis.scale import new_lows
+from ampdbg.diagnosis.scale import is_nan_alone, new_lows
 from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.errors import named_error
 from ampdbg.formats import FORMATS
@@ -143,11 +143,12 @@ class LostSteps:
         """Called when the gradients of a step are not finite, though its loss is.
 
         One such step may be chance. Another that neither a start nor a scale just grown explains, behind a sound one,
-        may be a fault of its batch, which no tape of the next step would show.
+        may be a fault of its batch, which no tape of the next step would show; one that leaves NaN alone, at any time.
         """
         open_step, steps = self._watcher.open_step, self._watcher.steps
         stands_alone = bool(steps) and not steps[-1].skipped and open_step.loss_scale() <= steps[-1].scale
-        if stands_alone and new_lows(steps, self._watcher.log.closed()):
+        is_unlike_a_scale = is_nan_alone(open_step.groups)
+        if stands_alone and (is_unlike_a_scale or new_lows(steps, self._watcher.log.closed())):
             self._lost(is_last_chance=True, scaler=open_step.scaler)
 
     def _lost(

@@ -82,6 +82,22 @@ def test_what_nothing_explains_is_not_called_normal_and_does_no_harm() -> None:
         assert found.evidence.get("unexplained") == (None if is_normal else [52])
 
 
+def of_nan_alone(step: Step) -> Step:
+    counts = (ParameterCounts(GROUPS[0], inf=0, nan=4, size=4),)
+    return replace(step, groups=(GroupOverflow(0, GROUPS[0], counts),))
+
+
+def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_early() -> None:
+    steps = steps_of("xx....x......")
+    nan_first, nan_later = ([of_nan_alone(step) if step.step == at else step for step in steps] for at in (1, 6))
+    for made, told in ((steps, None), (nan_first, None), (nan_later, [6])):
+        record = diagnose(record_of(made))
+        (found,) = record.findings
+        assert (record.verdict, found.evidence.get("unexplained")) == ("healthy", told)
+        assert ("this is normal" in found.message) is (told is None)
+        assert found.remedy == ("none is needed" if told else ADVICE.format(8192))
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

@@ -464,7 +464,7 @@ def main():
     scaler = torch.amp.GradScaler("cuda")
     for step in range(48):
         ids, y = torch.randint(1, 9, (4, 6)).cuda(), torch.randn(4, 6, 4).cuda()
-        if step in (26, 40) and fault == "root":
+        if step in (26, 40) and fault == "root" or step == 9 and fault == "early":
             ids[2, 3] = 0
         if step in (26, 40) and fault == "steep":
             y[...] = 60.0 if step == 26 else 120.0
@@ -490,11 +490,18 @@ def withheld(folder: Path, fault: str) -> tuple[Record, str, int]:
 def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibration(tmp_path: Path) -> None:
     record, page, code = withheld(tmp_path, "root")
     assert [step.step for step in record.steps if step.skipped] == [26, 40]
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 40)
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 26)
     assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
-    (capture,) = record.script.captures if record.script else ()
+    capture, _ = record.script.captures if record.script else ()
     replayed = start(tmp_path, "replay", capture)
     assert (replayed.code, "true-nan" in replayed.stdout) == (1, True)
+
+
+def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "early")
+    assert [step.step for step in record.steps if step.skipped] == [9]
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 9)
+    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
 
 
 def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_path: Path) -> None:
