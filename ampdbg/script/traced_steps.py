@@ -58,6 +58,9 @@ not traced: in a traced step such code runs as it was written, which rounds othe
 NOT_COMPILED = "{} ran uncompiled to be traced: from there on compiled code of the script may have given other numbers"
 """As of a step that was to be captured."""
 
+TURN_NOT_COME = "an optimizer that has stepped in the one before it has not; the next step is captured in its place"
+"""Why a step that was asked for was let go."""
+
 NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
 
@@ -126,8 +129,10 @@ class TracedSteps:
         """Keeps what was found in a step that has ended."""
         self._waited += traced.waited
         step = self._watcher.log.latest()
-        if traced.is_given_up or traced.has_failed:
+        if traced.is_given_up or traced.has_failed or traced.waits_for_a_turn:
             self.captures.is_wanted |= traced.is_wanted
+            if traced.waits_for_a_turn:
+                self.captures.cannot(step.step, TURN_NOT_COME)
         elif traced.passes_over and not traced.taken:  # the other's turn was sound, or could not be run again
             self._told.clear()
         elif step.found_inf or not math.isfinite(step.loss):
@@ -238,6 +243,8 @@ class TracedStep:
         parameters = list(self._model.parameters())
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._tape = Tape(self._model, self._device.type, self._give_up)
+        self._let_go: set[int] = set()
+        """The optimizers, by ``id``, whose sound turns were not captured, as others were to follow."""
         self._made: Investigation | None = None
         self._spoilt: tuple[str, ...] = ()
         self._entered = ExitStack()
@@ -251,6 +258,11 @@ class TracedStep:
     def end(self) -> None:
         """Leaves torch and the models as they were."""
         self._entered.close()
+
+    @property
+    def waits_for_a_turn(self) -> bool:
+        """Whether the turn of an optimizer that the last step had has not come, for which a sound one was let go."""
+        return bool(self._let_go) and not self.taken
 
     @property
     def has_failed(self) -> bool:
@@ -298,13 +310,21 @@ class TracedStep:
         is_alone = not is_in_group()
         may_be = is_bad and not is_spoilt
         has_room = may_be and self._captures.has_room
-        is_captured = self.is_wanted or (has_room and (is_alone or self._is_bad_itself()))
+        is_wanted = self.is_wanted and (is_bad or not self._lets_go_of(optimizer))
+        is_captured = is_wanted or (has_room and (is_alone or self._is_bad_itself()))
         is_free = is_alone and not hooks_half_weights(self._model)
         is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
+            self._let_go.clear()
             is_taken = self._take(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
             self.taken = id(innermost(optimizer)) if is_taken else self.taken
         self._tape.stepped_on()
+
+    def _lets_go_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Lets a sound turn go by where other optimizers are to step behind it, as in the last step: of a step that was
+        asked for the first turn that fails is captured, or else the last."""
+        self._let_go.add(id(innermost(optimizer)))
+        return bool(self._watcher.log.turns - self._let_go)
 
     def _take(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> bool:
         """Captures the step, and runs it again, where that can be done; the script waits meanwhile."""

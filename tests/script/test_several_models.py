@@ -180,6 +180,37 @@ def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> N
     assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
 
 
+ASKED_FOR = scripts.GAN.replace(
+    "    scaler.scale(lossG)", "    print(step, lossD.item(), lossG.item())\n    scaler.scale(lossG)"
+)
+
+
+@pytest.mark.parametrize(
+    ("gain", "steps", "captured", "code"),
+    [
+        ("1.0", "True", 5, 0),
+        ("(1e9 if step == 5 else 1.0)", "True", 5, 1),  # the discriminator's turn comes before, and is sound
+        ("1.0", "step != 5", 6, 0),  # the turn that was waited for has not come
+    ],
+)
+def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_the_last(
+    tmp_path: Path, gain: str, steps: str, captured: int, code: int
+) -> None:
+    text = ASKED_FOR.replace("GAIN", gain).replace(
+        "scaler.step(optimizers[0])", f"{steps} and scaler.step(optimizers[0])"
+    )
+    trained, watched = run(tmp_path, text, options=("--emulate", "--capture-step=5"))
+    losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
+    path = capture_of(tmp_path)
+    assert path.stem.endswith(f"step-{captured}")
+    told = [note for note in watched.unseen.notes if "step 5 was not captured: an optimizer" in note]
+    assert len(told) == (captured == 6)
+    result, record = on(tmp_path, "replay", path)
+    assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
+    turn = 2 if steps == "True" else 1
+    assert record.investigations[0].replays[0].loss == pytest.approx(float(losses[captured][turn]), rel=1e-3)
+
+
 AFTER_THE_CRITIC = """
 import sys, torch
 from torch import nn
