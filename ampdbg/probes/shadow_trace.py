@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch.amp import autocast_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
@@ -36,6 +37,15 @@ _ROUNDS_BEYOND = 65408.0
 
 _MASKS = 4.0
 """A mask that is multiplied holds zeros and ones, or whole numbers up to this where several were added up."""
+
+_TRANSFORMS = {torch.stft, torch.istft, torch.Tensor.stft, torch.Tensor.istft} | {
+    getattr(torch.fft, name) for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn"))
+}
+
+TRANSFORMS_NOTE = (
+    "Fourier transforms of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
+    "follows up to the next op in half"
+)
 
 Overflow = Literal["", "starts", "carried"]
 
@@ -166,15 +176,32 @@ def _converted(given: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def bfloat16_for_float16() -> Iterator[None]:
+def bfloat16_for_float16() -> Iterator[WideTransforms]:
     """While this is entered, autocast regions that ask for float16 get bfloat16, and bfloat16's ``torch.finfo``
     is float16's: masks and epsilons are then what they are in the real run."""
     autocast = autocast_mode.autocast
     with (
         patch.object(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
         patch.object(torch, "finfo", _finfo_of_float16(torch.finfo)),
+        WideTransforms() as transforms,
     ):
-        yield
+        yield transforms
+
+
+class WideTransforms(TorchFunctionMode):
+    """Runs the Fourier transforms of bfloat16 in float32: torch has them for float16 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.have_run = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        if function in _TRANSFORMS and any(tensor.dtype is torch.bfloat16 for tensor in tensors_in(given)):
+            self.have_run = True
+            args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
+        return function(*args, **kwargs)
 
 
 def _autocast_in_bfloat16(original: Callable[..., None]) -> Callable[..., None]:

@@ -20,7 +20,7 @@ from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, wi
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
-from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.shadow_trace import TRANSFORMS_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.tensors import float_values, is_finite, nonfinite, stored, to_host
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Unseen
@@ -267,12 +267,13 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
     model = run.workload.model
     with uncollected(), rewound(model, snapshot), module_paths(model) as paths:
         weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
-        with bfloat16_for_float16(), weights, placed(model, ShadowTrace) as trace:
+        with bfloat16_for_float16() as transforms, weights, placed(model, ShadowTrace) as trace:
             _run_in_bfloat16(run, snapshot)
             unseen = paths.unseen()
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)
+    notes += [TRANSFORMS_NOTE] * transforms.have_run
     return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))
 
 

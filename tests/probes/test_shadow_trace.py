@@ -142,6 +142,35 @@ def test_an_op_that_has_no_bfloat16_kernel_is_widened() -> None:
     assert seen.output.dtype == "bfloat16"
 
 
+def a_spectrum(x: torch.Tensor) -> torch.Tensor:
+    return torch.stft(x, 8, window=torch.ones(8, dtype=x.dtype), return_complex=True)
+
+
+TRANSFORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rfft": torch.fft.rfft,
+    "fft2": torch.fft.fft2,
+    "hfft by name": lambda x: torch.fft.hfft(input=x),
+    "stft": a_spectrum,
+    "istft": lambda x: torch.istft(a_spectrum(x), 8, window=torch.ones(8)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_fourier_transform_of_what_is_half_runs_in_float32_and_its_gradient_comes_back_in_half(
+    transform: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+    with bfloat16_for_float16() as transforms, placed(nn.Identity(), ShadowTrace):
+        transform(x.detach().float())
+        have_run = [transforms.have_run]
+        given = transform(x)
+        given.abs().sum().backward()
+    assert [*have_run, transforms.have_run] == [False, True], "it is told of only where something half was transformed"
+    assert torch.allclose(given, transform(x.detach().float()))
+    assert x.grad is not None
+    assert x.grad.dtype is torch.bfloat16
+
+
 def test_finfo_and_autocast_are_put_back_after_an_exception() -> None:
     before = torch.finfo, torch.autocast.__init__
     with pytest.raises(ValueError, match="planted"), bfloat16_for_float16():
