@@ -22,10 +22,11 @@ WITHOUT_OLDEST_TORCH = ("3.14",)
 @nox.session(python=PYTHONS)
 @nox.parametrize("torch", TORCHES, ids=("oldest", "middle", "newest"))
 def tests(session: nox.Session, torch: str) -> None:
-    """The tests of `make test`, without lint and types."""
+    """The tests of `make test` and `make slow`, without lint and types."""
     if torch == TORCHES[0] and session.python in WITHOUT_OLDEST_TORCH:
         session.skip(f"torch 2.6 has no build for Python {session.python}")
     # torch.testing._internal of the oldest imports setuptools.
     session.install(f"torch{torch}", "-e", ".[test]", "setuptools")
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("pytest", "--quiet", "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal", *session.posargs)
+    workers = ("--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal")
+    session.run("pytest", "--quiet", "-m", "slow or not slow", *workers, *session.posargs)

@@ -139,6 +139,7 @@ def step(folder: Path, script: str) -> int:
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=False).returncode
 
 
+@pytest.mark.slow
 def test_the_options_of_the_workflow_exist(tmp_path: Path) -> None:
     for script in STEPS.values():
         for verb, rest in re.findall(r"ampdbg (\w+)([^|\n]*)", script):

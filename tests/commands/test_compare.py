@@ -66,6 +66,7 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repository: Path) -> None:
     worse = start(repository, "compare", "ranges-then.json", "ranges-now.json")
     assert (worse.code, worse.stderr) == (1, "")
@@ -82,6 +83,7 @@ def test_a_commit_that_adds_an_overflow_is_worse_and_the_way_back_is_better(repo
     assert "✗" not in better.stdout
 
 
+@pytest.mark.slow
 def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repository: Path) -> None:
     given = ("compare", "scan-then.json", "scan-now.json")
     text = start(repository, *given)
@@ -102,6 +104,7 @@ def test_a_scan_names_what_appeared_and_markdown_and_sarif_have_it_too(repositor
     assert back["runs"][0]["results"] == []
 
 
+@pytest.mark.slow
 def test_a_commit_that_moves_lines_and_renames_a_variable_is_not_worse(repository: Path) -> None:
     moved = NET.replace("import torch\n", "import torch\n\n# A comment.\n").replace("h = self", "hidden = self")
     commit(repository, moved.replace("head(h)", "head(hidden)"), "moved")
@@ -147,6 +150,7 @@ def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -
         assert here("compare", "a.json", "a.json", "--within", bits).code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_encoding_of_stdout_is_an_error_and_formats_for_files_are_utf_8(

@@ -46,6 +46,7 @@ def test_the_page_and_progress_of_each_level(here: Here) -> None:
     assert "FP32 from weights rounded to float16\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_where_nothing_runs_the_exit_code_is_2(here: Here) -> None:
     written(here.folder, NET.replace("self.first(x)", "self.third(x)"))
     result = here("cost", "c.yaml", "--quiet")

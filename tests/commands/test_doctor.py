@@ -113,6 +113,7 @@ def test_json_has_the_facts_and_the_lines_and_torch_stays_outside(tmp_path: Path
     assert [line["topic"] for line in data["lines"]][:2] == ["torch", "GPU"]
 
 
+@pytest.mark.slow
 def test_a_driver_whose_calls_raise_is_a_line_of_a_page_of_one_screen(tmp_path: Path) -> None:
     site = CUDA_CALLS.format(does='raise RuntimeError("CUDA error: unknown error\\nCUDA kernel errors might be ...")')
     result = start_anew(tmp_path, "doctor", PYTHONPATH=beside(tmp_path, site))

@@ -96,6 +96,7 @@ def test_a_healthy_run_exits_0_and_its_record_is_shown_again(folder: Path) -> No
     assert report.stdout.splitlines()[:4] == result.stdout.splitlines()[:4]
 
 
+@pytest.mark.slow
 def test_only_the_record_reaches_stdout_whatever_else_prints(folder: Path) -> None:
     loud = ("--set", "data.args.loud=true", "--set", "model.args.gain=1e5")
     result = start_anew(folder, "scan", "c.yaml", "--json", *loud)
@@ -115,9 +116,10 @@ def test_what_a_dataloaders_workers_print_goes_to_stderr(folder: Path) -> None:
     assert "from a worker\n" in result.stderr
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.Signals, folder: Path) -> None:
     process = subprocess.Popen(
         command("scan", "c.yaml", "--steps", "1000", "--set", "data.args.delay=0.01"),
@@ -142,12 +144,11 @@ def test_an_interrupted_run_exits_130_with_its_record_and_report(number: signal.
     assert stdout.startswith(f"! Interrupted after {len(record.steps)} of 1,000 steps.")
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("command_name", ["scan", pytest.param("bisect", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))]
-)
+@pytest.mark.parametrize("command_name", ["scan", "bisect"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_run_that_is_interrupted_in_its_first_replay_keeps_its_steps(
     command_name: str, number: signal.Signals, folder: Path
 ) -> None:
@@ -174,9 +175,10 @@ def test_a_run_that_is_interrupted_in_its_first_replay_keeps_its_steps(
     assert 1 <= len(record.steps) < 1000
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("verb", "at", "says"),
     [
@@ -212,6 +214,7 @@ def test_an_interrupted_search_keeps_what_it_has_found(
     assert [*temporary.glob(f"{TEMPORARY}*")] == []
 
 
+@pytest.mark.slow
 @posix
 def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
     reading, writing = os.pipe()
@@ -295,6 +298,7 @@ def test_what_went_wrong_before_an_error_is_diagnosed_and_kept_where_asked(folde
     assert not (folder / ".ampdbg").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_record_byte_for_byte_but_for_times(folder: Path) -> None:
     def scanned(*settings: str) -> str:
         result = start(folder, "scan", "c.yaml", "--json", "--quiet", "--set", "model.args.gain=1e5", *settings)
@@ -310,6 +314,7 @@ def test_the_same_seed_gives_the_same_record_byte_for_byte_but_for_times(folder:
     assert first != scanned("--seed", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: Path) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
@@ -323,13 +328,14 @@ def test_a_full_disk_under_stdout_is_one_message_and_the_record_is_kept(folder: 
     assert (folder / ".ampdbg" / "latest.json").exists()
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize(
     ("closed", "code"),
     [
-        pytest.param(">&-", 2, marks=pytest.mark.slow),
-        pytest.param("2>&-", 0, marks=pytest.mark.slow),
-        pytest.param(">&- 2>&-", 2, marks=pytest.mark.slow),
+        (">&-", 2),
+        ("2>&-", 0),
+        (">&- 2>&-", 2),
         ("2>/dev/full", 0),
     ],
     ids=["out", "err", "both", "full"],
@@ -430,6 +436,7 @@ def test_a_module_file_that_changes_the_working_folder_does_not_move_the_record(
     assert list((folder / "elsewhere").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_scans_in_threads_wait_for_each_other_and_leave_no_module(folder: Path) -> None:
     (folder / "other").mkdir()
     for name in ("workload.py", "c.yaml"):
@@ -453,6 +460,7 @@ def test_python_scans_as_the_command_does(folder: Path, capfd: pytest.CaptureFix
     assert "printed at import" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_python_needs_no_typer_and_takes_a_record_and_any_path(folder: Path) -> None:
     program = (
         "import sys, ampdbg; record = ampdbg.scan('c.yaml', steps=2); ampdbg.write_record(record, 'r.json'); "

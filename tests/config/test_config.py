@@ -248,6 +248,7 @@ def test_a_resolved_config_is_a_config_that_resolves_to_itself(folder: Path, dat
     assert load(folder, text=json.dumps(data)).resolved() == data
 
 
+@pytest.mark.slow
 @SHARED_FOLDER
 @given(data=SECTIONS)
 def test_set_gives_the_config_that_the_file_would_have_given(folder: Path, data: dict[str, Any]) -> None:
@@ -255,6 +256,7 @@ def test_set_gives_the_config_that_the_file_would_have_given(folder: Path, data:
     assert load(folder, *overrides, text=HEALTHY).resolved() == data
 
 
+@pytest.mark.slow
 @SHARED_FOLDER
 @given(data=SECTIONS)
 def test_set_key_by_key_gives_the_same(folder: Path, data: dict[str, Any]) -> None:
@@ -399,6 +401,7 @@ def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:
     assert message(folder, text="a: [1]\nb: " + "[" * 101 + "]" * 101) == refused
 
 
+@pytest.mark.slow
 def test_a_config_of_too_many_values_is_read_no_further_than_the_first_of_them(folder: Path) -> None:
     text = "a: [\n" + "1,\n" * 150_000 + "no: [valid"
     assert message(folder, text=text).startswith("config.yaml:99999: more than 100,000 values")

@@ -15,7 +15,6 @@ from tests.siblings import slow_but_for
 FORWARD = ["linear_attention", "camera"]
 """Examples whose loss is not finite from the first step."""
 
-QUICK = ["camera", "house_prices"]
 EXAMPLES = [*FORWARD, "house_prices", "vit"]
 
 
@@ -87,7 +86,8 @@ def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tm
     assert {"scale-collapse"} <= {finding.code for finding in record.findings}
 
 
-@pytest.mark.parametrize("name", slow_but_for(QUICK, EXAMPLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, f"{name}_healthy")
     assert result.code == 0
@@ -96,7 +96,8 @@ def test_a_twin_is_healthy(name: str, tmp_path: Path) -> None:
     assert_learns(record)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["house_prices"], EXAMPLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_failing_example_is_healthy_in_fp32(name: str, tmp_path: Path) -> None:
     result, record = scan(tmp_path, name, "--set", "precision.level=O0")
     assert result.code == 0

@@ -98,6 +98,7 @@ def test_memory_is_that_by_hand(healthy: Record) -> None:
 OVERFLOWS = NET.replace("torch.relu(self.first(x))", "torch.relu(self.first(x) * 65504.0 * 100.0 / 6.5504e6)")
 
 
+@pytest.mark.slow
 def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, healthy: Record) -> None:
     seen = by_name(ampdbg.cost(written(tmp_path, OVERFLOWS)))
     assert (seen["O1"].skipped, code_of(seen["O1"]), seen["O1"].trains) == (4, "forward-overflow", False)
@@ -111,6 +112,7 @@ def test_only_what_trains_is_held_against_fp32_and_its_noise(tmp_path: Path, hea
     assert floors["O1"] == floors["O2"] != floors["bfloat16"]
 
 
+@pytest.mark.slow
 def test_updates_that_a_loss_scale_skipped_are_not_made_in_fp32_either(tmp_path: Path) -> None:
     steep = NET.replace(".mean()", ".mean() * 100").replace("range(4)", "range(16)")
     config = CONFIG.replace("steps: 4", "steps: 16") + "optimizer: {target: torch.optim:SGD, args: {lr: 0.002}}\n"
@@ -130,6 +132,7 @@ def test_updates_that_a_loss_scale_skipped_are_not_made_in_fp32_either(tmp_path:
     assert twins == {"65536": ["FP32 without the steps that O1 skipped"], "128": []}
 
 
+@pytest.mark.slow
 def test_pins_of_the_config_and_of_a_record_have_a_row_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +153,7 @@ BANNED = NET.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
     seen = by_name(ampdbg.cost(written(tmp_path, HALF_BY_HAND)))
     assert [name for name, one in seen.items() if one.error] == ["O2", "O3"]
@@ -163,6 +167,7 @@ def test_a_level_that_cannot_run_is_a_row_that_says_so(tmp_path: Path) -> None:
     assert banned["FP32"].trains
 
 
+@pytest.mark.slow
 def test_where_nothing_can_run_the_first_error_is_the_users(tmp_path: Path) -> None:
     net = NET.replace("return self.second(", "raise ZeroDivisionError('mine')\n        return self.second(")
     with pytest.raises(UserCodeError, match="mine"):

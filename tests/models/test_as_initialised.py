@@ -86,7 +86,8 @@ def test_a_model_of_transformers_is_healthy(workload: Workload, tmp_path: Path) 
     assert_healthy(scanned(workload, tmp_path, 10))
 
 
-@pytest.mark.parametrize("workload", slow_but_for((TIMM[0], TIMM[2]), TIMM), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", TIMM, ids=str)
 def test_a_model_of_timm_is_healthy(workload: Workload, tmp_path: Path) -> None:
     assert_healthy(scanned(workload, tmp_path, 10))
 
@@ -107,6 +108,7 @@ def test_a_model_is_healthy_in_other_kinds_of_run(
     assert_healthy(scanned(workload, tmp_path, 6, *overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_that_ends_while_the_scale_settles_is_not_blamed(seed: int, tmp_path: Path) -> None:
     record = scanned(TRANSFORMERS[0], tmp_path, 1, seed=seed)

@@ -184,6 +184,7 @@ def planted(overflow: Overflow, share: float = 1.0, **changes: Any) -> Workload:
     return replace(overflow.workload, args={**overflow.workload.args, "grow": growth, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", EACH)
 def test_outliers_are_found_where_they_overflow(overflow: Overflow, tmp_path: Path) -> None:
     record = scanned(planted(overflow), tmp_path, 3)

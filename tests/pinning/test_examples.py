@@ -51,7 +51,8 @@ def test_200_steps_with_the_set_as_pins_are_healthy(name: str, tmp_path: Path) -
     assert len(record.steps) == 200
 
 
-@pytest.mark.parametrize("name", [pytest.param("camera_healthy", marks=pytest.mark.slow), "house_prices_healthy"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["camera_healthy", "house_prices_healthy"])
 def test_a_healthy_example_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     result = start(tmp_path, "bisect", str(ROOT / "configs" / f"{name}.yaml"), OMP_NUM_THREADS="1")

@@ -15,6 +15,7 @@ def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closing", [1, 2, 4])
 def test_in_the_closing_trials(closing: int, tmp_path: Path) -> None:
     config = spiked(tmp_path)
@@ -41,6 +42,7 @@ def test_while_its_costs_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [pin.cost for pin in record.pins] == [None, None]
 
 
+@pytest.mark.slow
 def test_without_a_set_nothing_is_measured(tmp_path: Path) -> None:
     record = interrupted_at(1, spiked(tmp_path, "loss_with_a_spike"))
     assert record.interrupted

@@ -23,7 +23,6 @@ from ampdbg.search import strategies
 from tests.observing import observing
 from tests.pinning.planted import name_of
 from tests.pinning.spiked import CULPRITS, names, spiked
-from tests.siblings import slow_but_for
 
 PROOF = ("the whole set once more", "further batch")
 
@@ -89,14 +88,15 @@ def test_guided_finds_the_planted_set(modules: int, count: int, tmp_path: Path) 
     assert len(searched(record)) + 1 <= 2 * count + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "count"),
     [
         (50, 1),
-        pytest.param(50, 3, marks=pytest.mark.slow),
-        pytest.param(50, 8, marks=pytest.mark.slow),
-        pytest.param(500, 2, marks=pytest.mark.slow),
-        pytest.param(2000, 1, marks=pytest.mark.slow),
+        (50, 3),
+        (50, 8),
+        (500, 2),
+        (2000, 1),
     ],
 )
 def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: Path) -> None:
@@ -107,19 +107,22 @@ def test_blind_search_finds_the_planted_set(modules: int, count: int, tmp_path: 
     assert len(searched(record)) <= 3 * count * math.log2(record.search.modules) + 10
 
 
+@pytest.mark.slow
 def test_many_culprits_that_no_shadow_shows_are_pinned_at_once(tmp_path: Path) -> None:
     record = bisected(tmp_path, "SideBySide", {"count": 30})
     assert_found(record, *(f"layers.{number}" for number in range(30)))
     assert [trial.stage for trial in searched(record)] == ["candidates"] + ["with fewer"] * 30
 
 
-@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
 def test_a_culprit_in_a_checkpointed_block(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [7, 20], "checkpointed": True}
     assert_found(bisected(tmp_path, "Planted", args, strategy=strategy), name_of(7), name_of(20))
 
 
-@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
 def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [9], "kind": "backward"}
     record = bisected(tmp_path, "Planted", args, steps=12, strategy=strategy)
@@ -127,7 +130,8 @@ def test_a_culprit_of_the_backward_pass(strategy: str, tmp_path: Path) -> None:
     assert record.pins[0].without.startswith("gradient of ")
 
 
-@pytest.mark.parametrize("strategy", slow_but_for(["guided"], ["guided", "ddmin"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["guided", "ddmin"])
 def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
     args = {"modules": 30, "culprits": [11], "kind": "erased"}
     record = bisected(tmp_path, "Planted", args, steps=6, strategy=strategy)
@@ -135,6 +139,7 @@ def test_an_overflow_that_erases_itself(strategy: str, tmp_path: Path) -> None:
     assert_found(record, name_of(11))
 
 
+@pytest.mark.slow
 def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +151,7 @@ def test_of_very_many_overflows_that_erase_themselves_none_needs_a_trial_of_its_
     assert [trial.stage for trial in searched(record)] == ["candidates", "with fewer"]
 
 
+@pytest.mark.slow
 def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale={"init": 4096.0})
     assert_found(record, "out")
@@ -153,6 +159,7 @@ def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> No
     assert (record.search.scale, record.search.set_scale) == (256.0, 4.0)
 
 
+@pytest.mark.slow
 def test_at_a_static_scale_it_is(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale=4096.0)
     assert_found(record, "hidden", "out")
@@ -166,12 +173,14 @@ def test_a_loss_with_small_gradients_needs_none(tmp_path: Path) -> None:
     assert record.search.outcome == "nothing-to-pin"
 
 
+@pytest.mark.slow
 def test_a_culprit_in_the_third_call_of_a_module(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Shared")
     assert_found(record, "spike")
     assert [site.call for site in record.pins[0].sites] == [2]
 
 
+@pytest.mark.slow
 def test_two_alternative_sets(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Alternatives")
     [pin] = record.pins
@@ -180,6 +189,7 @@ def test_two_alternative_sets(tmp_path: Path) -> None:
     assert_found(record, ":own")
 
 
+@pytest.mark.slow
 def test_a_culprit_that_only_shows_when_another_is_cured(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Roused")
     assert_found(record, "spike", "meek")
@@ -187,6 +197,7 @@ def test_a_culprit_that_only_shows_when_another_is_cured(tmp_path: Path) -> None
     assert [trial.pins for trial in searched(record)][:2] == [("spike",), ("spike", "meek")]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Sometimes", steps=12)
     assert_found(record, "layer")
@@ -198,6 +209,7 @@ def test_a_step_that_fails_three_times_in_ten(tmp_path: Path) -> None:
     assert all(trial.runs == 11 for trial in record.trials if trial.healthy)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Runs 1 and 2 are without pins, 3 is with the candidates; 4 and 5 with fewer: no pin seems to be needed.
     healthy, ran, run = {4, 5, 6, 9, 11, 13}, itertools.count(1), Experiment.run
@@ -217,12 +229,14 @@ def test_a_step_that_fails_twice_and_then_only_sometimes(tmp_path: Path, monkeyp
     assert all(trial.runs == 3 for trial in record.trials if trial.healthy)
 
 
+@pytest.mark.slow
 def test_all_instances_of_a_class(tmp_path: Path) -> None:
     record = bisected(tmp_path, "Planted", {"modules": 14, "culprits": list(range(12))})
     assert record.search is not None
     assert record.search.classes["Spike"] == (12, 12)
 
 
+@pytest.mark.slow
 def test_the_best_set_survives_the_limit_of_trials(tmp_path: Path) -> None:
     args = {"modules": 50, "culprits": [7, 20]}
     record = bisected(tmp_path, "Planted", args, max_trials=9, strategy="ddmin")
@@ -233,6 +247,7 @@ def test_the_best_set_survives_the_limit_of_trials(tmp_path: Path) -> None:
     assert not record.interrupted
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
     def interrupt(trial: Trial) -> None:
         if trial.healthy:
@@ -245,6 +260,7 @@ def test_an_interrupt_keeps_the_best_set_so_far(tmp_path: Path) -> None:
     assert not record.search.minimal
 
 
+@pytest.mark.slow
 def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
     """What is found does not depend on whether a search went before."""
     args = {"modules": 30, "culprits": [7]}
@@ -255,6 +271,7 @@ def test_every_weight_is_what_it_was(tmp_path: Path) -> None:
     assert [(t.pins, t.healthy, t.why) for t in first.trials] == [(t.pins, t.healthy, t.why) for t in second.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess", [pytest.param(0.4, id="FP16 chooses otherwise"), pytest.param(2.0, id="healthy")])
 def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(excess: float, tmp_path: Path) -> None:
     record = bisected(tmp_path, "Chooser", {"excess": excess})
@@ -263,12 +280,14 @@ def test_a_set_that_is_healthy_in_the_search_is_healthy_when_it_runs_again(exces
     assert (record.search.repeats, record.search.set_scale) == (1, 64.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x:own", ":own"])
 def test_a_module_whose_name_ends_as_a_pin_of_own_lines_does_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(WorkloadError, match=f"a module is named 'parts.{name}'; allowed: a name that does not end in"):
         bisected(tmp_path, "Named", {"name": name})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["*", "own", "x:y", "[0]"])
 def test_a_module_whose_name_is_a_pattern_is_pinned_as_it_is(tmp_path: Path, name: str) -> None:
     assert [pin.name for pin in bisected(tmp_path, "Named", {"name": name}).pins] == [f"parts.{name}"]

@@ -83,11 +83,8 @@ def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
     assert [trial.healthy for trial in record.trials if trial.stage == "the whole set once more"] == [True]
 
 
-QUICK = ("scores_before_scaling", "gradient_overflow", "residual_add")
-"""What a search has found healthy on the step and three further batches cures the run; these few hold it quickly."""
-
-
-@pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
 def test_the_set_cures_the_run(name: str, tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == name)
     pins = f"precision.pins=[{', '.join(repr(pin) for pin in SETS[name])}]"
@@ -96,6 +93,7 @@ def test_the_set_cures_the_run(name: str, tmp_path: Path) -> None:
     assert record.search.outcome == "nothing-to-pin", record.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_A_SET)
 def test_where_no_pin_helps_none_is_given(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
 from ampdbg.diagnosis.diagnose import diagnose
@@ -71,6 +72,7 @@ def test_what_is_said_of_it_counts_every_step() -> None:
     assert replace(found[1], steps=()).steps_run == 0
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None:
     count = 9_000
     whole = tuple(Step(number, math.nan, 2.0, found_inf=True, skipped=True, scaler=1) for number in range(count))

@@ -306,6 +306,7 @@ def patched() -> tuple[Any, ...]:
     return tuple(map(id, (*hooks, *scaler, *clipping, torch.optim.Optimizer.__init__)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enters", [True, False])
 def test_an_interrupt_while_a_watch_begins_leaves_no_trace(enters: bool) -> None:
     """It may come at any line of ampdbg's: who enters the watch cannot leave it then, and who starts it may stop it."""

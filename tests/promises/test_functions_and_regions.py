@@ -130,6 +130,7 @@ REGIONS: dict[str, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGIONS)
 def test_the_innermost_region_decides_how_an_op_computes(name: str, tmp_path: Path) -> None:
     region, large, outcome = REGIONS[name]

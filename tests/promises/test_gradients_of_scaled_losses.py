@@ -169,6 +169,7 @@ def test_a_gradient_penalty_that_is_unscaled_by_hand_is_healthy(tmp_path: Path) 
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [3e6, -3e6])
 def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: float, tmp_path: Path) -> None:
     config = config_of(tmp_path, PENALTY.replace("SCALE", f"({scale})"), train={"steps": 6})

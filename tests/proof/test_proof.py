@@ -108,6 +108,7 @@ MOVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("name", MOVED)
 def test_a_proof_names_lines_as_the_user_has_them(name: str, tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def config_pins(config: Config, *names: str) -> Patched:
     return Patched(pins=names)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("make", "what"),
@@ -154,6 +156,7 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
         assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
+@pytest.mark.slow
 def test_a_patch_that_breaks_the_import_is_a_failed_step(tmp_path: Path) -> None:
     config = written(tmp_path)
     proof = proven(config, {tmp_path / "net.py": GOOD.replace("class Net(", "class Net(oops.").encode()})
@@ -189,6 +192,7 @@ DETACHED = GOOD.replace("return self.after(x)", "return self.after(x) - (self.af
 RENAMED = GOOD.replace("self.before, self.after =", "self.more = nn.Linear(8, 8)\n        self.before, self.after =")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("patch", "name", "detail"),
@@ -227,6 +231,7 @@ def test_a_unit_that_is_not_needed_fails(tmp_path: Path) -> None:
     assert step_of(proof, f"without {TITLE}").passed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
     config = written(tmp_path, {"unused.py": "X = 1\n"})
@@ -235,6 +240,7 @@ def test_a_file_that_the_run_does_not_import_fails(tmp_path: Path) -> None:
     assert not proof.passed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_patch_that_holds_on_one_batch_only_fails(tmp_path: Path) -> None:
     config = written(tmp_path)
@@ -254,6 +260,7 @@ BROKEN_IN_EVAL = GATED.replace("return self.after(x)", "return self.after(x) + 0
 BROKEN_ANYWAY = BROKEN_IN_EVAL.replace(IN_FP32, OVERFLOWS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_patch_that_raises_in_eval_mode_fails(tmp_path: Path) -> None:
     config, path = written(tmp_path), tmp_path / "net.py"
@@ -276,6 +283,7 @@ LARGE = ("F.mse_loss(output.float(), target)", "F.mse_loss(output.float(), targe
 AT_TWO_TO_THE_24 = CONFIG.replace("init: 1024.0", "init: 16777216.0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Path) -> None:
     config, path = written(tmp_path, {"net.py": NET.replace(*LARGE)}, AT_TWO_TO_THE_24), tmp_path / "net.py"
@@ -286,6 +294,7 @@ def test_a_run_whose_scale_would_have_to_settle_begins_where_it_has(tmp_path: Pa
     assert detail.endswith(", which the failing step bears")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
     config = written(tmp_path)
@@ -299,6 +308,7 @@ def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
     assert torch.isnan(after["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("at", ["further batches with the patch", "8 steps with the patch"])
 def test_an_interrupt_passes_and_leaves_nothing_behind(at: str, tmp_path: Path) -> None:

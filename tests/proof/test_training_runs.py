@@ -80,6 +80,7 @@ def test_a_caveat_is_told_and_does_not_disprove_the_patch(name: str, tmp_path: P
     assert set(run.beside) >= set(beside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_its_twin_does(name: str, tmp_path: Path) -> None:
     case, start = FAULTS[name]

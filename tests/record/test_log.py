@@ -143,6 +143,7 @@ def test_the_log_of_a_million_steps_is_smaller_than_100_megabytes(tmp_path: Path
 BAD = {"every step": lambda number: True, "three of four": lambda number: number % 4 > 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_bad", BAD.values(), ids=BAD)
 def test_the_log_of_a_run_that_goes_wrong_stays_small_and_counts_what_it_leaves_out(
     tmp_path: Path, is_bad: Callable[[int], bool]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.training.loop import profile_ranges, train
+from tests.siblings import slow_but_for
 
 WORKLOAD = """
 import torch
@@ -52,7 +53,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("names", list(combinations(OPTIONS, 2)), ids=" and ".join)
+PAIRS = list(combinations(OPTIONS, 2))
+
+
+@pytest.mark.parametrize(
+    "names", slow_but_for([*pairwise(OPTIONS), ("accumulate", "healthy")], PAIRS), ids=" and ".join
+)
 def test_two_options_go_together(names: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORKLOAD)
     targets = "".join(f"{key}: {{target: work.py:{name}}}\n" for key, name in (("model", "Net"), ("data", "data")))

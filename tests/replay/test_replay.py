@@ -200,6 +200,7 @@ def kept_weights(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 300.0, 1e5])
 def test_a_scan_trains_the_same_weights_with_and_without_replays(
     tmp_path: Path, factor: float, kept_weights: list[list[torch.Tensor]]

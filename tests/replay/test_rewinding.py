@@ -248,6 +248,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [*MODELS, *OUTSIDE])
 def test_a_run_ends_in_the_same_bits_with_and_without_replays(model: str, tmp_path: Path) -> None:
     checked = config(tmp_path, model)
@@ -287,6 +288,7 @@ def test_a_replay_as_it_was_is_the_step_itself(model: str, tmp_path: Path) -> No
         assert all(map(same, ended.values(), state(run.workload.model).values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "bad", "code"), [("Bank", ".nan", "data-nonfinite"), ("Recurrent", "6e4", "data-range")]
 )
@@ -295,6 +297,7 @@ def test_the_finding_is_that_of_the_data(model: str, bad: str, code: str, tmp_pa
     assert (record.findings[0].code, record.findings[0].step) == (code, 5)
 
 
+@pytest.mark.slow
 def test_what_a_spoilt_bank_does_to_later_steps_is_laid_to_none_of_them(tmp_path: Path) -> None:
     record = diagnose(train(config(tmp_path, "Bank", ".nan")))
     assert [made.step for made in record.investigations] == [5]

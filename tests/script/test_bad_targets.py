@@ -72,6 +72,7 @@ def trained(folder: Path, kind: str, value: str = "nan") -> tuple[Record, str]:
     return record, " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "held"),
     [
@@ -105,6 +106,7 @@ def test_one_bad_target_of_a_module_that_makes_the_loss_is_bad_data_at_its_own_s
     assert record.findings[0].message == f"the batch of step 3 holds {told}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "operators", "criterion", "assert"])
 def test_finite_targets_are_healthy(tmp_path: Path, kind: str) -> None:
     record, _ = trained(tmp_path, kind, "1")
@@ -116,6 +118,7 @@ def test_padding_of_nan_that_a_script_takes_out_is_healthy(tmp_path: Path) -> No
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
+@pytest.mark.slow
 def test_padding_of_nan_is_not_blamed_for_a_nan_of_the_mathematics(tmp_path: Path) -> None:
     record, _ = trained(tmp_path, "masked")
     found = record.findings[0]
@@ -129,6 +132,7 @@ def test_a_mask_of_minus_infinity_is_healthy(tmp_path: Path) -> None:
     assert (record.verdict, record.findings) == ("healthy", ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["distilled", "distilled once"])
 def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> None:
     record, _ = trained(tmp_path, kind, "1")
@@ -136,6 +140,7 @@ def test_what_a_teacher_has_computed_is_no_data(tmp_path: Path, kind: str) -> No
     assert "data-nonfinite" not in [finding.code for finding in record.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["once", "raises"])
 def test_one_bad_target_of_a_function_is_named_and_not_blamed(tmp_path: Path, kind: str) -> None:
     record, page = trained(tmp_path, kind)
@@ -180,6 +185,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "held"), [("-inf", "24 inf"), ("nan", "24 NaN")])
 def test_one_bad_batch_of_a_loop_of_two_networks_is_bad_data(tmp_path: Path, value: str, held: str) -> None:
     _, record = run(tmp_path, ADVERSARIES, value)

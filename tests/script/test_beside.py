@@ -116,6 +116,7 @@ centred = Centred()
 """
 
 
+@pytest.mark.slow
 def test_what_a_loss_of_its_own_keeps_is_not_moved_on(tmp_path: Path) -> None:
     text = LOOP.replace("(net(x).float() - 1)", "(centred(net(x).float()) - 1)")
     said = run(tmp_path, LOSS, "pass", "print(centred.calls, steps)", text)
@@ -142,6 +143,7 @@ seen = []
 """
 
 
+@pytest.mark.slow
 def test_what_another_thread_writes_meanwhile_is_not_taken_back(tmp_path: Path) -> None:
     forward = "seen.append(call); time.sleep(0.02)"
     ending = "ends = True; thread.join()\nprint(made == list(own) == list(table), last == own[-1], len(seen), steps)"

@@ -85,6 +85,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [8, 2])
 def test_what_a_loss_computes_of_its_targets_alone_is_computed_anew_in_fp32(tmp_path: Path, samples: int) -> None:
     """Of 8 masks the sum of squares is beyond FP16; of 2 it fits."""
@@ -129,6 +130,7 @@ for step in range(4):
 """Its last layer overflows."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [

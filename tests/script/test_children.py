@@ -44,9 +44,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "count"), [("spawn", "2 processes"), pytest.param("process", "1 process", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "count"), [("spawn", "2 processes"), ("process", "1 process")])
 def test_processes_that_train_unseen_are_told_of(tmp_path: Path, how: str, count: str) -> None:
     result, record = run(tmp_path, SCRIPT, how)
     verb = "were" if how == "spawn" else "was"

@@ -9,7 +9,6 @@ import pytest
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script.test_run import run
-from tests.siblings import slow_but_for
 
 GIVES_UP = """
 import sys, torch
@@ -91,7 +90,8 @@ def given_up(folder: Path, fault: str, how: str) -> tuple[Record, int]:
     return record, result.code
 
 
-@pytest.mark.parametrize("how", slow_but_for(["loss"], ["loss", "criterion", "by hand", "copies"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "copies"])
 def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how: str) -> None:
     record, code = given_up(tmp_path, "model", how)
     found = record.findings[0]
@@ -104,6 +104,7 @@ def test_a_step_that_the_loop_gives_up_is_named_and_captured(tmp_path: Path, how
     assert "the patch for it is proven on the failing step" in " ".join(patched.stderr.split())
 
 
+@pytest.mark.slow
 def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path: Path) -> None:
     result, record = run(tmp_path, GIVES_UP, "always", "wrapped")
     assert (result.code, record.investigations, record.steps_skipped) == (1, (), 1)
@@ -114,13 +115,14 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
     assert OVERFLOW in " ".join(replayed.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "steps"),
     [
         ("loss", 10),
         ("copies", 1),
-        pytest.param("criterion", 10, marks=pytest.mark.slow),
-        pytest.param("by hand", 1, marks=pytest.mark.slow),
+        ("criterion", 10),
+        ("by hand", 1),
     ],
 )
 def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path, how: str, steps: int) -> None:
@@ -139,12 +141,14 @@ def test_a_batch_of_nan_that_is_given_up_is_no_matter_of_precision(tmp_path: Pat
     assert (record.findings[0].code, record.findings[0].step) == ("data-nonfinite", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", "criterion", "by hand", "wrapped", "twice", "evaluates"])
 def test_what_is_no_training_and_what_is_called_twice_are_no_steps_given_up(tmp_path: Path, how: str) -> None:
     record, code = given_up(tmp_path, "nothing", how)
     assert (code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 10, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "how"), [("model", "loss"), ("model", "by hand"), ("model", "wrapped"), ("data", "criterion")]
 )

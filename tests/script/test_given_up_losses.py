@@ -51,6 +51,7 @@ print(made, [weight.double().sum().item() for weight in net.parameters()])
 """``way`` says what becomes of a loss; the target is NaN in the steps of these numbers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["heads", "critic", "penalty"])
 @pytest.mark.parametrize("bad", [("3",), ("3", "4", "7")])
 def test_a_loss_of_several_parts_is_one_step(way: str, bad: tuple[str, ...], tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_a_nan_of_the_mathematics_is_one_where_the_input_needs_gradients(tmp_pat
     assert found.source.text.startswith("loss = ((torch.sqrt(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_with_a_safe_root_it_is_healthy(tmp_path: Path, gradient: str) -> None:
     _, record = run(tmp_path, penalty(gradient, 1e-4))
@@ -87,6 +88,7 @@ for _ in range(8):
 """Its critic never takes a step, and its generator takes each, with gradients where ``OTHER`` is not 0."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [0.0, 1.0])
 @pytest.mark.parametrize("options", [(), ("--no-investigate",)])
 def test_no_scale_is_said_to_work_where_one_optimizer_never_steps(

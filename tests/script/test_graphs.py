@@ -8,7 +8,6 @@ import pytest
 
 from ampdbg.source.ownership import AMPDBG
 from tests.script.test_run import alone, run
-from tests.siblings import slow_but_for
 
 GRAPHS = """\
 import copy, io, pickle, sys, warnings
@@ -117,7 +116,6 @@ WAYS = (
 
 
 RUNS = [(way, *options) for way in WAYS for options in ((), ("--emulate",))]
-QUICK = [("trace",), ("trace", "--emulate"), ("make_fx",)]
 
 
 def _undoubled(graphs: str) -> str:
@@ -126,7 +124,8 @@ def _undoubled(graphs: str) -> str:
     return "\n".join(line for line in graphs.splitlines() if "target=torch.ops.aten.detach.default" not in line)
 
 
-@pytest.mark.parametrize("case", slow_but_for(QUICK, RUNS), ids="".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RUNS, ids="".join)
 def test_what_torch_makes_of_a_model_is_as_without_ampdbg(case: tuple[str, ...], tmp_path: Path) -> None:
     way, *options = case
     result, record = run(tmp_path, GRAPHS, way, options=tuple(options))
@@ -213,8 +212,9 @@ print([value.tolist() for value in net.state_dict().values()])
 """What shares its weights with a model trains in the model's place, or beside it where nothing trains that."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [(), ("made",)], ids=["the model", "what was made of it"])
-@pytest.mark.parametrize("way", slow_but_for(["trace"], ["script", "trace", "fx"]))
+@pytest.mark.parametrize("way", ["script", "trace", "fx"])
 @pytest.mark.parametrize("factor", ["1.0", "1e38"])
 def test_of_two_models_with_the_same_weights_the_one_that_runs_counts(
     way: str, trained: tuple[str, ...], factor: str, tmp_path: Path
@@ -309,12 +309,10 @@ print(len(graphs), sorted({f"{code.co_filename}:{code.co_name}" for code in code
 code."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    slow_but_for(
-        ["model", "scaler"],
-        ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"],
-    ),
+    ["model", "in place", "loss", "break", "optimizer", "gradients", "scaler", "step", "late step"],
 )
 def test_torch_compile_follows_the_script_and_nothing_of_ours(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, COMPILED, way)
@@ -348,6 +346,7 @@ for step in range(10):
 """Given a loss scale that settles, and steps whose batch is infinite."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [("1e7",), ("1024", "4"), ("1024", "4", "5", "6")])
 def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a_bad_step(
     given: tuple[str, ...], tmp_path: Path
@@ -358,6 +357,7 @@ def test_compiled_code_gives_the_same_numbers_where_a_scale_settles_and_behind_a
     assert "uncompiled" not in result.stderr
 
 
+@pytest.mark.slow
 def test_compiled_code_that_keeps_failing_is_traced_and_that_is_told(tmp_path: Path) -> None:
     _, record = run(tmp_path, SETTLING, "1024", *map(str, range(3, 10)), options=())
     (told,) = (note for note in record.unseen.notes if "uncompiled" in note)
@@ -408,7 +408,8 @@ print([value.tolist() for value in net.state_dict().values()])
 """What forward-mode AD takes for zero has no memory where a trace sees it."""
 
 
-@pytest.mark.parametrize("way", slow_but_for(["jvp"], ["jvp", "dual", "dual weights", "vmap"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["jvp", "dual", "dual weights", "vmap"])
 def test_a_step_with_other_derivatives_trains_as_without_ampdbg(way: str, tmp_path: Path) -> None:
     result, record = run(tmp_path, TRANSFORMED, way, options=())
     assert result.stdout == alone(tmp_path, str(tmp_path / "train.py"), way)

@@ -48,6 +48,7 @@ def test_the_log_of_a_script_that_is_killed_makes_the_record_that_it_would_have_
     assert seen(found).replace("killed", "ended") == seen(whole)
 
 
+@pytest.mark.slow
 def test_report_shows_the_log_of_a_killed_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED)
     call = command("run", "--emulate", "train.py", "400", "4")
@@ -76,6 +77,7 @@ def test_a_script_without_a_step_has_no_log(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json", "train.py"]
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_a_log_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KILLED.replace("SIGKILL", "SIGTERM"))
     call = command("run", "--emulate", "--record=r.json", "train.py", "1", "4")
@@ -102,6 +104,7 @@ def test_a_forked_child_that_trains_on_writes_nothing_into_it(tmp_path: Path) ->
     assert (tmp_path / "r.jsonl").read_text().count('"step":{') == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
 def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
@@ -112,6 +115,7 @@ def test_a_full_disk_is_one_warning_and_the_script_ends_as_it_would(tmp_path: Pa
     assert read_record(tmp_path / "r.json").steps_run == 4
 
 
+@pytest.mark.slow
 def test_a_log_takes_the_place_of_a_log_and_of_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)
     (tmp_path / "notes.csv").write_text("a,b\n")
@@ -167,6 +171,7 @@ def test_a_log_that_nobody_has_named_is_written_over_nothing_either(tmp_path: Pa
     assert read_record(tmp_path / "r.json").steps_run == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", ["r.jsonl", os.devnull])
 def test_the_log_of_a_record_without_a_name_for_one_is_in_the_folder(tmp_path: Path, record: str) -> None:
     (tmp_path / "train.py").write_text(scripts.PLAIN)

@@ -85,6 +85,7 @@ def added(patch: str) -> list[str]:
     return [line[1:].strip() for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "gain", "lines"),
     [
@@ -107,6 +108,7 @@ def test_a_line_of_the_loss_is_edited_and_proven(tmp_path: Path, kind: str, gain
     assert (record.verification.passed, added(patch)) == (True, lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "returned"),
     [
@@ -134,12 +136,14 @@ def test_a_loss_within_range_is_healthy(tmp_path: Path, kind: str) -> None:
     assert run(tmp_path, LOSSES, kind, "0.01", "1")[1].findings == ()
 
 
+@pytest.mark.slow
 def test_why_a_line_of_the_loss_is_not_edited_is_true(tmp_path: Path) -> None:
     _, patch, _ = suggested(tmp_path, "behind", "200")
     reason = "line 29 of train.py cannot be edited: it stands behind a colon; put it on a line of its own first"
     assert reason in " ".join(patch.replace("#", "").split())
 
 
+@pytest.mark.slow
 def test_an_op_of_the_backward_pass_is_not_called_an_overflow_of_the_forward_pass(tmp_path: Path) -> None:
     _, _, page = suggested(tmp_path, "plain", "10000", "1")
     assert "2 sum · train.py:49 · 100,000 in FP32 · in the backward pass" in page

@@ -10,7 +10,6 @@ from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from tests.commands.program import start
 from tests.script.test_run import run
-from tests.siblings import slow_but_for
 
 STOPS = """
 import math, sys, torch
@@ -137,6 +136,7 @@ def test_an_overflow_of_a_criterion_that_is_no_part_of_the_model_is_named(tmp_pa
     assert (code, where(record)) == (7, ("forward-overflow", 5, "", line))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "name"), [("nan", "NaN"), ("inf", "inf"), ("-inf", "inf")])
 def test_an_exit_upon_data_that_hold_nan_is_no_matter_of_precision(tmp_path: Path, value: str, name: str) -> None:
     record, page, code = stopped(tmp_path, value, "exit")
@@ -154,12 +154,14 @@ def test_a_capture_of_bad_data_tells_of_bad_data(tmp_path: Path) -> None:
         assert (again.verdict, again.findings[0].code, again.pins) == ("other", "data-nonfinite", ())
 
 
+@pytest.mark.slow
 def test_weights_that_fp32_cannot_do_with_either_are_no_matter_of_precision(tmp_path: Path) -> None:
     record, _, _ = stopped(tmp_path, "weights", "exit")
     assert record.verdict != "precision"
     assert record.findings[0].evidence["finite_in_fp32"] is False
 
 
+@pytest.mark.slow
 def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "nothing", "always")
     assert (code, record.verdict, record.findings, record.steps_run) == (1, "inconclusive", (), 5)
@@ -171,6 +173,7 @@ def test_an_error_that_has_nothing_to_do_with_precision_is_not_blamed_on_it(tmp_
     assert "! An error stopped the run after 5 steps. Inconclusive" in page
 
 
+@pytest.mark.slow
 def test_an_exit_code_after_a_forward_pass_that_is_no_training_is_not_healthy_nor_blamed(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "nothing", "evaluates")
     assert (code, record.verdict, record.findings, record.steps_run) == (3, "inconclusive", (), 8)
@@ -183,6 +186,7 @@ def test_an_exit_code_between_two_steps_is_healthy(tmp_path: Path) -> None:
     assert (code, record.verdict, record.error) == (3, "healthy", "")
 
 
+@pytest.mark.slow
 def test_a_whole_model_is_saved_as_without_ampdbg(tmp_path: Path) -> None:
     stopped(tmp_path, "nothing", "goes on")
     watched = (tmp_path / "net.pt").read_bytes()
@@ -198,6 +202,7 @@ def test_with_no_investigate_nothing_is_run_again(tmp_path: Path) -> None:
     assert "run again now" not in page
 
 
+@pytest.mark.slow
 def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "model", "once")
     assert (code, record.verdict, record.steps_run, record.steps_skipped) == (1, "precision", 8, 1)
@@ -206,7 +211,8 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     assert [made.step for made in record.investigations] == [5]
 
 
-@pytest.mark.parametrize("how", slow_but_for(["behind"], ["behind", "breaks behind", "behind the first"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["behind", "breaks behind", "behind the first"])
 def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_it(tmp_path: Path, how: str) -> None:
     step = 0 if "first" in how else 5
     record, page, code = stopped(tmp_path, "model", how)
@@ -220,6 +226,7 @@ def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_i
     assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_step_whose_weights_the_script_has_written_since_is_not_captured(tmp_path: Path) -> None:
     record, page, _ = stopped(tmp_path, "model", "writes behind")
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
@@ -263,12 +270,14 @@ def test_one_lost_step_that_fails_beside_its_modules_is_not_named_and_said_to_be
     assert f"step 0 was run again: {told}" in record.unseen.notes
 
 
+@pytest.mark.slow
 def test_one_batch_that_holds_nan_is_told_of_at_its_own_step(tmp_path: Path) -> None:
     record, page, code = stopped(tmp_path, "nan", "once")
     assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "data-nonfinite", 5)
     assert "the batch of step 5 holds 1 NaN among 384 values in [0], first in sample 1" in page
 
 
+@pytest.mark.slow
 def test_without_a_scaler_the_step_that_spoils_the_weights_is_named_and_captured(tmp_path: Path) -> None:
     record, _, code = stopped(tmp_path, "model", "bare")
     assert (code, record.verdict, record.steps_run) == (1, "precision", 8)
@@ -279,6 +288,7 @@ def test_without_a_scaler_the_step_that_spoils_the_weights_is_named_and_captured
     assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path) -> None:
     stopped(tmp_path, "model", "once")
     watched = (tmp_path / "net.pt").read_bytes()
@@ -286,7 +296,8 @@ def test_weights_are_those_of_a_run_that_is_not_watched(tmp_path: Path) -> None:
     assert (tmp_path / "net.pt").read_bytes() == watched
 
 
-@pytest.mark.parametrize("how", slow_but_for(["exit"], ["exit", "inner", "first"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "inner", "first"])
 def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: Path, how: str) -> None:
     record, _, _ = stopped(tmp_path, "model", how)
     assert record.script is not None
@@ -340,6 +351,7 @@ for step in range(8):
 """Nothing is half in it, and from step 5 on its exponentials overflow."""
 
 
+@pytest.mark.slow
 def test_a_loss_that_fp32_loses_is_named_at_the_step_that_spoils_the_weights(tmp_path: Path) -> None:
     result, record = run(tmp_path, IN_FP32, options=())
     assert (result.code, record.verdict) == (1, "other")
@@ -376,6 +388,7 @@ for step in range(10):
 """The gradient of a square root of 0 makes the weights NaN, as nothing withholds step 4; its loss is finite."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "float32"])
 def test_weights_that_a_step_has_spoilt_are_told_of_and_later_steps_are_not_taken_for_its_cause(
     tmp_path: Path, precision: str
@@ -430,6 +443,7 @@ main()
 """Accelerate enters autocast within the model's call, where it cannot be seen around it."""
 
 
+@pytest.mark.slow
 def test_autocast_within_the_model_is_known_by_earlier_steps(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     _, record = run(tmp_path, ACCELERATED)
@@ -487,6 +501,7 @@ def withheld(folder: Path, fault: str) -> tuple[Record, str, int]:
     return record, " ".join(result.stderr.split()), result.code
 
 
+@pytest.mark.slow
 def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibration(tmp_path: Path) -> None:
     record, page, code = withheld(tmp_path, "root")
     assert [step.step for step in record.steps if step.skipped] == [26, 40]
@@ -497,6 +512,7 @@ def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibra
     assert (replayed.code, "true-nan" in replayed.stdout) == (1, True)
 
 
+@pytest.mark.slow
 def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Path) -> None:
     record, page, code = withheld(tmp_path, "early")
     assert [step.step for step in record.steps if step.skipped] == [9]
@@ -504,6 +520,7 @@ def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Pa
     assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
 
 
+@pytest.mark.slow
 def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_path: Path) -> None:
     record, page, code = withheld(tmp_path, "steep")
     assert [step.step for step in record.steps if step.skipped] == [26, 40]
@@ -516,6 +533,7 @@ def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_pat
     assert "normal" not in page
 
 
+@pytest.mark.slow
 def test_a_step_that_was_withheld_and_run_again_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
     withheld(tmp_path, "root")
     watched = (tmp_path / "net.pt").read_bytes()
@@ -578,7 +596,8 @@ def buffered(folder: Path, fault: str) -> tuple[Record, list[tuple[str, int, str
     return record, [(one.code, one.step, one.module, one.source.text if one.source else "") for one in record.findings]
 
 
-@pytest.mark.parametrize("fault", slow_but_for(["codes"], ["codes", "data"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["codes", "data"])
 def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_buffer_as_it_was(
     tmp_path: Path, fault: str
 ) -> None:
@@ -598,6 +617,7 @@ def test_a_pass_that_writes_a_buffer_with_what_overflowed_is_run_again_with_the_
         assert (done.code, told in done.stdout) == (code, True), (command, done.stdout)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_grows_until_it_overflows_is_run_again_as_it_was(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "gain")
     assert found[0] == ("forward-overflow", 8, "1", "distances = x @ (self.codes * self.gain)")
@@ -605,6 +625,7 @@ def test_a_buffer_that_grows_until_it_overflows_is_run_again_as_it_was(tmp_path:
     assert "has inputs of up to 133,400" in record.findings[0].message
 
 
+@pytest.mark.slow
 def test_statistics_that_the_first_pass_makes_nan_were_not_bad_before_it(tmp_path: Path) -> None:
     _, found = buffered(tmp_path, "statistics")
     assert [(code, step) for code, step, *_ in found][:2] == [("forward-overflow", 0), ("buffer-poisoned", 0)]
@@ -677,7 +698,8 @@ main()
 """The loss of steps 3 and 8 is not finite, and their gradients are: nothing withholds them."""
 
 
-@pytest.mark.parametrize("how", slow_but_for(["module"], ["module", "fused"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["module", "fused"])
 def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "targets", how)
     assert (result.code, record.verdict, record.steps_skipped, record.unseen.notes) == (1, "other", 0, ())
@@ -694,12 +716,14 @@ def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tm
     assert (tmp_path / "net.pt").read_bytes() == watched
 
 
+@pytest.mark.slow
 def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_path: Path) -> None:
     result, record = run(tmp_path, IGNORED, "overflow", "module")
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 0)
     assert where(record) == ("forward-overflow", 3, "", "beside = (out * self.gain).float().mean() * 1e-6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "why"),
     [
@@ -718,6 +742,7 @@ def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(
     assert not any("not run again" in note for note in silent.unseen.notes)
 
 
+@pytest.mark.slow
 def test_of_a_loss_that_a_function_makes_a_note_says_that_its_modules_are_sound(tmp_path: Path) -> None:
     result, record = run(tmp_path, IGNORED, "targets", "function")
     assert (result.code, record.findings[0].code, record.findings[0].step) == (1, "unknown", 3)
@@ -726,7 +751,8 @@ def test_of_a_loss_that_a_function_makes_a_note_says_that_its_modules_are_sound(
     assert record.unseen.notes == tuple(f"step {step} was run again: {told}{asked.format(step)}" for step in (3, 8))
 
 
-@pytest.mark.parametrize("how", slow_but_for(["module", "closure"], ["module", "function", "twice", "closure"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["module", "function", "twice", "closure"])
 def test_without_such_steps_it_is_healthy_and_has_no_note(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "nothing", how)
     assert (result.code, record.verdict, record.findings, record.investigations) == (0, "healthy", (), ())

@@ -183,13 +183,14 @@ threading.Thread(target=train, daemon=DAEMON).start()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("waits", "daemon", "steps"),
     [
         ("time.sleep(0.3)", False, 3),
         # Python says that the main thread has ended, and waits all the same.
-        pytest.param("threading.main_thread().join()", False, 3, marks=pytest.mark.slow),
-        pytest.param("time.sleep(60)", True, 0, marks=pytest.mark.slow),
+        ("threading.main_thread().join()", False, 3),
+        ("time.sleep(60)", True, 0),
     ],
     ids=["outlives", "begins at the end", "daemon"],
 )
@@ -225,6 +226,7 @@ raise SystemExit(3)
 """
 
 
+@pytest.mark.slow
 def test_pools_that_wait_for_work_end_with_the_script(tmp_path: Path) -> None:
     python, watched = both(tmp_path, POOLS)
     assert (watched.code, watched.stdout) == (python.code, python.stdout) == (3, "[1, 1]\nlate\n")
@@ -245,6 +247,7 @@ sys.exit(4)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_waiting_for_a_thread(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HANGS, encoding="utf-8")
     program = [*command("run", "--record=r.json"), "train.py"]
@@ -288,7 +291,8 @@ except ValueError:
 """
 
 
-@pytest.mark.parametrize("name", slow_but_for(["pipe"], ["/dev/stdin", "pipe"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["/dev/stdin", "pipe"])
 def test_a_pipe_is_read_once(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     program = subprocess.Popen(

@@ -39,13 +39,14 @@ AROUND_THE_LOOP = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="Windows forks no process")
 @pytest.mark.parametrize(
     ("worker", "command"),
     [
         ("a process", "replay"),
-        pytest.param("a daemon", "replay", marks=pytest.mark.slow),
-        pytest.param("a pool", "suggest-fp32", marks=pytest.mark.slow),
+        ("a daemon", "replay"),
+        ("a pool", "suggest-fp32"),
     ],
 )
 def test_it_ends_with_the_workers_that_it_has_forked(worker: str, command: str, tmp_path: Path) -> None:

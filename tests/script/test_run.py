@@ -18,7 +18,6 @@ from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
 from tests.commands.program import Result, command, environment, start
 from tests.script import scripts
-from tests.siblings import slow_but_for
 
 FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
 
@@ -82,6 +81,7 @@ write("by a module of a name that ampdbg uses")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("option", ["--watch", "--no-watch"])
 def test_what_a_script_has_not_written_yet_is_written_at_its_end(option: str, fails: bool, tmp_path: Path) -> None:
@@ -131,6 +131,7 @@ def test_a_model_that_is_scripted_as_a_whole_runs_as_it_would(gain: str, code: i
     assert [finding.code for finding in record.findings] == ["forward-overflow"] * code
 
 
+@pytest.mark.slow
 def test_an_overflow_is_named_by_module_op_and_line(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.PLAIN, "400", "8")
     found = record.findings[0]
@@ -145,6 +146,7 @@ def test_an_overflow_is_named_by_module_op_and_line(tmp_path: Path) -> None:
     assert record.script.exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 1e3])
 def test_a_line_of_the_script_itself_is_named(tmp_path: Path, gain: float) -> None:
     result, record = run(tmp_path, scripts.LOSS_LINE.replace("GAIN", str(gain)))
@@ -157,6 +159,7 @@ def test_a_line_of_the_script_itself_is_named(tmp_path: Path, gain: float) -> No
         assert source.text.startswith("similar = ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.1, 1e4])
 def test_a_model_without_parts_is_traced_too(tmp_path: Path, gain: float) -> None:
     _, record = run(tmp_path, scripts.ONE_MODULE.replace("GAIN", str(gain)))
@@ -169,6 +172,7 @@ def test_a_model_without_parts_is_traced_too(tmp_path: Path, gain: float) -> Non
         assert source.text == "return (x @ self.weight).float().mean()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [1.0, 1e9])
 def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path, gain: float) -> None:
     _, record = run(tmp_path, scripts.GAN.replace("GAIN", str(gain)))
@@ -177,12 +181,14 @@ def test_of_two_models_the_one_that_fails_is_named(tmp_path: Path, gain: float) 
     assert (record.verdict == "healthy") is (gain == 1.0)
 
 
+@pytest.mark.slow
 def test_a_scale_that_settles_is_no_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.CALIBRATION)
     assert (result.code, record.verdict) == (0, "healthy")
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", ["", scripts.UNSCALED], ids=["alone", "before an unscaled loop"])
 def test_a_scale_settles_where_its_own_loop_has_brought_it(tmp_path: Path, behind: str) -> None:
     result, record = run(tmp_path, scripts.CALIBRATION + behind)
@@ -191,11 +197,13 @@ def test_a_scale_settles_where_its_own_loop_has_brought_it(tmp_path: Path, behin
     assert "loss scale 65,536 to 256 " in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_scales_that_settle_in_each_fold_are_no_fault(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", "pass"))
     assert (result.code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
 
 
+@pytest.mark.slow
 def test_a_scale_that_settled_and_collapses_is_blamed_on_the_op_behind_it(tmp_path: Path) -> None:
     steep = "h = net[0](x); loss = loss + (h - h.detach()).float().sum() * 1e8"
     _, record = run(tmp_path, scripts.FOLDS.replace("BREAKS", steep))
@@ -204,6 +212,7 @@ def test_a_scale_that_settled_and_collapses_is_blamed_on_the_op_behind_it(tmp_pa
     assert (found.code, found.step, found.source.text) == ("gradient-overflow", 103, steep)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.DIVERGING)
     assert result.code == 1
@@ -218,6 +227,7 @@ def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path) -
     assert "ampdbg run --emulate train.py 400 3" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "verdict"), [("y.square()", "healthy"), ("y.log()", "other")])
 def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict: str) -> None:
     result, record = run(tmp_path, scripts.FP32.replace("LOSS", loss), options=())
@@ -231,6 +241,7 @@ def test_a_script_in_fp32_is_told_that_it_was(tmp_path: Path, loss: str, verdict
         assert "precision.level" not in said
 
 
+@pytest.mark.slow
 def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> None:
     result, _ = run(tmp_path, scripts.PLAIN, "1", "5", options=("--fail-on=never",))
     watched = (tmp_path / "weights.pt").read_bytes()
@@ -259,6 +270,7 @@ def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path,
         assert "the script waits while it is run again" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_is_saved_right_after_a_skipped_step_is_what_the_script_alone_saves(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.SAVES_THE_MODEL)
     assert (result.code, record.steps[0].skipped, result.stdout) == (0, True, "0\n")
@@ -274,6 +286,7 @@ def test_the_record_lands_where_the_run_started(tmp_path: Path) -> None:
     assert (tmp_path / ".ampdbg").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", ["1.0", "1e3"])
 def test_a_step_that_fails_at_each_of_its_turns_is_run_again(tmp_path: Path, gain: str) -> None:
     _, record = run(tmp_path, scripts.ALTERNATING.replace("GAIN", gain))
@@ -352,6 +365,7 @@ for warning in warned:
 """
 
 
+@pytest.mark.slow
 def test_a_warning_names_the_line_that_it_names_without(tmp_path: Path) -> None:
     result, _ = run(tmp_path, WARNED, options=())
     assert result.stdout == alone(tmp_path, "train.py")
@@ -406,6 +420,7 @@ def test_what_cannot_be_run_says_what_can(tmp_path: Path, arguments: tuple[str, 
     assert not (tmp_path / ".ampdbg").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_as_it_would_and_the_steps_are_kept(tmp_path: Path, number: signal.Signals) -> None:
@@ -435,7 +450,8 @@ OWN = ("yaml", "typer", "tqdm", "rich", "libcst")
 """What ampdbg or torch has loaded when the script starts, and what ampdbg loads only afterwards."""
 
 
-@pytest.mark.parametrize("how", slow_but_for([("train.py",)], [("train.py",), ("-m", "train")]), ids=["file", "module"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [("train.py",), ("-m", "train")], ids=["file", "module"])
 @pytest.mark.parametrize("has_own", [True, False])
 def test_modules_beside_the_script_are_found_before_those_that_ampdbg_has(
     has_own: bool, how: tuple[str, ...], tmp_path: Path
@@ -470,12 +486,14 @@ def test_ampdbg_has_its_modules_again_however_the_script_ends(
     assert loaded() == before
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_still_being_found_when_the_run_ends_is_not_blamed_on_half(tmp_path: Path) -> None:
     _, record = run(tmp_path, scripts.CALIBRATION.replace("range(30)", "range(7)"))
     assert [(found.code, found.severity) for found in record.findings] == [("scale-calibration", "info")]
     assert "it has not settled yet" in record.findings[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["named_buffers", "modules"])
 def test_a_script_that_breaks_what_the_watcher_asks_trains_on(tmp_path: Path, name: str) -> None:
     text = scripts.PLAIN.replace("        x = torch", f"        nn.Module.{name} = None\n        x = torch")

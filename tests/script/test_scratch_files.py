@@ -84,7 +84,8 @@ def test_files_are_as_they_were_before_the_script_was_started_again(command: str
 WORKS_IN_ITS_OWN = "import os\nos.makedirs('outputs/run', exist_ok=True)\nos.chdir('outputs/run')\n"
 
 
-@pytest.mark.parametrize("is_there", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_there", [True, False])
 def test_a_script_may_work_in_a_folder_of_its_own(is_there: bool, tmp_path: Path) -> None:
     run(tmp_path, WORKS_IN_ITS_OWN + scripts.PLAIN, "400", "6")
     if not is_there:

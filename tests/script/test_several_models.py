@@ -75,6 +75,7 @@ Trainer().train()
 """The first of two generators of a class overflows; none of the models has a name of its own in the script."""
 
 
+@pytest.mark.slow
 def test_the_file_of_pins_takes_the_object_that_it_names(tmp_path: Path) -> None:
     run(tmp_path, SEVERAL)
     result, record = on(tmp_path, "suggest-fp32", capture_of(tmp_path), "--format=module", "--output=ampdbg_pins.py")
@@ -108,6 +109,7 @@ def test_an_optimizer_that_is_never_stepped_beside_others_is_told_of(tmp_path: P
     assert record.verdict == "healthy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stands_for_it",
     [
@@ -156,6 +158,7 @@ for step in range(20):
 """Where its logits are shifted by -18, a low scale cures the generator's step, and none the discriminator's."""
 
 
+@pytest.mark.slow
 def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed(tmp_path: Path) -> None:
     result, record = run(tmp_path, SHARED, "-18", "65536")
     assert (result.code, record.verdict, record.steps_skipped) == (1, "precision", 20)
@@ -168,6 +171,7 @@ def test_of_two_optimizers_with_one_scaler_the_one_that_no_scale_cures_is_blamed
     assert [line.text.split(" =")[0] if line else "" for line in lines] == ["lossG", "lossD"]
 
 
+@pytest.mark.slow
 def test_two_optimizers_that_settle_with_one_scaler_are_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, SHARED, "0", "16777216")
     assert (result.code, record.verdict, record.steps_skipped) == (0, "healthy", 8)
@@ -185,6 +189,7 @@ ASKED_FOR = scripts.GAN.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gain", "steps", "captured", "code"),
     [
@@ -299,12 +304,14 @@ def test_a_generator_whose_loss_is_lost_after_the_critic_has_stepped_is_named(
     ]
 
 
+@pytest.mark.slow
 def test_the_capture_of_a_generator_that_fails_in_the_last_step_is_run_again(tmp_path: Path) -> None:
     run(tmp_path, AFTER_THE_CRITIC, "overflow", "8", "9")
     result, record = on(tmp_path, "replay", capture_of(tmp_path))
     assert (result.code, record.findings[0].code, record.findings[0].module) == (1, "forward-overflow", "net_g")
 
 
+@pytest.mark.slow
 def test_a_generator_without_a_fault_is_healthy_after_the_critic_has_stepped(tmp_path: Path) -> None:
     _, record = run(tmp_path, AFTER_THE_CRITIC, "overflow", "", "11")
     assert (record.verdict, record.findings, record.unseen.notes) == ("healthy", (), ())
@@ -334,6 +341,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.slow
 def test_a_line_outside_of_several_models_is_patched(tmp_path: Path) -> None:
     _, record = run(tmp_path, BESIDE_BOTH, options=("--emulate",))
     found = record.findings[0]

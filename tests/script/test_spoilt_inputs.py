@@ -48,6 +48,7 @@ for step in range(6):
 """With a gain of 3e5 the first network overflows in FP16; LayerNorm makes small numbers of it in FP32."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "module"), [("chained", "first.0"), ("adversaries", "first.0"), ("frozen", "")])
 def test_what_one_network_has_spoilt_is_no_data_of_the_next(kind: str, module: str, tmp_path: Path) -> None:
     _, record = run(tmp_path, CHAINED, kind, "3e5")
@@ -67,11 +68,13 @@ def test_the_same_networks_are_healthy_where_nothing_overflows(kind: str, tmp_pa
     assert run(tmp_path, CHAINED, kind, "1")[1].verdict == "healthy"
 
 
+@pytest.mark.slow
 def test_bad_data_of_the_first_network_is_bad_data(tmp_path: Path) -> None:
     _, record = run(tmp_path, CHAINED, "data", "1")
     assert [(found.code, found.step) for found in record.findings] == [("data-nonfinite", 2)]
 
 
+@pytest.mark.slow
 def test_no_patch_is_promised_nor_denied_for_what_a_frozen_network_has_spoilt(tmp_path: Path) -> None:
     result, record = run(tmp_path, CHAINED, "frozen", "3e5")
     line = CHAINED.splitlines().index("                given = first(x)  # <- frozen") + 1

@@ -73,12 +73,14 @@ def test_an_overflow_that_a_teacher_has_too_is_named(tmp_path: Path, how: str) -
     assert "run again with finite numbers in the place of argument 2 of Centred on line 37 of train.py" in page
 
 
+@pytest.mark.slow
 def test_an_overflow_of_a_teacher_alone_is_not_the_mathematics(tmp_path: Path) -> None:
     record, page = trained(tmp_path, "teacher", "ends")
     assert (record.verdict, record.findings) == ("inconclusive", ())
     assert "it is given inf or NaN, which it may have computed itself: no replay can tell" in page
 
 
+@pytest.mark.slow
 def test_an_overflow_of_a_teacher_alone_is_named_where_the_script_goes_on(tmp_path: Path) -> None:
     record, _ = trained(tmp_path, "teacher", "goes on")
     found = record.findings[0]
@@ -86,6 +88,7 @@ def test_an_overflow_of_a_teacher_alone_is_named_where_the_script_goes_on(tmp_pa
     assert (found.step, found.source and found.source.line) == (0, LINE)
 
 
+@pytest.mark.slow
 def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Path) -> None:
     trained(tmp_path, "both", "ends")
     (capture,) = (tmp_path / ".ampdbg" / "captures").glob("*.safetensors")
@@ -97,6 +100,7 @@ def test_a_patch_is_said_not_to_be_tried_on_what_was_not_run_again(tmp_path: Pat
     assert f"#   - what step 0 is given: {warned}" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_running_mean_of_the_loss_is_as_it_was_before_the_step(tmp_path: Path) -> None:
     options = ("--emulate", "--capture-step=3")
     _, record = run(tmp_path, DISTILLED, "none", "goes on", options=options)

@@ -67,6 +67,7 @@ def test_an_activation_that_grows_is_told_of_before_it_overflows(tmp_path: Path)
     assert read(tmp_path / "r.jsonl").trends == record.trends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", ["1.0", "2 ** (step % 40 / 10)"], ids=["flat", "swings"])
 def test_its_healthy_twins_are_silent(tmp_path: Path, factor: str) -> None:
     result, record = run(tmp_path, factor, "--trend=5", "--record=r.json")
@@ -75,6 +76,7 @@ def test_its_healthy_twins_are_silent(tmp_path: Path, factor: str) -> None:
     assert record.trends
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_unless_it_is_asked_for(tmp_path: Path) -> None:
     _, record = run(tmp_path, "1.05 ** step", "--record=r.json")
     assert record is not None

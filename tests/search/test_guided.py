@@ -221,6 +221,7 @@ def test_superfluous_candidates_cost_their_logarithm(step: Step, count: int, las
         assert len(trials.made) <= proof + runs * (2 * math.log2(1 + count / runs) + 2)
 
 
+@pytest.mark.slow
 @given(steps(masking=True))
 @settings(max_examples=60)
 def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:

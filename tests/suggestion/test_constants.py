@@ -32,6 +32,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADDED)
 def test_the_constant_is_kept_in_range_on_its_line(name: str, tmp_path: Path) -> None:
     file = next(file for file in FILES if file.stem == name)
@@ -80,6 +81,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_an_eps_that_half_would_drown_the_values_in_is_not_raised(tmp_path: Path) -> None:
     """FP32's own values are smaller there than any eps that FP16 holds: the loss hardly tells, the gradients do."""
     (tmp_path / "w.py").write_text(SMALL.replace("SIZE", "1e-4"), encoding="utf-8")

@@ -32,6 +32,7 @@ def test_an_interrupt_keeps_the_search(form: Form, at: str, tmp_path: Path, monk
     assert found.record.handover.files == ()
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_proof_keeps_the_patch_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic
 
@@ -49,6 +50,7 @@ def test_an_interrupt_of_the_proof_keeps_the_patch_to_be_read(tmp_path: Path, mo
     assert found.record.elapsed > 3600
 
 
+@pytest.mark.slow
 def test_a_proof_that_ended_counts_in_the_time_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic
 

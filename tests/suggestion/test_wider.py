@@ -40,6 +40,7 @@ def test_a_wider_patch_says_what_the_narrower_one_failed_in(tmp_path: Path, monk
     assert proven[0] != proven[1]
 
 
+@pytest.mark.slow
 def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +51,7 @@ def test_what_the_narrowest_patch_failed_in_is_told_where_no_other_holds(
     assert len(proven) == 2  # the third way makes the patch of the second, which was proven already
 
 
+@pytest.mark.slow
 def test_the_narrowest_patch_that_holds_has_nothing_to_excuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = suggested_where([Proof(True)], tmp_path, monkeypatch)
     assert found.record.handover is not None
@@ -88,6 +90,7 @@ def loss(output, target):
 """
 
 
+@pytest.mark.slow
 def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first edit hands on in FP32 cures the second line too."""
     needless = ProofStep("without line 19 of net.py", False, "not needed: healthy; loss 1.0000, 1.0000 in FP32")
@@ -98,6 +101,7 @@ def test_what_the_rest_of_a_patch_does_not_need_is_left_out(tmp_path: Path, monk
     assert found.edits[0].after.count(b"enabled=False") == 1
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_told_once_with_its_file_and_lines(tmp_path: Path) -> None:
     net = NET.replace("torch.eye", "F.torch.eye").replace(
         "def forward(self, x):", "def forward(self, x, torch=None, _keep_in_fp32=None):"

@@ -183,6 +183,7 @@ def test_a_collapse_that_only_a_warm_momentum_makes_is_found(tmp_path: Path) -> 
     assert warm.findings[0].step == 2
 
 
+@pytest.mark.slow
 def test_a_scale_that_had_collapsed_goes_on_as_low_as_it_was(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8).state_dict()
     torch.save({"model": {"weight": torch.ones(4)}, "scaler": scaler}, tmp_path / "run.pt")

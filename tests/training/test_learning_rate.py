@@ -81,6 +81,7 @@ def test_weights_thrown_away_by_the_optimizer_are_told_and_precision_is_not_blam
     assert root.evidence["weights_grew"] == record.investigations[0].weights_grew
 
 
+@pytest.mark.slow
 def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
     record = bisect_run(written(tmp_path, rate=1e3, gain=1.0))
 
@@ -90,6 +91,7 @@ def test_no_pin_is_suggested_for_them(tmp_path: Path) -> None:
     assert "lower the learning rate" in record.search.message
 
 
+@pytest.mark.slow
 def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path: Path) -> None:
     record = scanned(tmp_path, rate=1e-3, gain=1e5)
 
@@ -112,6 +114,7 @@ def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype
         assert watched.optimizers.weights_grew == pytest.approx(4.0, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_comes_after_another_has_gone_is_measured_too() -> None:
     watched = Watch(None, ())
     with watched:

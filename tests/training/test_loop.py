@@ -139,6 +139,7 @@ def test_a_healthy_run(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path: Path) -> None:
@@ -151,6 +152,7 @@ def test_a_model_that_is_scripted_as_a_whole_is_one_module(level: str, tmp_path:
     assert [(finding.code, finding.module) for finding in bad.findings[:1]] == [("forward-overflow", "")]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_record(tmp_path: Path) -> None:
     first, again = run(tmp_path, train={"steps": 6}), run(tmp_path, train={"steps": 6})
     other = run(tmp_path, train={"steps": 6, "seed": 1})
@@ -181,6 +183,7 @@ def test_bfloat16_needs_no_scaler(tmp_path: Path) -> None:
     assert record.verdict == "healthy"
 
 
+@pytest.mark.slow
 def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
     static = run(tmp_path, precision={"loss_scale": 128}, train={"steps": 5})
     assert [step.scale for step in static.steps] == [128.0] * 5
@@ -189,6 +192,7 @@ def test_a_static_scale_stays_and_a_dynamic_one_grows(tmp_path: Path) -> None:
     assert [step.scale for step in growing.steps] == [64.0, 64.0, 256.0, 256.0, 1024.0]
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Path) -> None:
     # Every batch of `tokens` is the same, so the mean over three of them is what one gives.
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
@@ -206,12 +210,14 @@ def test_accumulated_micro_batches_give_the_mean_of_their_gradients(tmp_path: Pa
         assert together.grad_norm == pytest.approx(alone.grad_norm)
 
 
+@pytest.mark.slow
 def test_clipping_is_done_on_unscaled_gradients(tmp_path: Path) -> None:
     free = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1})
     clipped = run(tmp_path, precision={"loss_scale": 1024}, train={"steps": 1, "clip_grad_norm": 1e-6})
     assert free.steps[0].grad_norm == clipped.steps[0].grad_norm
 
 
+@pytest.mark.slow
 def test_groups_of_a_skipped_step_are_counted_before_it_is_clipped(tmp_path: Path) -> None:
     scale = {"loss_scale": 2.0**24}
     free = run(tmp_path, precision=scale, train={"steps": 1})
@@ -228,6 +234,7 @@ def test_several_losses_are_scaled_and_recorded_by_name(tmp_path: Path) -> None:
     assert first.loss == pytest.approx(sum(first.losses.values()))
 
 
+@pytest.mark.slow
 def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
     sgd = {"target": "torch.optim:SGD", "args": {"lr": 0.1}}
     sparse: dict[str, Any] = {
@@ -239,6 +246,7 @@ def test_sparse_gradients_and_gradient_penalties_work(tmp_path: Path) -> None:
     assert run(tmp_path, **step_function("penalised"), train={"steps": 4}).verdict == "healthy"
 
 
+@pytest.mark.slow
 def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
     record = run(tmp_path, **step_function("overflowing"), train={"steps": 8})
     finding = record.findings[0]
@@ -248,6 +256,7 @@ def test_an_overflow_in_the_forward_pass_is_found(tmp_path: Path) -> None:
     assert record.verdict == "precision"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_analysed_eagerly_and_a_scripted_one_from_outside_and_both_are_said(tmp_path: Path) -> None:
     record = run(tmp_path, model={"target": "work.py:compiled"}, **step_function("overflowing"), train={"steps": 2})
     assert record.findings[0].code == "forward-overflow"
@@ -328,6 +337,7 @@ def test_two_dtypes_that_meet_are_said_to_come_of_autocast_and_other_errors_are_
     assert "autocast" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_users_own_hunt_for_nan_does_not_end_the_run(tmp_path: Path) -> None:
     try:
         record = run(tmp_path, **step_function("hunted"), train={"steps": 2})
@@ -454,6 +464,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning", "ignore:Using a target size")
 def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explained(tmp_path: Path) -> None:
     (tmp_path / "mixer.py").write_text(MIXER)

@@ -125,6 +125,7 @@ def test_every_fault_has_a_twin() -> None:
     assert [name for name, case in CASES.items() if case.code and not case.twin] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), ("train.clip_grad_norm=null",)])
 def test_groups_are_counted_before_gradients_are_clipped(overrides: tuple[str, ...], tmp_path: Path) -> None:
     [*_, last] = scanned("clipped", tmp_path, overrides).steps

@@ -177,6 +177,7 @@ def test_twenty_thousand_sites_take_two_megabytes_and_more_are_left_out_with_a_w
     assert len(shown) == sum(site.headroom_bits < 1.0 for site in record.sites), "what is nearest to the limit is kept"
 
 
+@pytest.mark.slow
 def test_no_record_makes_a_page_that_is_too_large() -> None:
     long = "x<&\"'" * 5_000
     finding = replace(hostile().findings[0], message=long, module=long, remedy=long)
@@ -253,6 +254,7 @@ def test_what_the_page_is_made_of_comes_with_the_package() -> None:
         assert files(page_format).joinpath(name).is_file(), name
 
 
+@pytest.mark.slow
 @given(records())
 @settings(max_examples=60)
 def test_any_record_makes_a_page(record: Record) -> None:
