@@ -76,6 +76,7 @@ def test_after_the_fix_each_script_trains_in_half_as_before_in_fp32() -> None:
         assert fixed[name] != reference[name], f"{name} did not run in half"
 
 
+@pytest.mark.slow
 def test_before_the_fix_none_does_but_where_it_does_no_harm() -> None:
     before, fixed = losses("in", emulated=True), losses("out", emulated=True)
     for name in NAMES:

@@ -10,7 +10,7 @@ from ampdbg.config.file import load_config
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.record.run import Record
 from tests.siblings import slow_but_for
-from tests.zoo.test_zoo import CASES, FILES, config_of
+from tests.zoo.test_zoo import CASES, FILES, ONE_OF_EACH, config_of
 
 # What must run in FP32; where the case's finding names a line of a module with children, only its own lines.
 SETS = {
@@ -69,7 +69,10 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file, folder), overrides))
 
 
-@pytest.mark.parametrize("name", slow_but_for([name for name in SETS if name != "running_sum"], SETS))
+QUICK = ("clipped", "gradient_overflow", "infinite_mask", "residual_add", "scores_before_scaling", "sum_over_sequence")
+
+
+@pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))
 def test_the_set_is_exact_and_proven(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     search = record.search
@@ -114,7 +117,7 @@ def test_a_line_outside_of_every_module_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.code is None])
+@pytest.mark.parametrize("name", slow_but_for(ONE_OF_EACH, [name for name, case in CASES.items() if not case.code]))
 def test_a_healthy_run_has_nothing_to_pin(name: str, tmp_path: Path) -> None:
     record = bisected(name, tmp_path)
     assert record.search is not None

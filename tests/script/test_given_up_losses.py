@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.script.test_run import alone, run
+from tests.siblings import slow_but_for
 
 PARTS = """
 import sys, torch
@@ -60,7 +61,7 @@ def test_a_loss_of_several_parts_is_one_step(way: str, bad: tuple[str, ...], tmp
     assert result.stdout == alone(tmp_path, "train.py", way, *bad)
 
 
-@pytest.mark.parametrize("bad", [("3",), ("3", "4", "7")])
+@pytest.mark.parametrize("bad", slow_but_for([("3",)], [("3",), ("3", "4", "7")]))
 def test_each_loss_that_is_given_up_is_a_step(bad: tuple[str, ...], tmp_path: Path) -> None:
     result, record = run(tmp_path, PARTS, "given up", *bad, options=())
     assert (record.steps_run, record.steps_skipped) == (8, len(bad))

@@ -70,6 +70,7 @@ def both(folder: Path, bad: str, *options: str, launcher: tuple[str, ...] = ()) 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python")
 
 
+@pytest.mark.slow
 def test_of_two_processes_the_one_at_fault_is_named_and_captured(tmp_path: Path) -> None:
     ended = both(tmp_path, "1", "--record=r.json", launcher=TORCHRUN)
     assert ended.codes == (0,), ended.stderr  # or else torchrun ends the other one, which may still be saving

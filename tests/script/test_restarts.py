@@ -84,6 +84,7 @@ def threaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "how"),
     [

@@ -18,6 +18,7 @@ from ampdbg.record.run import Record
 from ampdbg.script.launch import Script, run_script
 from tests.commands.program import Result, command, environment, start
 from tests.script import scripts
+from tests.siblings import slow_but_for
 
 FORKS = "import os\nif os.fork() == 0:\n    raise SystemExit(9)\nassert os.wait()[1] >> 8 == 9"
 
@@ -250,7 +251,7 @@ def test_weights_and_output_are_those_of_the_script_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("gain", ["1.0", "1e3"])
-@pytest.mark.parametrize("loop", scripts.LOOPS)
+@pytest.mark.parametrize("loop", slow_but_for(list(scripts.LOOPS)[:2], scripts.LOOPS))
 def test_a_step_that_goes_wrong_is_run_again_and_leaves_no_trace(tmp_path: Path, loop: str, gain: str) -> None:
     result, record = run(tmp_path, scripts.LOOPS[loop].replace("GAIN", gain), options=("--emulate", "--fail-on=never"))
     watched = (tmp_path / "weights.pt").read_bytes()

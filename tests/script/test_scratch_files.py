@@ -70,6 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", slow_but_for(["replay"], ["replay", "suggest-fp32"]))
 def test_files_are_as_they_were_before_the_script_was_started_again(command: str, made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "again"

@@ -42,6 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no TMPDIR, and no semaphores that stay")
 @pytest.mark.parametrize("arguments", slow_but_for(["400 6"], ["400 6", "400 6 loader"]))
 @pytest.mark.parametrize("command", slow_but_for(["replay"], ["replay", "suggest-fp32"]))

@@ -12,10 +12,11 @@ from ampdbg.proof import proof
 from ampdbg.proof.experiments import perform
 from ampdbg.proof.suggestion import suggest
 from ampdbg.report.suggestion import content
+from tests.siblings import slow_but_for
 from tests.zoo.test_zoo import FILES, config_of
 
 
-@pytest.mark.parametrize("form", ["diff", "module", "yaml"])
+@pytest.mark.parametrize("form", slow_but_for(["yaml"], ["diff", "module", "yaml"]))
 def test_pins_of_a_half_model_are_proven_as_settings(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "fresh_processes", lambda folder: contextlib.nullcontext(perform))
 
 
+@pytest.mark.slow
 def test_tied_modules_are_one_part_of_the_set_and_the_patch_leaves_the_embedding_alone(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -18,6 +18,7 @@ from ampdbg.record.file import from_json, to_json
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
 from tests.zoo.case import HERE, Case
 
 FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
@@ -34,6 +35,8 @@ def loaded(file: Path) -> ModuleType:
 
 MODULES = {file.stem: loaded(file) for file in FILES}
 CASES: dict[str, Case] = {name: module.CASE for name, module in MODULES.items()}
+ONE_OF_EACH = {case.code: name for name, case in CASES.items()}.values()
+"""A case of each code, and one that only looks like a fault."""
 
 
 def config_of(file: Path, folder: Path) -> Path:
@@ -93,7 +96,7 @@ def test_a_planted_fault_is_named(name: str, tmp_path: Path) -> None:
     assert all(finding.root == 0 for finding in worse_than_calibration(record)[1:])
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.twin])
+@pytest.mark.parametrize("name", slow_but_for(ONE_OF_EACH, [name for name, case in CASES.items() if case.twin]))
 def test_the_healthy_twin_is_not_blamed(name: str, tmp_path: Path) -> None:
     record = scanned(name, tmp_path, CASES[name].twin)
     assert worse_than_calibration(record) == []
@@ -139,6 +142,7 @@ def test_a_short_run_that_takes_no_step_at_all_is_not_healthy(tmp_path: Path) ->
     assert (record.findings[0].code, record.verdict) == ("true-nan", "other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "level", "code"),
     [
