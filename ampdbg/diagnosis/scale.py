@@ -374,6 +374,7 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
     are_many = goes_on and not replayed and len(relapses) >= LOWS_OF_A_COLLAPSE
-    unlike_a_scale = [step for step in relapses if is_nan_alone(step.groups)]
+    behind_sound = (now for before, now in pairwise(record.steps) if not before.skipped)
+    unlike_a_scale = [step for step in behind_sound if step in relapses and is_nan_alone(step.groups)]
     untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else unlike_a_scale))
     return [step for step in record.steps if step in untold and step.step not in replayed], are_many

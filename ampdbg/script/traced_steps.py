@@ -321,10 +321,11 @@ class TracedStep:
         self._tape.stepped_on()
 
     def _lets_go_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Lets a sound turn go by where other optimizers are to step behind it, as in the last step: of a step that was
-        asked for the first turn that fails is captured, or else the last."""
-        self._let_go.add(id(innermost(optimizer)))
-        return bool(self._watcher.log.turns - self._let_go)
+        """Lets a sound turn go by where others are to follow, as in the last step, if that had this one too: of a step
+        that was asked for the first turn that fails is captured, or else the last."""
+        turn, latest = id(innermost(optimizer)), self._watcher.log.turns
+        self._let_go.add(turn)
+        return turn in latest and bool(latest - self._let_go)
 
     def _take(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> bool:
         """Captures the step, and runs it again, where that can be done; the script waits meanwhile."""

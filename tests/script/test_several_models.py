@@ -184,6 +184,7 @@ def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> N
     assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
 
 
+UPDATED = "scaler.step(optimizers[1]); scaler.update()"
 ASKED_FOR = scripts.GAN.replace(
     "    scaler.scale(lossG)", "    print(step, lossD.item(), lossG.item())\n    scaler.scale(lossG)"
 )
@@ -214,6 +215,13 @@ def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_th
     assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
     turn = 2 if steps == "True" else 1
     assert record.investigations[0].replays[0].loss == pytest.approx(float(losses[captured][turn]), rel=1e-3)
+
+
+def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(tmp_path: Path) -> None:
+    text = ASKED_FOR.replace("GAIN", "1.0").replace("    scaler.step(optimizers[1])\n", f"    {UPDATED}\n")
+    _, record = run(tmp_path, text, options=("--emulate", "--capture-step=6"))
+    assert (record.steps_run, len(record.script.captures if record.script else ())) == (16, 1)
+    assert capture_of(tmp_path).stem.endswith("step-6")
 
 
 AFTER_THE_CRITIC = """
