@@ -197,8 +197,9 @@ class WideTransforms(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = (*args, *kwargs.values())
-        if function in _TRANSFORMS and any(tensor.dtype is torch.bfloat16 for tensor in tensors_in(given)):
+        if function not in _TRANSFORMS:
+            return function(*args, **kwargs)
+        if any(tensor.dtype is torch.bfloat16 for tensor in tensors_in((*args, *kwargs.values()))):
             self.have_run = True
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
         return function(*args, **kwargs)

@@ -553,6 +553,7 @@ BROKEN_WORKLOADS: tuple[Broken, ...] = (
         MODEL + DATA + _STEP,
         (
             "workload.py:step raised ",  # a RuntimeError, and without the emulation a NotImplementedError of torch 2.15
+            "Error: ",
             "CUDA transforms only powers of two",
             "cast it up before",
         ),

@@ -30,7 +30,6 @@ def test_a_config(here: Here, content: bytes, changes: list[str], verb: str) -> 
         ended.result = here(verb, "c.yaml", "--quiet", *(f"--set={change}" for change in changes))
 
 
-@pytest.mark.slow
 @given(st.data())
 @rounds(24)
 def test_a_record(here: Here, data: st.DataObject) -> None:
@@ -49,7 +48,6 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
         ended.result = start(tmp_path, arguments[0], "config.yaml", "--quiet", *arguments[1:])
 
 
-@pytest.mark.slow
 @given(st.integers(0, 2**31))
 @rounds(12)
 def test_a_model(tmp_path: Path, seed: int) -> None:

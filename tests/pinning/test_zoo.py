@@ -69,7 +69,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file, folder), overrides))
 
 
-QUICK = ("clipped", "gradient_overflow", "infinite_mask", "residual_add", "scores_before_scaling", "sum_over_sequence")
+QUICK = ("clipped", "gradient_overflow", "residual_add", "scores_before_scaling", "sum_over_sequence")
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))
