@@ -29,6 +29,9 @@ MOST_MISTAKES = 20
 LONGEST = 200
 """Characters of a key, or of what is to be typed, in a message."""
 
+LONGEST_TEXT, LONGEST_MESSAGE = 1000, 8000
+"""Characters of what is said of one mistake, whatever the config holds, and of what is said of all."""
+
 # Options come after every line of the file.
 _AFTER_THE_FILE = 10**9
 
@@ -189,11 +192,12 @@ class Mistake:
     text: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.place.text, _short(self.key), self.text) if part)
+        said = self.place.text, _short(self.key), _short(self.text, LONGEST_TEXT)
+        return ": ".join(filter(None, said))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+def _short(text: str, most: int = LONGEST) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
@@ -201,8 +205,11 @@ def in_one_message(mistakes: Iterable[Mistake], source: str) -> str:
     ordered = sorted(mistakes, key=lambda mistake: mistake.place.order)
     if len(ordered) == 1:
         return str(ordered[0])
-    more = [f"and {len(ordered) - MOST_MISTAKES:,} more"] if len(ordered) > MOST_MISTAKES else []
-    return "\n  ".join([f"{source}: {len(ordered):,} mistakes", *map(str, ordered[:MOST_MISTAKES]), *more])
+    said = list(map(str, ordered[:MOST_MISTAKES]))
+    while sum(map(len, said)) > LONGEST_MESSAGE:
+        said.pop()
+    more = [f"and {len(ordered) - len(said):,} more"] if len(ordered) > len(said) else []
+    return "\n  ".join([f"{source}: {len(ordered):,} mistakes", *said, *more])
 
 
 def explain(error: ValidationError, places: Mapping[KeyPath, Place]) -> list[Mistake]:

@@ -106,6 +106,8 @@ def _files_in(folder: Path, missing: str, pattern: str) -> str:
 
 
 def _without_colon(text: str) -> str:
+    if len(text) > LONGEST_NAME:
+        return ""
     if text.endswith(".py"):
         return f"; add the name that the file defines: {text}:NAME"
     head, dot, name = text.rpartition(".")

@@ -124,6 +124,16 @@ BROKEN_CONFIGS: tuple[Broken, ...] = (
         "model: {target: workload.py:" + "x" * 300 + "}\n" + DATA,
         ("config.yaml:1: model.target", "workload.py has no '" + "x" * 77 + "...'; it defines Net"),
     ),
+    Broken(
+        "many long targets",
+        "".join(f"{key}: {{target: '{'x/' * 1500}w.py:f'}}\n" for key in ("model", "data", "loss", "optimizer")),
+        ("config.yaml: 4 mistakes", "config.yaml:4: optimizer.target"),
+    ),
+    Broken(
+        "a long target without a colon",
+        f"model: {{target: w.{'x' * 12000}}}\n" + DATA,
+        ("config.yaml:1: model.target", "allowed: FILE.py:NAME"),
+    ),
     Broken("a long name", HEALTHY + f"checkpoint: {'x' * 300}.pt\n", ("config.yaml:4: checkpoint", "255 characters")),
     Broken(
         "a long file name",
