@@ -68,7 +68,7 @@ class Watch:
         self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
         self._threads: set[int] = set()
-        self._scalers: dict[int, bool] = {}
+        self._scalers: dict[int, str] = {}
         self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
@@ -160,7 +160,12 @@ class Watch:
     @property
     def is_in_fp32(self) -> bool:
         """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
-        return self.calls.graphs > 0 and not self.calls.lowered and not any(self._scalers.values())
+        return self.calls.graphs > 0 and not self.calls.lowered and not self._has_scaler_here
+
+    @property
+    def _has_scaler_here(self) -> bool:
+        """Whether a scaler is on that is for the device of the weights; on a machine with a GPU, one is for that."""
+        return any(kind and (is_emulating() or kind == self.optimizers.device.type) for kind in self._scalers.values())
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
@@ -207,7 +212,8 @@ class Watch:
 
     def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
-        self._scalers[id(scaler)] = enabled = scaler.is_enabled()
+        enabled = scaler.is_enabled()
+        self._scalers[id(scaler)] = scaler._device if enabled else ""
         result = original(scaler, outputs)
         if enabled:  # else it hands on what goes backward as it is
             if self._loop.now.bare and self._loop.now.stepped:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -910,12 +911,15 @@ def optimizer_hooks() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-@pytest.mark.parametrize("emulated", [True, False])
-def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(emulated: bool) -> None:
+@pytest.mark.parametrize("machine", ["emulated", "without a GPU", "with a GPU"])
+def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(machine: str) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with cuda_on_cpu() if emulated else contextlib.nullcontext():
-        scaler = GradScaler("cuda")
+    with cuda_on_cpu() if machine == "emulated" else contextlib.nullcontext():
+        # There it is on, and the model was left on the CPU.
+        there = patch("torch.cuda.amp.common.amp_definitely_not_available", bool)
+        with there if machine == "with a GPU" else contextlib.nullcontext():
+            scaler = GradScaler("cuda")
         with watch(model, optimizer) as watcher:
             with torch.autocast("cuda", dtype=torch.float16):
                 loss = model(torch.ones(2, 3)).square().mean()
@@ -924,7 +928,7 @@ def test_a_loop_in_which_autocast_does_nothing_is_not_called_healthy(emulated: b
             scaler.update()
         record = diagnose(watcher.record())
     codes = [finding.code for finding in record.findings]
-    expected = ("healthy", "cuda", []) if emulated else ("inconclusive", "none", ["not-half"])
+    expected = ("healthy", "cuda", []) if machine == "emulated" else ("inconclusive", "none", ["not-half"])
     assert (record.verdict, record.environment.policy, codes) == expected
     assert from_json(to_json(record)) == record
 
