@@ -43,7 +43,7 @@ BORROWED = NET.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8), Hol
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x):
-        return (x @ torch.eye(8, 2)).repeat(1, 4)
+        return (x @ torch.eye(8, 2, device=x.device)).repeat(1, 4)
 
 
 class Net""",

@@ -87,7 +87,7 @@ def test_a_good_patch_is_proven_in_fresh_processes(tmp_path: Path, capfd: pytest
         "in eval mode",
         "training 8 steps",
         "its losses",
-        "memory of a step",  # of CUDA, emulated
+        "time and memory of a step" if torch.cuda.is_available() else "memory of a step",
     ]
     assert step_of(proof, "the failing step (0)").detail.startswith("healthy; loss 1.4873, 1.4872 in FP32")
     assert "loss NaN: mm (scaling.py:6)" in step_of(proof, "without line 6 of scaling.py").detail

@@ -10,6 +10,13 @@ import pytest
 from ampdbg.record.file import read_record
 from tests.commands.program import start
 
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop is one of a CPU, also where there is a GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 LOOP = """
 import itertools, signal, sys, threading, time
 import torch

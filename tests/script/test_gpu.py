@@ -69,7 +69,9 @@ def test_code_that_asks_which_accelerator_there_is_gets_a_gpu() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(4))
     batches = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
     with torch.autocast(device.type):
-        assert [torch.mm(batch[0][:, None].float().to(device), torch.ones(1, 1)).dtype for batch in batches] == [
+        assert [
+            torch.mm(batch[0][:, None].float().to(device), torch.ones(1, 1, device=device)).dtype for batch in batches
+        ] == [
             torch.float16,
             torch.float16,
         ]

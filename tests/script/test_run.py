@@ -44,7 +44,7 @@ def alone(folder: Path, *arguments: str) -> str:
 def test_a_healthy_script_is_healthy(tmp_path: Path) -> None:
     result, record = run(tmp_path, scripts.PLAIN, "1", "6")
     assert (result.code, record.verdict, record.steps_run, record.findings) == (0, "healthy", 6, ())
-    assert record.environment.emulated
+    assert record.environment.emulated is (record.environment.device == "cpu")
     assert result.stdout.startswith("weights ")
     assert "Healthy" in result.stderr
 
@@ -222,7 +222,8 @@ def test_a_learning_rate_that_diverges_is_not_blamed_on_half(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path) -> None:
+def test_a_script_whose_half_precision_does_nothing_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result, record = run(tmp_path, scripts.PLAIN, "400", "3", options=())
     assert (result.code, [found.code for found in record.findings]) == (1, ["not-half"])
     assert "ampdbg run --emulate train.py 400 3" in result.stderr

@@ -45,7 +45,7 @@ CONFIG = {
     "model": {"target": "gan.py:GAN"},
     "data": {"target": "gan.py:data"},
     "precision": {"level": "O0"},
-    "train": {"steps": 3},
+    "train": {"steps": 3, "device": "cpu"},  # as the loop beside it
 }
 
 

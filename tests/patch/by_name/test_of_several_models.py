@@ -45,6 +45,8 @@ def test_each_is_pinned_by_the_names_that_it_has_itself(wrapping: str, tmp_path:
     assert list(inspect.signature(pin).parameters) == ["net", "Model_"]
     given = WRAPPINGS[wrapping](first), WRAPPINGS[wrapping](second)
     assert pin(*given) == given
+    for one in (first, second):
+        one.cpu()  # where there is a GPU, DataParallel has moved it there
     pinned(expected, ["attn:own", "attn.inner:own", ":own"], tmp_path)
     batch = torch.randn(4, 4)
     with autocast_as_on_cuda():
