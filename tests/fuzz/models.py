@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,8 +151,9 @@ class Plain:
     is_held: bool
 
     @staticmethod
-    def of(seed: int) -> Plain:
-        """The loop of a model, in FP32."""
+    def of(seed: int, withheld: Collection[int] = ()) -> Plain:
+        """The loop of a model, in FP32. It takes no step that a scan of it has ``withheld``: the weights behind that
+        would be others, and with them what half precision holds."""
         model, data = Net(seed), batches(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         losses, are_finite, is_held = [], [], True
@@ -163,7 +164,8 @@ class Plain:
             are_finite.append(bool(gradients.isfinite().all()))
             is_held = is_held and _is_held(model, x, target, value, gradients)
             _step(model, x, target)
-            optimizer.step()
+            if step not in withheld:
+                optimizer.step()
         return Plain(losses, are_finite, is_held)
 
     @property

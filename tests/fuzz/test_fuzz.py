@@ -11,7 +11,7 @@ from pathlib import Path
 from signal import Signals
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.commands.program import Here, start
@@ -49,10 +49,11 @@ def test_a_workload(tmp_path: Path, files: dict[str, str], arguments: tuple[str,
 
 
 @given(st.integers(0, 2**31))
+@example(65519)  # overflows at step 3 with the weights that it began with, which skipped steps have left
 @rounds(12)
 def test_a_model(tmp_path: Path, seed: int) -> None:
-    plain = models.Plain.of(seed)
     record = models.scanned(tmp_path, seed)
+    plain = models.Plain.of(seed, [step.step for step in record.steps if step.skipped])
     assert models.faults(record, plain) == [], (record.findings, plain)
 
 
