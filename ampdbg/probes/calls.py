@@ -50,6 +50,8 @@ class Calls:
         """The 16-bit dtypes in the graphs of the losses so far; ``compiled`` where a graph shows none of its own."""
         self.graphs = 0
         """So many losses' graphs were looked into for them."""
+        self.scalers: dict[int, str] = {}
+        """By ``id``, those that were given losses: the kind of device that each is for; "" for one that is off."""
         self.scales_gradients = False
         """Whether ``autograd.grad`` has made a graph of what a scaler had scaled."""
         self._actors: dict[int, weakref.ref[Any]] = {}

@@ -68,7 +68,6 @@ class Watch:
         self._measures = Measures(self._loop, self.optimizers, self.calls, self.log)
         self._learning = threading.RLock()
         self._threads: set[int] = set()
-        self._scalers: dict[int, str] = {}
         self._pause = Pause()
         self._interrupted = False
         self.ended: Callable[[bool], None] = lambda is_bad: None
@@ -160,12 +159,10 @@ class Watch:
     @property
     def is_in_fp32(self) -> bool:
         """Whether nothing that was looked at was lowered: autocast and scaler may be off, or have no effect here."""
-        return self.calls.graphs > 0 and not self.calls.lowered and not self._has_scaler_here
-
-    @property
-    def _has_scaler_here(self) -> bool:
-        """Whether a scaler is on that is for the device of the weights; on a machine with a GPU, one is for that."""
-        return any(kind and (is_emulating() or kind == self.optimizers.device.type) for kind in self._scalers.values())
+        kinds = {self.optimizers.device.type, *["cuda"] * is_emulating()}
+        # Beside a GPU a scaler for it is on, though the weights are on the CPU.
+        is_scaled = not kinds.isdisjoint(self.calls.scalers.values())
+        return self.calls.graphs > 0 and not self.calls.lowered and not is_scaled
 
     def record(self) -> Record:
         """What was seen so far as a record, not yet diagnosed; also after the loop has ended or raised."""
@@ -173,7 +170,7 @@ class Watch:
         emulated = is_emulating() and device.type == "cpu"
         policy = "none" if in_fp32 else "cuda" if device.type == "cuda" or emulated else "native"
         # A loop with a scaler is meant to run in half precision.
-        not_half = (Misuse("not-half", 0),) if in_fp32 and self._scalers else ()
+        not_half = (Misuse("not-half", 0),) if in_fp32 and self.calls.scalers else ()
         return Record(
             command="watch",
             created=self._created,
@@ -212,10 +209,9 @@ class Watch:
 
     def _scale(self, original: Function, scaler: GradScaler, outputs: Any) -> Any:
         self.learn()
-        enabled = scaler.is_enabled()
-        self._scalers[id(scaler)] = scaler._device if enabled else ""
+        self.calls.scalers[id(scaler)] = scaler._device if scaler.is_enabled() else ""
         result = original(scaler, outputs)
-        if enabled:  # else it hands on what goes backward as it is
+        if scaler.is_enabled():  # else it hands on what goes backward as it is
             if self._loop.now.bare and self._loop.now.stepped:
                 self._close()
             elif self._loop.now.scaler is None:
