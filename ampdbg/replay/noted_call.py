@@ -1,4 +1,5 @@
-"""One call of a module in the forward pass under way, as it is noted: by reference, and not holding what it gave."""
+"""One call of a module in the forward pass under way, as it is noted: by reference, and not holding what it gave, but
+the gradients that came to that."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.played_step import Made, Own
 from ampdbg.replay.random_state import RandomState
 from ampdbg.source.ownership import Line
+
+MOST_HELD = 2**26
+"""Bytes of the gradients that are held of what one call gave: memory that the loop could use."""
 
 
 @dataclass(eq=False)
@@ -38,6 +42,8 @@ class NotedCall:
     paths: list[str] = field(default_factory=list)
     has_returned: bool = False
     scalars: int = 0
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    """Those that have come to what it gave, by path; None for one too large to be held."""
 
     @property
     def is_of_frozen(self) -> bool:
@@ -48,6 +54,13 @@ class NotedCall:
     def is_held(self) -> bool:
         """Whether somebody has something that it gave."""
         return any(result() is not None for result in self.gives)
+
+    def hold_gradient(self, path: str, gradient: torch.Tensor | None) -> None:
+        """Holds what has come to something that it gave, by reference."""
+        if gradient is not None:
+            held = sum(one.nbytes for one in self.gradients.values() if one is not None)
+            is_plain = gradient.layout is torch.strided and not gradient.is_nested
+            self.gradients[path] = gradient.detach() if is_plain and held + gradient.nbytes <= MOST_HELD else None
 
     def given_again(self, own: set[int]) -> tuple[Any, Any] | None:
         """A copy of what it was given, with what is of ``own`` as it is; None where a graph of before leads into it."""

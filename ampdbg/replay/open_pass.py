@@ -2,7 +2,8 @@
 
 A script may end in the middle of a step: it finds a loss that is NaN and exits, or an assert of its own fails on what
 its model gives. No optimizer steps then, and no tape runs. These notes do, from the first step to the last, so they
-cost next to nothing: what a call is given is noted by reference, and what it gives is not held at all.
+cost next to nothing: what a call is given is noted by reference, and what it gives is not held at all. The gradients
+that come to that are held by reference until the next pass begins, where they are small.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,11 +27,11 @@ from ampdbg.probes.guard import Guard
 from ampdbg.probes.models import WRAPPERS
 from ampdbg.probes.seams import only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
-from ampdbg.probes.tensors import Mark, leaves_of, read_aside, times_written
+from ampdbg.probes.tensors import Mark, leaves_of, nonfinite, read_aside, times_written
 from ampdbg.probes.unfollowed import leave_ours_alone
 from ampdbg.replay.noted_call import NotedCall
 from ampdbg.replay.pass_buffers import PassBuffers
-from ampdbg.replay.pass_end import PassEnd, rest
+from ampdbg.replay.pass_end import GivenGradients, PassEnd, rest
 from ampdbg.replay.played_step import Made, PlayedStep, TapedCall, made_in
 from ampdbg.replay.random_state import RandomState, RandomStates
 from ampdbg.replay.state import tensors_in
@@ -183,7 +184,9 @@ class OpenPass:
         """What autocast of a kind of device lowers to in the last call where it is on; None where it is in none."""
         return next((call.lowers[device] for call in reversed(self._calls.values()) if device in call.lowers), None)
 
-    def played(self, model: torch.nn.Module, device: str, most: int | None = None) -> PlayedStep | None:
+    def played(
+        self, model: torch.nn.Module, device: str, most: int | None = None, *, scale: float | None = None
+    ) -> PlayedStep | None:
         """The pass to be run again: all calls that lead to what no other call takes; None where none can be.
 
         Its loss is what the last calls give where that is a scalar to be differentiated. Else it is the sum of all
@@ -193,6 +196,8 @@ class OpenPass:
             model: whose weights count; what computes with none of them, nor with what they led to, is left out.
             device: the kind whose autocast counts.
             most: of so many calls at most, the first of all.
+            scale: that of the step's loss, whose gradients are to lead back from all that the calls gave; where they
+                are not known there is no pass.
         """
         own = {id(tensor) for tensor in tensors_in(model)}
         wanted = self._of_last_pass(dict(self._of_model(own)))
@@ -205,11 +210,12 @@ class OpenPass:
             if again is None:
                 return None
             given[number] = again
-            is_end = number in ends
-            function: Callable[..., Any] = PassEnd(noted.module, noted.scalars) if is_end else noted.module
             is_lowered, reads = device in noted.lowers, frozenset(noted.reads)
+            is_end = number in ends and scale is None
+            function: Callable[..., Any] = PassEnd(noted.module, noted.scalars) if is_end else noted.module
             calls[number] = TapedCall(function, noted.line, is_lowered, True, noted.random_state, reads)
-        if not ends:
+        last = self._last_of(wanted, ends, scale)
+        if not ends or last is None:
             return None
         beside = {
             id(noted.module): noted.module
@@ -220,13 +226,13 @@ class OpenPass:
         known = tuple((module, state) for module, state in states if state is not None)
         if len(known) < len(states):
             return None
-        unread = [] if all(wanted[number].scalars for number in ends) else self._unread(wanted, ends)
-        if unread:
-            ends.append(self._number)
-            given[self._number] = tuple(unread), {}
-            reads = frozenset(made.call for made in unread)
-            calls[self._number] = replace(calls[max(wanted)], function=PassEnd(rest, 0), line=None, reads=reads)
-        every = [calls.get(number, _NOTHING) for number in range(self._number + bool(unread))]
+        function, taken = last
+        if taken:
+            ends = [self._number] if scale is not None else [*ends, self._number]
+            given[self._number] = tuple(taken), {}
+            reads = frozenset(made.call for made in taken)
+            calls[self._number] = replace(calls[max(wanted)], function=function, line=None, reads=reads)
+        every = [calls.get(number, _NOTHING) for number in range(self._number + bool(taken))]
         losses = {min(wanted): tuple(Made(number, "") for number in ends)}
         return PlayedStep(every, losses, device, (given,), known)
 
@@ -237,6 +243,21 @@ class OpenPass:
             if call.backward == self._passes or number in needed:
                 needed |= {number, *call.reads}
         return {number: call for number, call in calls.items() if number in needed}
+
+    def _last_of(
+        self, wanted: Mapping[int, NotedCall], ends: Collection[int], scale: float | None
+    ) -> tuple[Callable[..., Any], Sequence[Made]] | None:
+        """What is called behind the last calls, and what it takes, which may be nothing; None where a gradient that it
+        needs is not held."""
+        if scale is None:
+            is_whole = all(wanted[number].scalars for number in ends)
+            return PassEnd(rest, 0), [] if is_whole else self._unread(wanted, ends)
+        found = {Made(number, path): one for number, call in wanted.items() for path, one in call.gradients.items()}
+        known = [gradient for gradient in found.values() if gradient is not None]
+        if not known or len(known) < len(found):
+            return None
+        finite = (None if nonfinite([("", gradient)]) else gradient for gradient in known)
+        return GivenGradients(tuple(finite), scale), list(found)
 
     def _unread(self, wanted: Mapping[int, NotedCall], ends: Collection[int]) -> list[Made]:
         """What calls give that others take from, and none takes: the script may make a part of its loss of it."""
@@ -336,7 +357,20 @@ class OpenPass:
                 noted.gives.append(held)
                 noted.paths.append(path)
                 noted.scalars += is_scalar
+                self._hold_gradient(noted, path, tensor)
                 self._made[id(tensor)] = held, Made(number, path)
+
+    def _hold_gradient(self, noted: NotedCall, path: str, tensor: torch.Tensor) -> None:
+        """Holds its gradient when that comes, while the call is noted still; nothing of the tensor shows."""
+        node, place, guarded, held = tensor.grad_fn, tensor.output_nr, self._guard.hooked, weakref.ref(noted)
+
+        def came(gradients: Sequence[torch.Tensor | None]) -> None:
+            still = held()
+            if still is not None:
+                guarded(still.hold_gradient, path, gradients[place])
+
+        if node is not None:
+            node.register_prehook(came)
 
     def _taken(self, module: torch.nn.Module, args: Any, kwargs: Any) -> NotedCall:
         lowers = {kind: get_autocast_dtype(kind) for kind in DEVICES if is_autocast_enabled(kind)}

@@ -1,7 +1,9 @@
-"""The last calls of a forward pass that is run again by itself: they make a number of what its modules give."""
+"""The last calls of a forward pass that is run again by itself: they make a number of what its modules give, or lead
+the gradients back to it that the step has had."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,36 @@ class PassEnd:
         return torch.stack([torch.zeros(()), *sums]).sum().requires_grad_()
 
 
+@dataclass(frozen=True)
+class GivenGradients:
+    """A loss in the place of what functions made of a pass: whatever comes to what its calls gave, these ``gradients``
+    go on, as they came at a loss scale of ``scale``. None is one that is not finite: what comes goes on."""
+
+    gradients: tuple[torch.Tensor | None, ...]
+    scale: float
+
+    def __call__(self, *given: torch.Tensor) -> torch.Tensor:
+        """Zero, of shape ()."""
+        total = torch.stack([_nothing_of(tensor) for tensor in given]).sum()
+        came: list[torch.Tensor] = []
+        total.register_hook(came.append)
+
+        def instead(arrived: torch.Tensor, *, gradient: torch.Tensor) -> torch.Tensor:
+            wide = torch.promote_types(arrived.dtype, torch.float32)
+            return (gradient.to(wide) * (came[-1] / self.scale)).to(arrived.dtype)
+
+        for tensor, gradient in zip(given, self.gradients, strict=True):
+            if gradient is not None:
+                tensor.register_hook(functools.partial(instead, gradient=gradient))
+        return total
+
+
+def _nothing_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero, to which the tensor leads all the same, whatever it holds."""
+    nothing = torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0, tensor)
+    return (torch.view_as_real(nothing) if nothing.is_complex() else nothing).sum().float()
+
+
 def called_by(call: TapedCall) -> Callable[..., Any]:
     """What it calls, the module or function at a pass's end too."""
     return call.function.module if isinstance(call.function, PassEnd) else call.function
@@ -45,6 +77,11 @@ def losses_of(played: PlayedStep) -> int:
     """How many losses a pass ends in; 0 where it ends in anything else."""
     found = [call.function.losses for call in played.calls if isinstance(call.function, PassEnd)]
     return sum(found) if all(found) else 0
+
+
+def given_gradients(played: PlayedStep) -> GivenGradients | None:
+    """Those that stand in the place of its loss; None where it has one."""
+    return next((call.function for call in played.calls if isinstance(call.function, GivenGradients)), None)
 
 
 def rest(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -33,7 +33,8 @@ from ampdbg.record.run import EXITED, Record
 from ampdbg.replay.investigation import Why, is_blamed
 from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.pass_buffers import is_computed_with
-from ampdbg.replay.pass_end import losses_of
+from ampdbg.replay.pass_end import given_gradients, losses_of
+from ampdbg.replay.played_step import PlayedStep
 from ampdbg.replay.step_data import BadData, data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.given_up_loss import GivenUpLoss
@@ -49,6 +50,14 @@ MOST_LOST = 2
 
 MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
 """Where the script makes the loss of what they give by itself, or comes to none."""
+
+LED_BACK = "of step {} the modules alone were run again, with the gradients that came to what they gave"
+"""Where the script makes the loss by itself, and only its gradients are not finite."""
+
+FAILS_BESIDE = (
+    "step {} was not run again: the gradients that come to what its modules gave are not finite already: look at what "
+    "the script makes of that"
+)
 
 NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
 """With what to do about it."""
@@ -189,7 +198,12 @@ class LostSteps:
         """Runs the step again, and keeps what that shows."""
         why: Why = "loss" if scaler is None else "gradients"
         again, made = self._run_again(lambda: self._observer.replay(step, RUN_AGAIN), is_lost=True, why=why)
+        # There is no asking for step 0.
+        whole = f"; ampdbg run --capture-step {step} has all of it run again" if step else ""
         if again is None:
+            # What overflows there may do so because of the loss scale alone.
+            is_told = self._why_not == FAILS_BESIDE and is_nan_alone(self._watcher.open_step.groups)
+            self._untold += [FAILS_BESIDE.format(step) + whole] * is_told
             return
         too = ""
         if made is not None:
@@ -198,9 +212,9 @@ class LostSteps:
             self._watcher.log.batch += bad.batch
             self._traced.found += [made] * (not too)
         if too:
-            # There is no asking for step 0.
-            whole = f"; ampdbg run --capture-step {step} has all of it run again" if step else ""
             self._untold.append(f"step {step} was run again: {too}{whole}")
+        elif given_gradients(again.played) is not None:
+            self._untold.append(LED_BACK.format(step) + whole)
         # Else the next one, which is taped, can be captured as well.
         elif is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned()):
             self._capture(again, made, scaler)
@@ -249,7 +263,7 @@ class LostSteps:
     def seen(self, record: Record) -> Record:
         """A record of the loop with why nothing was found in the step in which the script ended, and what was run again
         of others."""
-        parts = [made.step for made in record.investigations if not made.has_loss]
+        parts = [made.step for made in record.investigations if not made.has_loss and made.why != "gradients"]
         found = [made for made in record.investigations if made.replaced]
         replaced = (REPLACED.format(made.step, listed(made.replaced)) for made in found)
         told_of = (*map(MODULES_ALONE.format, parts), *replaced, *self._untold, *self._why_others_were_not(record))
@@ -317,9 +331,8 @@ class LostSteps:
     ) -> tuple[LoopStep | None, Investigation | None]:
         """The pass as it can be run again, and what replays of it show; ``tell`` is called before.
 
-        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Where its gradients are
-        ``why``, a pass whose modules do not make the loss says nothing of them. Weights that cannot be run in FP32
-        while the script goes on are left to ``ampdbg replay``.
+        Where nothing is half, that is so only if it ``is_lost``: an error may have any cause. Weights that cannot be
+        run in FP32 while the script goes on are left to ``ampdbg replay``.
         """
         watcher, self._why_not = self._watcher, ""
         model = watcher.models.together()
@@ -333,10 +346,9 @@ class LostSteps:
             return self._cannot("its weights were NaN or inf before it" * is_lost)
         if is_in_group():
             return self._cannot("a step of a group is not run again")
-        played, state = self.open_pass.played(model, device.type), self.open_pass.buffers.state(model)
-        if played is None or state is None or (why == "gradients" and losses_of(played) != 1):
-            return self._cannot("its calls cannot be made again")
-        scale = watcher.steps[-1].scale if watcher.steps else 1.0
+        (played, scale), state = self._played(model, device, why), self.open_pass.buffers.state(model)
+        if played is None or state is None:
+            return self._cannot(self._why_not or "its calls cannot be made again")
         computed = tuple(name for name, _ in data_of(played)) if self.open_pass.has_helpers else ()
         again = LoopStep(watcher.log.closed(), watcher, played, model, device, state, half, scale, why, computed)
         if hooks_half_weights(model):
@@ -345,6 +357,20 @@ class LostSteps:
         has_loss = losses_of(played) == 1  # a sum of other numbers is not to be compared with losses
         made = again.investigated(watcher.steps if has_loss else ())
         return again, made and replace(made, has_loss=has_loss)
+
+    def _played(self, model: torch.nn.Module, device: torch.device, why: Why) -> tuple[PlayedStep | None, float]:
+        """The pass as it was noted, and its loss scale. Where its gradients are ``why``, and its modules do not make
+        the loss, those lead back that came to what they gave."""
+        played = self.open_pass.played(model, device.type)
+        if why == "loss" or played is None or losses_of(played) == 1:
+            return played, self._watcher.steps[-1].scale if self._watcher.steps else 1.0
+        scale = float(self._watcher.open_step.loss_scale())
+        played = self.open_pass.played(model, device.type, scale=scale)
+        gradients = None if played is None else given_gradients(played)
+        if gradients is not None and not any(one is not None for one in gradients.gradients):
+            self._why_not = FAILS_BESIDE
+            return None, scale
+        return played, scale
 
     def _cannot(self, why: str) -> tuple[None, None]:
         self._why_not = why
@@ -365,6 +391,8 @@ def _too(again: LoopStep, made: Investigation, bad: BadData, frames: Iterable[Fr
     """
     low, *others = made.replays
     short = FORMATS[again.half or "float32"].short
+    if not made.reproduced and made.why == "gradients":
+        return "its modules fail no more: it may be an earlier part of it that fails, or what they have kept since"
     if not made.reproduced:
         held = bad_data_held(frames)
         beside = f", and at {held.name}, which holds {counted_values(held)}" if held is not None else ""

@@ -7,7 +7,7 @@ import gc
 import pickle
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -405,3 +405,105 @@ def test_results_that_lead_from_pass_to_pass_do_not_make_one_pass_of_an_epoch(no
         state = cell(state)
         noting.backward_passes += 1
     assert len(noting.found.called) <= PRUNED_FROM
+
+
+class Heads(nn.Module):
+    """Gives what leads to another of its results, beside that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        h = self.body(x).tanh()
+        logits = self.head(h).masked_fill(torch.tensor([False, True, False]), -torch.inf)
+        return h, {"logits": logits, "waves": torch.complex(h.float(), h.float() * 2)}
+
+
+CLASSES = torch.tensor([0, 2, 2, 0, 2])
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "of one": lambda h, more, out: nn.functional.cross_entropy(more["logits"].float(), CLASSES),
+    "of all": lambda h, more, out: (
+        h.float().pow(2).mean()
+        + nn.functional.cross_entropy(more["logits"].float(), CLASSES) / 3
+        + more["waves"].abs().mean()
+        + out.float().pow(3).sum()
+    ),
+    "changes in place": lambda h, more, out: out.add_(1.0).mul_(h[:, :2].detach()).float().sum(),
+}
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
+def lead_back(noting: Noting, loss: Callable[..., torch.Tensor], dtype: torch.dtype | None, scale: float) -> Any:
+    """A step whose loss functions make, and the pass to run again: its model, its gradients and that."""
+    heads, decoder = Heads(), nn.Linear(4, 2)
+    model = nn.ModuleList([heads, decoder])
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        h, more = heads(torch.randn(5, 6))
+        made = loss(h, more, decoder(h))
+    (made * scale).backward()
+    return model, gradients_of(model), noting.found.played(model, "cpu", scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_the_gradients_of_a_loss_that_functions_make_lead_back_as_they_did(
+    noting: Noting, loss: Callable[..., torch.Tensor], dtype: torch.dtype | None
+) -> None:
+    model, expected, played = lead_back(noting, loss, dtype, 1024.0)
+    assert expected
+    assert losses_of(played) == 0
+    for scale in (1024.0, 64.0):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            again = played.loss(played.given[0])
+        assert again.item() == 0.0
+        (again * scale).backward()
+        found = gradients_of(model)
+        where = {name for name in found if name in expected or found[name].any()}  # elsewhere there is none, or zeros
+        assert where == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient * (scale / 1024.0), rtol=0.0, atol=0.0)
+
+
+def test_gradients_that_are_not_finite_do_not_stand_in_for_a_loss(noting: Noting) -> None:
+    _, expected, played = lead_back(noting, lambda h, more, out: (out.float() * 0).sqrt().sum(), None, 8.0)
+    assert expected["1.weight"].isnan().all()
+    assert played.calls[-1].function.gradients == (None, None)  # h has what comes from the other call
+    model, _, played = lead_back(noting, lambda h, more, out: h.sum() + (out * 0).sqrt().sum(), None, 8.0)
+    assert model is not None
+    assert played.calls[-1].function.gradients == (None, None)
+
+
+def test_what_is_large_or_no_plain_tensor_is_not_held(noting: Noting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ampdbg.replay.noted_call.MOST_HELD", 5 * 4 * 4)
+    assert lead_back(noting, lambda h, more, out: h.sum(), None, 8.0)[2] is not None
+    noting.backward_passes += 1
+    assert lead_back(noting, LOSSES["of all"], None, 8.0)[2] is None
+    noting.backward_passes += 1
+    words = nn.Embedding(9, 4, sparse=True)
+    words(torch.tensor([1, 2])).sum().backward()
+    assert noting.found.played(words, "cpu", scale=1.0) is not None  # what comes to its result is dense
+
+
+def test_gradients_are_held_no_longer_than_the_pass(noting: Noting) -> None:
+    net = nn.Linear(6, 3)
+    loss = net(X).sum()
+    loss.backward()
+    (held,) = next(iter(noting.found._calls.values())).gradients.values()
+    assert held is not None
+    gone = weakref.ref(held)
+    del held
+    noting.backward_passes += 1
+    again = net(X)
+    gc.collect()
+    assert gone() is None
+    noting.found.forget()
+    again.sum().backward()  # nobody waits for its gradient any more
+    assert loss.grad_fn is not None

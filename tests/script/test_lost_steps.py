@@ -456,11 +456,13 @@ WITHHELD = """
 import sys, torch
 from torch import nn
 
-fault = sys.argv[1]
+fault, how = sys.argv[1:3]
 torch.manual_seed(0)
 
 class Lengths(nn.Module):
     def forward(self, x):
+        if fault == "half":
+            return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()
         return x.float().pow(2).sum(-1, keepdim=True).sqrt()
 
 class Net(nn.Module):
@@ -474,17 +476,24 @@ class Net(nn.Module):
         return self.head(x / (1.0 + self.lengths(x)))
 
 def main():
-    net, criterion = Net().cuda(), nn.MSELoss()
+    net, criterion = Net().cuda(), nn.MSELoss() if how == "module" else nn.functional.mse_loss
+    if fault == "half":
+        net.words.weight.data[0] = 1e-8
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda")
     for step in range(48):
         ids, y = torch.randint(1, 9, (4, 6)).cuda(), torch.randn(4, 6, 4).cuda()
-        if step in (26, 40) and fault == "root" or step == 9 and fault == "early":
+        if step in (26, 40) and fault == "root" or step == 9 and fault in ("early", "half"):
             ids[2, 3] = 0
+        if fault == "half":
+            y[...] = 1.0  # its loss falls: no learning rate is behind it
         if step in (26, 40) and fault == "steep":
             y[...] = 60.0 if step == 26 else 120.0
         with torch.autocast("cuda", dtype=torch.float16):
-            loss = criterion(net(ids), y)
+            outputs = net(ids)
+            loss = criterion(outputs, y)
+            if step == 9 and fault == "beside":
+                loss = loss + (outputs * 0.0).float().pow(2).sum().sqrt()
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -493,12 +502,13 @@ def main():
 
 main()
 """
-"""The loss is finite in every step; the gradients of two steps are not: of a root of zero, or in FP16 alone."""
+"""The loss is finite in every step; the gradients of two steps are not: of a root of zero, or in FP16 alone. A module
+makes the loss, or a function."""
 
 
-def withheld(folder: Path, fault: str) -> tuple[Record, str, int]:
+def withheld(folder: Path, fault: str, how: str = "module") -> tuple[Record, str, int]:
     """The record of the script, what stands on its page, and its exit code."""
-    result, record = run(folder, WITHHELD, fault)
+    result, record = run(folder, WITHHELD, fault, how)
     return record, " ".join(result.stderr.split()), result.code
 
 
@@ -538,7 +548,48 @@ def test_a_step_whose_gradients_only_overflow_is_known_to_be_calibration(tmp_pat
 def test_a_step_that_was_withheld_and_run_again_leaves_the_weights_as_they_are(tmp_path: Path) -> None:
     withheld(tmp_path, "root")
     watched = (tmp_path / "net.pt").read_bytes()
-    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "root")
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "root", "module")
+    assert (tmp_path / "net.pt").read_bytes() == watched
+
+
+def test_a_step_whose_loss_a_function_makes_is_run_again_with_the_gradients_that_came(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "early", "function")
+    assert [step.step for step in record.steps if step.skipped] == [9]
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 9)
+    assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
+    assert (
+        "of step 9 the modules alone were run again, with the gradients that came to what they gave; ampdbg run "
+        "--capture-step 9 has all of it run again" in page
+    )
+    assert record.script is not None
+    assert record.script.captures == ()
+
+
+@pytest.mark.slow
+def test_what_half_alone_makes_nan_of_such_a_step_is_a_matter_of_precision(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "half", "function")
+    assert (code, record.verdict, record.findings[0].step) == (1, "precision", 9)
+    assert "return (x.half() * x.half()).sum(-1, keepdim=True).sqrt()" in page
+
+
+@pytest.mark.slow
+def test_gradients_that_fail_beside_the_modules_are_told_of_and_not_blamed(tmp_path: Path) -> None:
+    record, page, code = withheld(tmp_path, "beside", "function")
+    assert (code, [found.code for found in record.findings]) == (0, ["scale-calibration"])
+    assert (
+        "step 9 was not run again: the gradients that come to what its modules gave are not finite already: look at "
+        "what the script makes of that; ampdbg run --capture-step 9 has all of it run again" in page
+    )
+    assert "normal" not in page
+
+
+@pytest.mark.slow
+def test_gradients_that_overflow_before_they_come_to_the_modules_are_calibration(tmp_path: Path) -> None:
+    record, _, code = withheld(tmp_path, "steep", "function")
+    assert (code, record.verdict, [found.code for found in record.findings]) == (0, "healthy", ["scale-calibration"])
+    assert (record.investigations, record.unseen.notes) == ((), ())  # what comes to the modules overflows already
+    watched = (tmp_path / "net.pt").read_bytes()
+    start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "steep", "function")
     assert (tmp_path / "net.pt").read_bytes() == watched
 
 
