@@ -155,6 +155,15 @@ def run_eagerly() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def recorded_graphs(model: torch.nn.Module) -> tuple[str, ...]:
+    """The names of modules whose forward pass torch.cuda.make_graphed_callables has recorded.
+
+    That runs as it was then, in the precision that it had, whatever autocast says by now.
+    """
+    forwards = ((name, vars(module).get("forward")) for name, module in model.named_modules())
+    return tuple(name for name, forward in forwards if getattr(forward, "__module__", "") == "torch.cuda.graphs")
+
+
 def compiled_notes(model: torch.nn.Module) -> tuple[str, ...]:
     """A note for each module that ``torch.compile`` or ``module.compile()`` was called on."""
     return tuple(

@@ -24,6 +24,7 @@ from ampdbg.errors import named_error
 from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
+from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
@@ -58,6 +59,8 @@ FAILS_BESIDE = (
     "step {} was not run again: the gradients that come to what its modules gave are not finite already: look at what "
     "the script makes of that"
 )
+
+RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
 
 NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
 """With what to do about it."""
@@ -361,6 +364,9 @@ class LostSteps:
     def _played(self, model: torch.nn.Module, device: torch.device, why: Why) -> tuple[PlayedStep | None, float]:
         """The pass as it was noted, and its loss scale. Where its gradients are ``why``, and its modules do not make
         the loss, those lead back that came to what they gave."""
+        if recorded_graphs(model):
+            self._why_not = RECORDED
+            return None, 1.0
         played = self.open_pass.played(model, device.type)
         if why == "loss" or played is None or losses_of(played) == 1:
             return played, self._watcher.steps[-1].scale if self._watcher.steps else 1.0

@@ -713,6 +713,10 @@ def main():
     net = Net().cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=how == "fused")
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    if how == "recorded":  # as torch.cuda.make_graphed_callables leaves it
+        eager = net.forward
+        net.forward = lambda *given: eager(*given)
+        net.forward.__module__ = "torch.cuda.graphs"
 
     def loss_of(x, y):
         with torch.autocast("cuda", dtype=torch.bfloat16 if how == "closure" else torch.float16):
@@ -781,6 +785,7 @@ def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_
     [
         ("twice", "more than one backward pass has followed its calls"),
         ("no module", "no call of its modules was seen"),
+        ("recorded", "it runs a CUDA graph as that was recorded, and in no other precision"),
         ("closure", "that was known only when its weights had been changed"),
     ],
 )
