@@ -183,9 +183,10 @@ MISUSES = (
             "not-half",
             SETUP,
             "forward",
-            "no op ran in FP16 or bfloat16: autocast had no effect on the device, and GradScaler is disabled",
-            "run it on a GPU, or with ampdbg run --emulate on this machine: these steps say nothing about FP16; where "
-            "it was run so, the script has switched autocast off itself, as one that asks tensors for their device",
+            "no op ran in FP16 or bfloat16: autocast had no effect on the device of the weights, nor GradScaler a use",
+            "run it on a GPU, weights and all, or with ampdbg run --emulate on this machine: these steps say nothing "
+            "about FP16; where it was run so, the script has switched autocast off itself, as one that asks tensors for"
+            " their device",
             "warning",
         ),
         verdict="inconclusive",

@@ -15,7 +15,7 @@ from ampdbg.replay.played_step import Made, Own
 from ampdbg.replay.random_state import RandomState
 from ampdbg.source.ownership import Line
 
-MOST_HELD = 2**26
+MOST_HELD = 2**24
 """Bytes of the gradients that are held of what one call gave: memory that the loop could use."""
 
 

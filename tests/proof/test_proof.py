@@ -152,7 +152,7 @@ def test_pins_by_name_are_proven_in_the_form_they_have(make: Callable[..., Patch
     )
     assert failed(superfluous) == ["without after"]
     assert not (tmp_path / "ampdbg_pins.py").exists()
-    with prepared(config) as run, torch.autocast("cpu", dtype=torch.float16):
+    with prepared(config) as run, torch.autocast(run.device.type, dtype=torch.float16):
         assert torch.isnan(run.workload.losses(next(run.workload.batches()))["loss"]), "a pin is left behind"
 
 
@@ -302,7 +302,7 @@ def test_a_proof_may_be_made_while_a_run_stands(tmp_path: Path) -> None:
     with prepared(config) as run:
         before = run.workload.losses(next(run.workload.batches()))
         assert proven(config, {tmp_path / "net.py": GOOD.encode()}, failing=failing).passed
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(run.device.type, dtype=torch.float16):
             after = run.workload.losses(next(run.workload.batches()))
     assert torch.isfinite(before["loss"])
     assert torch.isnan(after["loss"])

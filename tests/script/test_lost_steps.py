@@ -8,6 +8,7 @@ import pytest
 
 from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
+from ampdbg.script.lost_steps import KNOWN_LATE
 from tests.commands.program import start
 from tests.script.test_run import run
 
@@ -93,7 +94,7 @@ def main():
         assert not is_lost or "behind" not in how, "the loss is wrong"
     torch.save(net, "net.pt")
     if how == "evaluates":
-        print([net(torch.randn(4, 6, 16)).shape for _ in range(50)][-1])
+        print([net(torch.randn(4, 6, 16).cuda()).shape for _ in range(50)][-1])
     if how in ("evaluates", "ends"):
         sys.exit(3)
 
@@ -320,7 +321,8 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert proof is not None
     steps = {step.name: step.detail for step in proof.steps}
     healthy = steps[f"the failing step ({record.steps[-1].step})"].startswith("healthy; loss ")
-    assert (healthy, "memory of a step" in steps, "where the loss is NaN" in replayed.stdout) == (has_loss,) * 3
+    is_measured = any(name.endswith("memory of a step") for name in steps)
+    assert (healthy, is_measured, "where the loss is NaN" in replayed.stdout) == (has_loss,) * 3
     cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py", "model", how)
     assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
 
@@ -758,6 +760,9 @@ main()
 @pytest.mark.parametrize("how", ["module", "fused"])
 def test_an_isolated_step_that_is_lost_and_not_withheld_is_named_and_captured(tmp_path: Path, how: str) -> None:
     result, record = run(tmp_path, IGNORED, "targets", how)
+    if how == "fused" and not record.environment.emulated:  # the scaler does not wait for its numbers on a GPU
+        assert any(KNOWN_LATE in note for note in record.unseen.notes)
+        return
     assert (result.code, record.verdict, record.steps_skipped, record.unseen.notes) == (1, "other", 0, ())
     assert where(record) == ("true-nan", 3, "", "return nn.functional.cross_entropy(out, y) + beside")
     assert [made.step for made in record.investigations] == [3, 8]
@@ -786,7 +791,7 @@ def test_an_isolated_overflow_that_is_not_withheld_is_a_matter_of_precision(tmp_
         ("twice", "more than one backward pass has followed its calls"),
         ("no module", "no call of its modules was seen"),
         ("recorded", "it runs a CUDA graph as that was recorded, and in no other precision"),
-        ("closure", "that was known only when its weights had been changed"),
+        ("closure", KNOWN_LATE),
     ],
 )
 def test_a_step_that_is_lost_and_cannot_be_run_again_has_a_note_that_says_why(

