@@ -116,11 +116,6 @@ class OpenStep:
         """Whether it is known what the backward pass has left in the gradients."""
         return id(optimizer) in self.norms or id(optimizer) in self.trusted
 
-    @property
-    def turns(self) -> set[int]:
-        """The optimizers, by ``id``, that have stepped, or were withheld."""
-        return {*self.norms, *self.trusted}
-
     def trust(self, scaler: GradScaler, optimizer: torch.optim.Optimizer, *, may_change: bool) -> None:
         """Leaves it to a scaler that has unscaled the gradients to tell whether they are finite.
 

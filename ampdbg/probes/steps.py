@@ -89,8 +89,6 @@ class StepLog:
         self._seen_bad: set[tuple[str, str, bool]] = set()
         self._listed: set[int] = set()
         self._room, self._stride, self._stretches = MOST_STEPS, 1, 1
-        self.turns: set[int] = set()
-        """The optimizers, by ``id``, of the last step that an optimizer ended."""
         self.left_out = LeftOut()
         """How many steps that went wrong are no longer among the others."""
         self.journal: Journal | None = None
@@ -156,7 +154,6 @@ class StepLog:
         step.losses, self._losses = self._losses, {}
         step.nonfinite, self.batch = self.batch, []
         step.each.clear()
-        self.turns = step.turns or self.turns
         self._last_skip = self.closed() if step.skipped else self._last_skip
         with self._changing:
             self._unread.append(step)

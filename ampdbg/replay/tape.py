@@ -89,7 +89,7 @@ class Tape(TorchFunctionMode):
         self._results: list[list[torch.Tensor]] = []  # alive, or else an id is given to another tensor
         self._made: dict[int, tuple[Made, bool]] = {}
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self._are_stepped_on = False
+        self._are_stepped_on = self._has_stepped = False
         self._scaled: set[int] = set()
         self._narrowings = Narrowings(device, also)
         self._alive: list[Any] = []  # as those are
@@ -184,7 +184,7 @@ class Tape(TorchFunctionMode):
 
     def stepped_on(self) -> None:
         """To be called when an optimizer steps on the losses so far: the next loss is the first of another step."""
-        self._are_stepped_on = True
+        self._are_stepped_on = self._has_stepped = True
 
     def _add_losses(self, outputs: Any) -> None:
         if self._are_stepped_on:
@@ -314,6 +314,13 @@ class Tape(TorchFunctionMode):
         # A custom Function hands on what it has made without gradients, and leads them there itself.
         return made if wants == tensor.requires_grad else None
 
+    def is_past(self, tensor: torch.Tensor, made: Made) -> bool:
+        """Whether a tensor of the tape that no gradient leads to is data by now: an optimizer has stepped since on the
+        weights that it was made with, as where a GAN's discriminator steps after the generator that gave its input."""
+        if not self._has_stepped or tensor.requires_grad:
+            return False
+        return not all(self._calls[number].has_its_weights for number in self._behind([made.call]))
+
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor as it is now; the same one as long as nothing writes into it."""
         known = self._copies.get(id(tensor))
@@ -413,6 +420,8 @@ class _Taking:
         if not isinstance(value, torch.Tensor):
             return value
         known = self._tape.placeholder(value)
+        if isinstance(known, Made) and self._tape.is_past(value, known):
+            return self._tape.copy_of(value)
         if isinstance(known, Made):
             self.reads.add(known.call)
         elif isinstance(known, Own):

@@ -74,7 +74,9 @@ class Captures:
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
-        self._wanted = wanted
+        self.wanted = wanted
+        """The number of the step that was asked for from outside; 0 for none."""
+        self._failed = -1
 
     @property
     def has_room(self) -> bool:
@@ -83,7 +85,20 @@ class Captures:
 
     def has(self, step: int) -> bool:
         """Whether the step of this number was captured."""
-        return any(path.name.endswith(f"-{self._name(step)}{CAPTURE_SUFFIX}") for path in self.written)
+        return self._of(step) is not None
+
+    def _of(self, step: int) -> Path | None:
+        ending = f"-{self._name(step)}{CAPTURE_SUFFIX}"
+        return next((path for path in self.written if path.name.endswith(ending)), None)
+
+    def drop(self, step: int) -> None:
+        """Removes the capture of the step of this number, if there is one."""
+        path = self._of(step)
+        if path is not None:
+            self.written.remove(path)
+            self._settling = [other for other in self._settling if other != path]
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _name(self, step: int) -> str:
         return of_rank(f"step-{step}", self.start.rank)
@@ -94,7 +109,7 @@ class Captures:
 
     def begins(self, step: int) -> None:
         """To be called when the step of this number is about to begin."""
-        self.is_wanted |= step == self._wanted > 0
+        self.is_wanted |= step == self.wanted > 0
 
     def take_request(self) -> bool:
         """Whether the step that begins is the one that was asked for; a later one has to be asked for again."""
@@ -103,8 +118,8 @@ class Captures:
 
     def cannot(self, step: int, why: str) -> None:
         """Notes that a step could not be captured."""
-        if step == self._wanted or not self.why_not:
-            self.why_not = f"step {step} {NOT_CAPTURED}: {why}"
+        if step == self.wanted or not self.why_not:
+            self.why_not, self._failed = f"step {step} {NOT_CAPTURED}: {why}", step
 
     def add(self, step: int, make: Callable[[], Captured], *, is_wanted: bool = False) -> None:
         """Writes the one that ``make`` makes; where that cannot be, ``why_not`` says why, and the script goes on."""
@@ -114,7 +129,7 @@ class Captures:
             self.cannot(step, named_error(error))
 
     def _write(self, captured: Captured, is_wanted: bool) -> None:
-        if not self.has_room:
+        if not self.has_room and not self.has(captured.step):
             allowed = f"{counted(self._most, 'capture')} a run"
             self.cannot(captured.step, f"at most {allowed}; allow more with --max-captures")
             return
@@ -125,12 +140,18 @@ class Captures:
         except CaptureError as error:
             self.cannot(captured.step, str(error))
             return
-        if len(self.written) == self._most:
+        earlier = self._of(captured.step)  # of another turn
+        if earlier == path:
+            self.written.remove(path)
+        elif earlier is not None:
+            self.drop(captured.step)
+        elif len(self.written) == self._most:
             replaced = self._settling.pop()
             self.written.remove(replaced)
             with contextlib.suppress(OSError):
                 replaced.unlink()
         self.written.append(path)
+        self.why_not = "" if self._failed == captured.step else self.why_not
         if captured.is_settling and not is_wanted:
             self._settling.append(path)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import get_args
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.cause import LONGEST_TURN
@@ -21,7 +22,7 @@ from ampdbg.probes.step_trace import StepTrace
 from ampdbg.probes.tensors import are_weights_spoilt, nonfinite
 from ampdbg.probes.unfollowed import is_compiled_code_there, is_in_compiled_call, note_mode_left
 from ampdbg.probes.watch import Watch
-from ampdbg.quantities import listed
+from ampdbg.quantities import counted, listed
 from ampdbg.record.log import kept
 from ampdbg.record.replays import Investigation, Replay
 from ampdbg.record.run import Record, ScriptRun, Step
@@ -58,8 +59,8 @@ not traced: in a traced step such code runs as it was written, which rounds othe
 NOT_COMPILED = "{} ran uncompiled to be traced: from there on compiled code of the script may have given other numbers"
 """As of a step that was to be captured."""
 
-TURN_NOT_COME = "an optimizer that has stepped in the one before it has not; the next step is captured in its place"
-"""Why a step that was asked for was let go."""
+NOT_REACHED = "step {} was not captured: the script has made {}, counted from 0"
+"""Of one that was asked for."""
 
 NOT_RUN_AGAIN = "rank {} of {}: steps of a group are run again by ampdbg replay CAPTURE"
 
@@ -129,10 +130,8 @@ class TracedSteps:
         """Keeps what was found in a step that has ended."""
         self._waited += traced.waited
         step = self._watcher.log.latest()
-        if traced.is_given_up or traced.has_failed or traced.waits_for_a_turn:
+        if traced.is_given_up or traced.has_failed:
             self.captures.is_wanted |= traced.is_wanted
-            if traced.waits_for_a_turn:
-                self.captures.cannot(step.step, TURN_NOT_COME)
         elif traced.passes_over and not traced.taken:  # the other's turn was sound, or could not be run again
             self._told.clear()
         elif step.found_inf or not math.isfinite(step.loss):
@@ -146,6 +145,8 @@ class TracedSteps:
         start, captures = self.captures.start, self.captures
         is_left = start.processes > 1 and bool(self.found)
         notes = [captures.why_not] * bool(captures.why_not)
+        steps = self._watcher.log.closed()
+        notes += [NOT_REACHED.format(captures.wanted, counted(steps, "step"))] * (captures.wanted >= steps > 0)
         notes += [NOT_COMPILED.format(listed([f"step {one}" for one in self._uncompiled]))] * bool(self._uncompiled)
         notes += [NOT_RUN_AGAIN.format(start.rank, start.processes)] * is_left
         written = tuple(map(str, captures.written))
@@ -234,7 +235,7 @@ class TracedStep:
         self.is_wanted = is_wanted
         self.passes_over = passes_over
         self.taken = 0
-        """The ``id`` of the optimizer whose turn was run again or captured; 0 before that."""
+        """The ``id`` of the optimizer whose turn fails, and was run again or captured; 0 before that."""
         self._may_wait = may_wait
         self._watcher = watcher
         self._captures = captures
@@ -243,8 +244,6 @@ class TracedStep:
         parameters = list(self._model.parameters())
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._tape = Tape(self._model, self._device.type, self._give_up)
-        self._let_go: set[int] = set()
-        """The optimizers, by ``id``, whose sound turns were not captured, as others were to follow."""
         self._made: Investigation | None = None
         self._spoilt: tuple[str, ...] = ()
         self._entered = ExitStack()
@@ -258,11 +257,6 @@ class TracedStep:
     def end(self) -> None:
         """Leaves torch and the models as they were."""
         self._entered.close()
-
-    @property
-    def waits_for_a_turn(self) -> bool:
-        """Whether the turn of an optimizer that the last step had has not come, for which a sound one was let go."""
-        return bool(self._let_go) and not self.taken
 
     @property
     def has_failed(self) -> bool:
@@ -310,34 +304,30 @@ class TracedStep:
         is_alone = not is_in_group()
         may_be = is_bad and not is_spoilt
         has_room = may_be and self._captures.has_room
-        is_wanted = self.is_wanted and (is_bad or not self._lets_go_of(optimizer))
-        is_captured = is_wanted or (has_room and (is_alone or self._is_bad_itself()))
+        is_captured = self.is_wanted or (has_room and (is_alone or self._is_bad_itself()))
         is_free = is_alone and not hooks_half_weights(self._model)
         is_run = may_be and is_free and self._may_wait and _half_in(self._trace) is not None
         if is_captured or is_run:
-            self._let_go.clear()
             is_taken = self._take(scaler, is_bad=is_bad, is_captured=is_captured, is_run=is_run)
-            self.taken = id(innermost(optimizer)) if is_taken else self.taken
+            self.taken = id(innermost(optimizer)) if is_taken and is_bad else self.taken
         self._tape.stepped_on()
 
-    def _lets_go_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Lets a sound turn go by where others are to follow, as in the last step, if that had this one too: of a step
-        that was asked for the first turn that fails is captured, or else the last."""
-        turn, latest = id(innermost(optimizer)), self._watcher.log.turns
-        self._let_go.add(turn)
-        return turn in latest and bool(latest - self._let_go)
-
     def _take(self, scaler: torch.amp.GradScaler | None, *, is_bad: bool, is_captured: bool, is_run: bool) -> bool:
-        """Captures the step, and runs it again, where that can be done; the script waits meanwhile."""
-        played, loss = self._tape.played(), self._tape.loss
+        """Captures the step, and runs it again, where that can be done; the script waits meanwhile.
+
+        Of one that was asked for, each sound turn of an optimizer takes the place of the one before, up to the first
+        that fails: nobody knows which of them are to follow.
+        """
+        played, loss, number = self._tape.played(), self._tape.loss, self._watcher.log.closed()
         if played is None:
-            self._captures.cannot(self._watcher.log.closed(), f"it cannot be run again: {self._tape.why_not}")
+            self._cannot(number, is_bad=is_bad)
             return False
         computed = tuple(name for name, tensor in data_of(played) if self._trace.has_spoilt(tensor))  # as by a teacher
-        self.end()
+        if is_bad:
+            self.end()
         began, scale = time.monotonic(), scaler._get_scale_async() if scaler is not None else None
         step = LoopStep(
-            self._watcher.log.closed(),
+            number,
             self._watcher,
             played,
             self._model,
@@ -349,21 +339,32 @@ class TracedStep:
             computed,
         )
         if is_captured:
-            step.capture(self._captures, loss, scaler, is_wanted=self.is_wanted)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                step.capture(self._captures, loss, scaler, is_wanted=self.is_wanted)
         if is_run:
-            self._observer.replay(self._watcher.log.closed(), RUN_AGAIN)  # here, for behind this nothing is shown
-            # Whatever it raises, such as that there is no memory for it, the script goes on.
-            with held_signals(), contextlib.suppress(Exception):
-                made = step.investigated(self._watcher.steps)
-                self._made = made if made is not None and _is_told(made) else None
-                if self._made is not None and not is_finite(self._made.replays[1]):  # else it is meant, or no matter
-                    bad = step.blamed_data()
-                    self._watcher.log.batch += bad.batch
-                    if bad.spoilt:  # replays are given it too, and tell nothing: the trace has seen its op
-                        self._made, self._spoilt = None, bad.spoilt
-            torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+            self._run_again(step)
         self.waited = time.monotonic() - began
         return True
+
+    def _run_again(self, step: LoopStep) -> None:
+        self._observer.replay(step.step, RUN_AGAIN)  # here, for behind this nothing is shown
+        # Whatever it raises, such as that there is no memory for it, the script goes on.
+        with held_signals(), contextlib.suppress(Exception):
+            made = step.investigated(self._watcher.steps)
+            self._made = made if made is not None and _is_told(made) else None
+            if self._made is not None and not is_finite(self._made.replays[1]):  # else it is meant, or no matter
+                bad = step.blamed_data()
+                self._watcher.log.batch += bad.batch
+                if bad.spoilt:  # replays are given it too, and tell nothing: the trace has seen its op
+                    self._made, self._spoilt = None, bad.spoilt
+        torch.clear_autocast_cache()  # where the script steps within a region, it has casts of altered weights
+
+    def _cannot(self, number: int, *, is_bad: bool) -> None:
+        """Notes why the turn cannot be captured; the capture of an earlier one does not tell of one that fails."""
+        if is_bad:
+            self._captures.drop(number)
+        if not self._captures.has(number):
+            self._captures.cannot(number, f"it cannot be run again: {self._tape.why_not}")
 
 
 def _is_told(made: Investigation) -> bool:

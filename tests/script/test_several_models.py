@@ -192,15 +192,16 @@ ASKED_FOR = scripts.GAN.replace(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gain", "steps", "captured", "code"),
+    ("gain", "steps", "code"),
     [
-        ("1.0", "True", 5, 0),
-        ("(1e9 if step == 5 else 1.0)", "True", 5, 1),  # the discriminator's turn comes before, and is sound
-        ("1.0", "step != 5", 6, 0),  # the turn that was waited for has not come
+        ("1.0", "True", 0),
+        ("(1e9 if step == 5 else 1.0)", "True", 1),  # the discriminator's turn comes before, and is sound
+        ("1.0", "step != 5", 0),  # the generator's turn does not come
+        ("(1e9 if step == 5 else 1.0)", "step % 3 == 2", 1),  # it has not come in the step before
     ],
 )
 def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_the_last(
-    tmp_path: Path, gain: str, steps: str, captured: int, code: int
+    tmp_path: Path, gain: str, steps: str, code: int
 ) -> None:
     text = ASKED_FOR.replace("GAIN", gain).replace(
         "scaler.step(optimizers[0])", f"{steps} and scaler.step(optimizers[0])"
@@ -208,13 +209,74 @@ def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_th
     trained, watched = run(tmp_path, text, options=("--emulate", "--capture-step=5"))
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
     path = capture_of(tmp_path)
-    assert path.stem.endswith(f"step-{captured}")
-    told = [note for note in watched.unseen.notes if "step 5 was not captured: an optimizer" in note]
-    assert len(told) == (captured == 6)
+    assert path.stem.endswith("step-5")
+    assert not [note for note in watched.unseen.notes if "captured" in note]
     result, record = on(tmp_path, "replay", path)
     assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
-    turn = 2 if steps == "True" else 1
-    assert record.investigations[0].replays[0].loss == pytest.approx(float(losses[captured][turn]), rel=1e-3)
+    turn = 1 if steps == "step != 5" else 2
+    assert record.investigations[0].replays[0].loss == pytest.approx(float(losses[5][turn]), rel=1e-3)
+
+
+GENERATOR_FIRST = """
+import sys, torch
+from torch import nn
+
+bad = sys.argv[1]
+torch.manual_seed(0)
+netG, netD = nn.Linear(8, 16).cuda(), nn.Linear(16, 1).cuda()
+optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (netG, netD)]
+scaler, criterion = torch.amp.GradScaler("cuda", init_scale=1024.0), nn.BCEWithLogitsLoss()
+one, zero = torch.ones(4, 1).cuda(), torch.zeros(4, 1).cuda()
+
+def root(of):
+    return (of - of.detach()).float().pow(2).sum().sqrt()
+
+for step in range(8):
+    real = torch.randn(4, 16).cuda()
+    optimizers[0].zero_grad()
+    with torch.autocast("cuda"):
+        fake = netG(torch.randn(4, 8).cuda())
+        out = netD(fake)
+        loss = criterion(out, one) + (root(out) if step == 3 and bad == "G" else 0.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizers[0])
+    optimizers[1].zero_grad()
+    with torch.autocast("cuda"):
+        out = netD(fake.detach())
+        loss = criterion(netD(real), one) + criterion(out, zero) + (root(out) if step == 3 and bad == "D" else 0.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizers[1])
+    scaler.update()
+    print(step, loss.item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", ["G", "D", ""])
+def test_where_the_generator_steps_first_its_picture_is_data_of_the_discriminator(tmp_path: Path, bad: str) -> None:
+    trained, watched = run(tmp_path, GENERATOR_FIRST, bad, options=("--emulate", "--capture-step=3"))
+    path = capture_of(tmp_path)
+    assert path.stem.endswith("step-3")
+    assert not [note for note in watched.unseen.notes if "captured" in note]
+    result, record = on(tmp_path, "replay", path)
+    for one in (watched, record):
+        assert [(found.code, found.step) for found in one.findings] == [("true-nan", 3)] * bool(bad)
+    made = record.investigations[0]
+    if not bad:
+        last = float(trained.stdout.splitlines()[3].split()[1])
+        assert made.replays[0].loss == pytest.approx(last, rel=1e-3)
+        return
+    assert (result.code, record.findings[0].source.text if record.findings[0].source else "") == (
+        1,
+        "return (of - of.detach()).float().pow(2).sum().sqrt()",
+    )
+
+
+def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
+    _, record = run(tmp_path, GENERATOR_FIRST, "", options=("--emulate", "--capture-step=8"))
+    assert record.unseen.notes == ("step 8 was not captured: the script has made 8 steps, counted from 0",)
+    assert record.script is not None
+    assert record.script.captures == ()
 
 
 def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(tmp_path: Path) -> None:
