@@ -47,6 +47,8 @@ UNEXPLAINED = "unexplained"
 """The evidence of which skips neither the start, nor growth, nor a replay explains: of those nothing is normal but that
 they are few."""
 
+NOT_EXPLAINED = "neither the start nor a scale just grown explains"
+
 LOWS_OF_A_COLLAPSE = 3
 """So many new lows after settling are a scale that keeps falling."""
 
@@ -341,11 +343,13 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
     untold, are_many = _untold(record)
     is_lower = settled is not None and settled < min(record.steps[0].scale, *(step.scale for step in skipped))
     where = "settles: it has not settled yet, and a longer run will show where it does"
-    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_lower and not untold else ""
+    saving = f"; GradScaler(init_scale={settled:g}) saves the skipped steps" if is_lower else ""
     named = ("steps " if untold[1:] else "step ") + listed([str(step.step) for step in untold], 3)
+    explains = "NaN without any inf need not be the scale's at" if untold[:1] == [record.steps[0]] else NOT_EXPLAINED
+    are_few = settled is not None and not are_many and 2 * len(skipped) <= record.steps_run
     unknown = (
-        f"; neither the start nor a scale just grown explains {named}, and no replay has told whether FP32 fails too"
-        + ": so few withheld steps do no harm" * (settled is not None and not are_many)
+        f"; {explains} {named}, and no replay has told whether FP32 fails too"
+        + ": so few withheld steps do no harm" * are_few
     )
     return finding_of(
         CALIBRATION,
@@ -355,7 +359,7 @@ def _calibration(skipped: Sequence[Step], record: Record) -> Finding:
         + (where if settled is None else f"settled at {number(settled)}{': this is normal' * (not untold)}")
         + unknown * bool(untold),
         severity="info",
-        remedy="" if settled is None or are_many else f"none is needed{saving}",
+        remedy="" if settled is None or are_many else f"none is needed{' while they are so few' if untold else saving}",
         evidence={"skipped": len(skipped)}
         | ({} if settled is None else {"scale": settled})
         | ({UNEXPLAINED: [step.step for step in untold[:20]]} if untold else {})
@@ -374,7 +378,8 @@ def _untold(record: Record) -> tuple[list[Step], bool]:
     relapses = [step for step in _relapses(record.steps) if step.step not in grown]
     goes_on = bool(relapses) and record.steps[-1].step - relapses[-1].step < SETTLING_STEPS
     are_many = goes_on and not replayed and len(relapses) >= LOWS_OF_A_COLLAPSE
-    behind_sound = (now for before, now in pairwise(record.steps) if not before.skipped)
-    unlike_a_scale = [step for step in behind_sound if step in relapses and is_nan_alone(step.groups)]
+    behind_sound = (now for before, now in pairwise(record.steps) if not before.skipped and now in relapses)
+    first = (step for step in record.steps[:1] if step.skipped)
+    unlike_a_scale = [step for step in (*first, *behind_sound) if is_nan_alone(step.groups)]
     untold = (*new_lows(record.steps, record.steps_run), *(relapses if are_many else unlike_a_scale))
     return [step for step in record.steps if step in untold and step.step not in replayed], are_many

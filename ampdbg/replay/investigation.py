@@ -14,7 +14,7 @@ import torch
 from ampdbg.agreement import AGREEMENT, agrees, is_finite, is_same_run
 from ampdbg.diagnosis.divergence import may_have_risen
 from ampdbg.diagnosis.producers import culprit, overflow_in
-from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW
+from ampdbg.diagnosis.scale import SKIPS_IN_A_ROW, is_nan_alone
 from ampdbg.formats import FLOAT16
 from ampdbg.observer import Observer
 from ampdbg.probes.garbage import seldom_collected
@@ -345,6 +345,8 @@ class Investigator:
             self._skips_in_a_row += 1
             # A skip right after growth is normal; one at a scale that has worked is looked at.
             is_new_low = self._skips_in_a_row == 1 and step.scale <= self._lowest_that_worked < math.inf
+            # NaN alone need be no matter of the scale: what it settles at is no answer to that.
+            is_new_low |= step.step == 0 and is_nan_alone(step.groups)
             # Where no step was ever taken, the last tells whether a lower scale would do.
             is_last = step.step + 1 == self._run.config.train.steps and self._lowest_that_worked == math.inf
             if math.isfinite(step.loss) and (is_new_low or is_last or self._skips_in_a_row == SKIPS_IN_A_ROW):

@@ -155,11 +155,15 @@ class LostSteps:
         """Called when the gradients of a step are not finite, though its loss is.
 
         One such step may be chance. Another that neither a start nor a scale just grown explains, behind a sound one,
-        may be a fault of its batch, which no tape of the next step would show; one that leaves NaN alone, at any time.
+        may be a fault of its batch, which no tape of the next step would show; one that leaves NaN alone, at any time,
+        be it the first of all.
         """
         open_step, steps = self._watcher.open_step, self._watcher.steps
-        stands_alone = bool(steps) and not steps[-1].skipped and open_step.loss_scale() <= steps[-1].scale
         is_unlike_a_scale = is_nan_alone(open_step.groups)
+        if not steps:
+            stands_alone = is_unlike_a_scale
+        else:
+            stands_alone = not steps[-1].skipped and bool(open_step.loss_scale() <= steps[-1].scale)
         if stands_alone and (is_unlike_a_scale or new_lows(steps, self._watcher.log.closed())):
             self._lost(is_last_chance=True, scaler=open_step.scaler)
 

@@ -89,13 +89,15 @@ def of_nan_alone(step: Step) -> Step:
 
 def test_a_skip_of_nan_alone_between_sound_steps_is_not_called_normal_however_early() -> None:
     steps = steps_of("xx....xx.....")
-    of_nan = [[of_nan_alone(step) if step.step == at else step for step in steps] for at in (1, 6, 7)]
-    for made, told in zip((steps, *of_nan), (None, None, [6], None), strict=True):
+    of_nan = [[of_nan_alone(step) if step.step == at else step for step in steps] for at in (0, 1, 6, 7)]
+    for made, told in zip((steps, *of_nan), (None, [0], None, [6], None), strict=True):
         record = diagnose(record_of(made))
         (found,) = record.findings
         assert (record.verdict, found.evidence.get("unexplained")) == ("healthy", told)
         assert ("this is normal" in found.message) is (told is None)
-        assert found.remedy == ("none is needed" if told else ADVICE.format(4096))
+        explains = "NaN without any inf need not be the scale's at step 0" if told == [0] else "explains step 6"
+        assert (explains in found.message) is (told is not None)
+        assert found.remedy == ("none is needed while they are so few" if told else ADVICE.format(4096))
 
 
 @pytest.mark.parametrize(

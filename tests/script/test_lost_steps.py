@@ -485,7 +485,7 @@ def main():
     scaler = torch.amp.GradScaler("cuda")
     for step in range(48):
         ids, y = torch.randint(1, 9, (4, 6)).cuda(), torch.randn(4, 6, 4).cuda()
-        if step in (26, 40) and fault == "root" or step == 9 and fault in ("early", "half"):
+        if step in {"root": (26, 40), "early": (9,), "half": (9,), "first": (0,)}.get(fault, ()):
             ids[2, 3] = 0
         if fault == "half":
             y[...] = 1.0  # its loss falls: no learning rate is behind it
@@ -526,10 +526,11 @@ def test_a_step_whose_gradients_fp32_cannot_make_either_is_not_taken_for_calibra
 
 
 @pytest.mark.slow
-def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Path) -> None:
-    record, page, code = withheld(tmp_path, "early")
-    assert [step.step for step in record.steps if step.skipped] == [9]
-    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", 9)
+@pytest.mark.parametrize(("fault", "step"), [("early", 9), ("first", 0)])
+def test_gradients_of_nan_alone_are_no_settling_scale_however_early(tmp_path: Path, fault: str, step: int) -> None:
+    record, page, code = withheld(tmp_path, fault)
+    assert [step.step for step in record.steps if step.skipped] == [step]
+    assert (code, record.verdict, record.findings[0].code, record.findings[0].step) == (1, "other", "true-nan", step)
     assert "return x.float().pow(2).sum(-1, keepdim=True).sqrt()" in page
 
 
