@@ -481,3 +481,37 @@ def test_of_half_values_only_powers_of_two_are_transformed_and_the_others_explai
         settings = (healthy, "precision.loss_scale.init=256.0")
         steps = train(load_config(tmp_path / "config.yaml", settings)).steps
         assert [step.skipped for step in steps] == [False, False]
+
+
+ROOT_OF_ZERO = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+    def forward(self, x):
+        h = self.body(x)
+        gone = h * (x == 0).all(-1, keepdim=True).logical_not()
+        return self.head(h / (1 + (gone * gone).sum(-1, keepdim=True).sqrt())).squeeze(-1)
+
+def data(bad):
+    generator = torch.Generator().manual_seed(3)
+    batches = [(torch.randn(16, 4, generator=generator), torch.randn(16, generator=generator)) for _ in range(6)]
+    if bad >= 0:
+        batches[bad][0][7] = 0.0
+    return batches
+"""
+
+
+@pytest.mark.parametrize(("bad", "found"), [(0, [("true-nan", 0)]), (3, [("true-nan", 3)]), (-1, [])])
+def test_nan_alone_is_run_again_in_the_first_step_too(
+    tmp_path: Path, bad: int, found: list[tuple[str, int | None]]
+) -> None:
+    (tmp_path / "root.py").write_text(ROOT_OF_ZERO)
+    data = {"target": "root.py:data", "args": {"bad": bad}}
+    scale = {"loss_scale": 256.0}
+    record = run(tmp_path, model={"target": "root.py:Net"}, data=data, precision=scale, train={"steps": 6})
+    assert [(one.code, one.step) for one in record.findings] == found
+    assert [step.step for step in record.steps if step.skipped] == [step for _, step in found]
