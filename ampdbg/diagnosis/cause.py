@@ -162,11 +162,20 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
+    alike -= {other.step for other in record.investigations if is_another_fault(other, made)}
     first = first_in_a_row(found.step, alike)
     first = _first_of_turns(first, alike, record) if is_of_loss else first
     told = first == found.step or made.is_as_it_trained
     message = found.message if told else f"{found.message} (as step {found.step} was run again)"
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
+
+
+def is_another_fault(other: Investigation, made: Investigation) -> bool:
+    """Whether replays of another step have shown that it begins elsewhere, as that of a loss scale that settles."""
+    if other.step == made.step or other.is_as_it_trained or not other.reproduced:
+        return False
+    begins, here = (next(iter(one.replays[0].producers), None) for one in (other, made))
+    return begins is not None and here is not None and begins.site != here.site
 
 
 def _grown(found: Finding, made: Investigation) -> Finding:

@@ -5,6 +5,7 @@ One exception: what replays show of a forward pass stands before misuses that ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -72,7 +73,7 @@ def diagnose(record: Record) -> Record:
             # The replays of one step may show two families the same cause: it is reported once.
             elif finding not in [replace(known, root=finding.root) for known in faults]:
                 leads = family is nonfinite_loss and _stands_before(finding, faults, record)
-                faults = _led_by(finding, faults) if leads else [*faults, replace(finding, root=_root(finding, faults))]
+                faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
     return replace(record, findings=found, verdict=_verdict(record, found))
@@ -109,6 +110,16 @@ def _led_by(finding: Finding, faults: list[Finding]) -> list[Finding]:
     """The faults behind one that they do not explain, nor it them; weights that a later step has spoilt follow it."""
     behind = [replace(known, root=None if known.root is None else known.root + 1) for known in faults]
     return [finding, *(replace(known, root=0) if known.code in (*SPOILT, DATA) else known for known in behind)]
+
+
+def _behind(finding: Finding, faults: list[Finding], record: Record) -> Finding:
+    """The finding with the fault that it follows from. What an op does in a step that is withheld leaves nothing to
+    follow from to another one."""
+    withheld = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
+    are_apart = bool(faults) and finding.root is None and faults[0].step != finding.step
+    if are_apart and all(one.op and one.phase == "backward" and one.step in withheld for one in (faults[0], finding)):
+        return finding
+    return replace(finding, root=_root(finding, faults))
 
 
 def _root(finding: Finding, faults: list[Finding]) -> int | None:

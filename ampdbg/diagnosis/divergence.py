@@ -11,7 +11,7 @@ from ampdbg.diagnosis.producers import finding_at
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record
+from ampdbg.record.run import Record, Step
 
 DIVERGENCE = "divergence"
 
@@ -39,7 +39,7 @@ def first_divergence(made: Investigation, record: Record) -> Investigation | Non
 
 def divergence(made: Investigation, record: Record) -> Finding:
     """The finding of a run that diverges."""
-    before, climb = [step for step in record.steps if step.step < made.step], made.continuation
+    before, climb = _before(made, record), made.continuation
     if climb and all(step.skipped for step in before):  # all with the same weights: other losses are other batches'
         message = f"the loss is {number(climb[0])}, and steps in FP32 on the same batch lead to {number(climb[-1])}"
     else:
@@ -99,18 +99,24 @@ def _leapt(losses: Sequence[float]) -> bool:
     return bool(later and first) and min(later) > LEAPT * abs(first)
 
 
+def _before(made: Investigation, record: Record) -> list[Step]:
+    """The steps before it whose losses are of its kind: where an optimizer has a scaler of its own, others are not."""
+    own = next((step.scaler for step in record.steps if step.step == made.step), None)
+    return [step for step in record.steps if step.step < made.step and own in (None, step.scaler)]
+
+
 def _diverges(made: Investigation, record: Record) -> bool:
     """Whether FP32 climbs by itself from this step on; where it is not even finite here, whether the loss had risen."""
-    before = [step.loss for step in record.steps if step.step < made.step]
+    before = [step.loss for step in _before(made, record)]
     return climbs_on(before, made.continuation) or (not is_finite(made.replays[1]) and rose(before))
 
 
 def may_diverge(made: Investigation, record: Record) -> bool:
     """Whether what overflows in a step that no replay judges may come of the learning rate: the losses before it had
     risen, or are too few to tell though weights were written since the first."""
-    withheld = [step.skipped for step in record.steps if step.step < made.step]
-    before = [step.loss for step in record.steps if step.step < made.step and math.isfinite(step.loss)]
-    if all(withheld) or not before:
+    earlier = _before(made, record)
+    before = [step.loss for step in earlier if math.isfinite(step.loss)]
+    if all(step.skipped for step in earlier) or not before:
         return False
     return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
 

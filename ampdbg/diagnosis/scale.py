@@ -7,14 +7,14 @@ Skips are normal at the start and right after the scale has grown. A skip at any
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise, takewhile
 from operator import attrgetter
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, first_in_a_row
+from ampdbg.diagnosis.cause import cause_of, first_in_a_row, is_another_fault
 from ampdbg.diagnosis.divergence import DIVERGENCE
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
@@ -22,7 +22,7 @@ from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, las
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
-from ampdbg.record.findings import Finding
+from ampdbg.record.findings import Finding, Source
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import GroupOverflow, Record, Step
 
@@ -79,9 +79,19 @@ def skips(record: Record) -> Iterator[Finding]:
         if record.steps[-1].scale < min(record.steps[0].scale, skipped[0].scale) and not _fails_at_one(record):
             yield _collapse((lows or skipped)[0].step, len(lows), record)
     elif faults:
-        yield _cause(faults[0], record)
+        yield from _distinct(_cause(made, record) for made in faults)
     else:
         yield _calibration(skipped, record)
+
+
+def _distinct(causes: Iterable[Finding]) -> Iterator[Finding]:
+    """The first, and each that is of another kind and another line than those before it."""
+    codes, lines = set[str](), set[Source | None]()
+    for found in causes:
+        if not codes or (found.code not in codes and found.source not in lines):
+            yield found
+        codes.add(found.code)
+        lines.add(found.source)
 
 
 def of_one_scaler(record: Record) -> Record:
@@ -213,7 +223,7 @@ def _cause(made: Investigation, record: Record) -> Finding:
 
     Where a static scale is the only thing wrong, the finding is the scale.
     """
-    found = _since_its_first_skip(cause_of(made, record), record.steps)
+    found = _since_its_first_skip(cause_of(made, record), made, record)
     given, survived = number(made.replays[0].scale), survivor(made)
     if survived is None:
         return found
@@ -237,9 +247,10 @@ def _cause(made: Investigation, record: Record) -> Finding:
     return found
 
 
-def _since_its_first_skip(found: Finding, steps: Sequence[Step]) -> Finding:
+def _since_its_first_skip(found: Finding, made: Investigation, record: Record) -> Finding:
     """The finding with the first of the skipped steps in a row that end in the replayed one: all have its weights."""
-    skipped = {step.step for step in steps if step.skipped and math.isfinite(step.loss)}
+    skipped = {step.step for step in record.steps if step.skipped and math.isfinite(step.loss)}
+    skipped -= {other.step for other in record.investigations if is_another_fault(other, made)}
     first = first_in_a_row(found.step, skipped)
     if first == found.step or found.phase not in OVERFLOWS or found.code == DIVERGENCE:
         return found

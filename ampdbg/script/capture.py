@@ -75,7 +75,8 @@ class Head:
     ``calls`` are those that lead to the losses, in order; ``parts`` has the numbers of those of each part of the step,
     and ``losses`` where its losses are: the number of a call, and the path in what that gave. ``is_broken_off`` says
     that the script has ended in the step: only its forward pass is here. ``weights_grew`` is as of an investigation,
-    ``computed`` names what looks like data, and the step itself may have computed, and ``replaced`` what of that has
+    ``scaler_number`` is that of its scaler in the record, 0 where that is not known; ``computed`` names what looks like
+    data, and the step itself may have computed, and ``replaced`` what of that has
     finite numbers here, and had none. ``beside`` has attributes of modules that are not the model's, by the place of
     the first call of each.
     """
@@ -99,6 +100,7 @@ class Head:
     created: str
     is_broken_off: bool = False
     weights_grew: float = 1.0
+    scaler_number: Count = 0
     computed: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
     beside: Mapping[Count, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)

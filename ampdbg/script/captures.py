@@ -204,6 +204,7 @@ class Captured:
     is_broken_off: bool = False
     """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
     weights_grew: float = 1.0
+    scaler_number: int = 0
     computed: tuple[str, ...] = ()
 
     @property
@@ -274,6 +275,7 @@ class Captured:
             half=self.half,
             is_broken_off=self.is_broken_off,
             weights_grew=self.weights_grew,
+            scaler_number=self.scaler_number,
             computed=self.computed,
             replaced=self.played.replaced,
             device=str(next(self.model.parameters()).device),

@@ -127,6 +127,7 @@ class LoopStep:
                 computed=self.computed,
                 half=self.half,
                 weights_grew=watcher.optimizers.weights_grew,
+                scaler_number=0 if scaler is None else watcher.calls.number_of(scaler),
                 record=watcher.record(),
                 start=captures.start,
                 is_broken_off=is_broken_off,

@@ -339,7 +339,7 @@ def _of_capture(capture: Capture) -> Record:
     """The record of the run up to the step, and that as well."""
     head, start, before = capture.head, capture.start, capture.record
     is_bad = head.why != "end"
-    latest = before.steps[-1].scaler if before.steps else 1
+    latest = head.scaler_number or (before.steps[-1].scaler if before.steps else 1)
     step = Step(
         step=head.step,
         loss=head.loss,

@@ -1,0 +1,129 @@
+"""Rows of bad steps that have not one cause: each fault is told of, and of its own step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ampdbg.record.file import read_record
+from tests.commands.program import start
+from tests.script.test_run import run
+
+SETTLES = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(16, 4).cuda()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=2.0**26)
+for step in range(12):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        out = net(torch.randn(32, 16).cuda()).float()
+        loss = out.pow(2).mean()
+        if step == int(sys.argv[1]):
+            loss = loss + (out - out.detach()).pow(2).sum().sqrt()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Its scale settles in eight steps."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "found"), [("3", [("true-nan", 3)]), ("99", [("scale-calibration", 0)])])
+def test_a_fault_among_the_steps_in_which_a_scale_settles_is_of_its_own_step(
+    tmp_path: Path, at: str, found: list[tuple[str, int]]
+) -> None:
+    _, record = run(tmp_path, SETTLES, at, options=("--emulate", "--capture-step=3"))
+    assert record.steps_skipped == 8
+    assert [(one.code, one.step) for one in record.findings] == found
+
+
+TWO = """
+import sys, torch
+from torch import nn
+
+bad = sys.argv[1]
+torch.manual_seed(0)
+
+class Length(nn.Module):
+    def forward(self, h):
+        return h.float().pow(2).sum(-1).sqrt().mean()
+
+class Small(nn.Module):
+    def forward(self, h):
+        h = h.half()
+        return (h * h).sum(-1).sqrt().mean()
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.length, self.small = nn.Linear(8, 8), Length(), Small()
+
+    def forward(self, x, gain, offset):
+        h = self.body(x)
+        return h.float().pow(2).mean() + self.length(h * gain) + self.small(h * 0 + offset)
+
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+for step in range(8):
+    gain = 0.0 if step == 2 and "a" in bad else 1.0
+    offset = 1e-8 if step == 3 and "b" in bad else 1.0
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = net(torch.randn(4, 8).cuda(), gain, offset)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Of step 2 no precision has gradients; of step 3 FP16 alone has none."""
+
+LENGTH, SMALL = ("true-nan", 2, "length", None), ("eps-underflow", 3, "small", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bad", "found"), [("a", [LENGTH]), ("ab", [LENGTH, SMALL]), ("", [])])
+def test_a_second_fault_is_told_of_beside_the_first(
+    tmp_path: Path, bad: str, found: list[tuple[str, int, str, None]]
+) -> None:
+    _, record = run(tmp_path, TWO, bad)
+    assert [(one.code, one.step, one.module, one.root) for one in record.findings] == found
+
+
+OF_TWO_LOSSES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+one, other = nn.Linear(8, 4).cuda(), nn.Linear(8, 4).cuda()
+optimizers = [torch.optim.Adam(net.parameters(), 1e-3) for net in (one, other)]
+scalers = [torch.amp.GradScaler("cuda", init_scale=1024.0) for _ in optimizers]
+for turn in range(6):
+    for place in (0, 1):
+        optimizers[place].zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            out = (other if place else one)(torch.randn(16, 8).cuda()).float()
+            loss = out.pow(2).mean() * (1 + 2 * place)
+            if turn == 3 and place == 1:
+                loss = loss + (out - out.detach()).pow(2).sum().sqrt()
+        scalers[place].scale(loss).backward()
+        scalers[place].step(optimizers[place])
+        scalers[place].update()
+"""
+"""The second loss is three times the first, and has a scaler of its own; step 7 is a second one without gradients."""
+
+
+@pytest.mark.slow
+def test_losses_of_optimizers_with_a_scaler_each_are_no_one_curve(tmp_path: Path) -> None:
+    _, record = run(tmp_path, OF_TWO_LOSSES, options=("--emulate", "--capture-step=7"))
+    assert record.script is not None
+    assert [(one.code, one.step) for one in record.findings] == [("true-nan", 7)]
+    replayed = start(tmp_path, "replay", record.script.captures[0])
+    assert replayed.code == 1
+    again = read_record(tmp_path / ".ampdbg" / "latest.json")
+    assert [(one.code, one.step) for one in again.findings] == [("true-nan", 7)]
+    assert [step.scaler for step in again.steps] == [1, 2] * 4
