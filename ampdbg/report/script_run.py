@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -44,11 +45,11 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if of_root is not None:
         what = "the patch that cures it, proven on the step that was captured"
         is_of_capture = record.command == "replay" and "--script" in typed.config
-        taken = typed.config if is_of_capture else _to_type(of_root, typed.folder)
+        taken = typed.config if is_of_capture else _capture_to_type(of_root, record, typed.folder)
         return view.NextCommand(what, f"ampdbg suggest-fp32 {taken}")
     if captures and record.command == "run" and not record.investigations:
         what = "the step that was captured, run again in FP32 too"
-        return view.NextCommand(what, f"ampdbg replay {_to_type(captures[0], typed.folder)}")
+        return view.NextCommand(what, f"ampdbg replay {_capture_to_type(captures[0], record, typed.folder)}")
     if record.findings and record.verdict != "healthy" and not only_settles(record):
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return _closer_look(record, typed)
@@ -79,6 +80,17 @@ def _of_root(captures: Sequence[str], record: Record) -> str | None:
     steps = {int(found[1]): path for path in captures if (found := re.search(r"-step-(\d+)\.[a-z]+$", path))}
     later = [path for step, path in sorted(steps.items()) if step >= root.step]
     return next((steps[step] for step in wanted if step in steps), next(iter(later), None))
+
+
+def _capture_to_type(path: str, record: Record, folder: str) -> str:
+    """A capture with its script, where that does not stand in the folder: what a capture starts has to be said then."""
+    script, typed = record.script, _to_type(path, folder)
+    if script is None or script.is_module or not folder:
+        return typed
+    at = PurePath(os.path.normpath(os.path.join(folder, script.name)))
+    if at.is_relative_to(folder):
+        return typed
+    return f"{typed} --script {shlex.quote(shlex.join([script.name, *script.arguments]))}"
 
 
 def _to_type(path: str, folder: str) -> str:
