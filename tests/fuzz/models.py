@@ -143,7 +143,7 @@ class Plain:
     """A loop without autocast: its losses, and whether all gradients of each step were finite.
 
     ``is_held`` says that half precision holds each of its steps: at some loss scale, on the same weights, emulated
-    autocast has FP32's loss and gradients.
+    autocast has FP32's loss and gradients, and no parameter's is lost as a whole, however small it is beside others.
     """
 
     losses: list[float]
@@ -162,7 +162,7 @@ class Plain:
             value, gradients = _step(model, x, target)
             losses.append(value)
             are_finite.append(bool(gradients.isfinite().all()))
-            is_held = is_held and _is_held(model, x, target, value, gradients)
+            is_held = is_held and _is_held(model, x, target, value, gradients, _learning(model))
             _step(model, x, target)
             if step not in withheld:
                 optimizer.step()
@@ -183,12 +183,25 @@ def _step(model: nn.Module, x: torch.Tensor, target: torch.Tensor, scale: float 
     return value.item(), torch.cat([gradient.flatten() for gradient in held]) / scale
 
 
-def _is_held(model: nn.Module, x: torch.Tensor, target: torch.Tensor, value: float, gradients: torch.Tensor) -> bool:
+def _learning(model: nn.Module) -> set[str]:
+    """The parameters that have a gradient other than zero."""
+    return {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+
+
+def _is_held(
+    model: nn.Module,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    value: float,
+    gradients: torch.Tensor,
+    learning: Collection[str],
+) -> bool:
     with cuda_on_cpu(), torch.autocast("cuda", dtype=torch.float16):
         for scale in (2.0**12, 2.0**8, 2.0**4, 1.0):
             half, found = _step(model, x, target, scale)
             near = float((found - gradients).norm() / gradients.norm())
-            if math.isclose(half, value, rel_tol=0.01, abs_tol=1e-3) and near < NEAR:
+            is_near = math.isclose(half, value, rel_tol=0.01, abs_tol=1e-3) and near < NEAR
+            if is_near and _learning(model).issuperset(learning):
                 return True
     return False
 
