@@ -46,6 +46,9 @@ ROOTS = _names("sqrt rsqrt")
 POLES = LOGARITHMS | DIVISIONS | _names("pow rsqrt")
 """Infinite where the last operand is zero."""
 
+SOFTMAXES = _names("_softmax _log_softmax _safe_softmax softmax log_softmax")
+"""NaN for a row of nothing but -inf, which masks what it is given."""
+
 SATURATES = _names("exp exp2 sigmoid tanh erf relu")
 """What comes to the same of an infinity, where that is finite, as of any number beyond half, forward and backward."""
 

@@ -284,6 +284,8 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
     producer = _starts_in(made)
     where = f", first in {named(producer)}" if producer else ""
+    if _reaches_gradients_alone(producer):
+        where += ", which the loss leaves out and the gradients do not"
     fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
     if fp64 is None or fp64.error or is_finite(fp64):
         return _beyond_fp32(made, producer, where, fp64.error if fp64 else "")
@@ -315,7 +317,17 @@ def _beyond_fp32(made: Investigation, producer: Producer | None, where: str, err
 
 
 def _starts_in(made: Investigation) -> Producer | None:
-    """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant."""
-    phases = ("forward",) if made.why == "loss" else ("backward",)
-    found = [producer for producer in made.replays[1].producers if producer.phase in phases]
+    """Where FP32 goes wrong: an op that makes a NaN of finite numbers is wrong for certain, an inf may be meant.
+
+    Of gradients that is what has reached them, from either pass, where that is known.
+    """
+    phase = "forward" if made.why == "loss" else "backward"
+    all_of_them = made.replays[1].producers
+    reaching = [producer for producer in all_of_them if producer.reaches_gradients and made.why == "gradients"]
+    found = reaching or [producer for producer in all_of_them if producer.phase == phase]
     return next((producer for producer in found if producer.nan), next(iter(found), None))
+
+
+def _reaches_gradients_alone(producer: Producer | None) -> bool:
+    """Whether it is an op of the forward pass whose inf or NaN is in the gradients, and not in the loss."""
+    return producer is not None and producer.phase == "forward" and producer.reaches_gradients

@@ -221,6 +221,8 @@ class PlacedOps(TorchDispatchMode):
         args = as_it_takes_them(traits, args)
         given = tensors_in((*args, *kwargs.values()) if kwargs else args)
         place, parameter = self._places.of_op(given)
+        if parameter:
+            self.added_to_a_gradient(given)
         if traits.is_view:
             return None
         written = written_by(traits, args, kwargs) if traits.written else []
@@ -256,6 +258,9 @@ class PlacedOps(TorchDispatchMode):
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs one op, which writes into ``written``."""
         return op(*args, **kwargs)
+
+    def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
+        """Looks at what becomes a part of the gradient of a parameter, or all of it: then by a view."""
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Any:
         """What is to be known of an op's inputs; no tensor is to be kept."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from ampdbg.formats import FLOAT16
-from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SATURATES, SCALINGS, WRITTEN_OUT, base_name
+from ampdbg.ops import ATEN_MOVES, CASTS, FILLS, POLES, SCALINGS, WRITTEN_OUT, base_name
+from ampdbg.probes.bad_values import BadValues
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpSeen, OpTrace, OpTraits, storage_of
-from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of, magnitude_of
+from ampdbg.probes.tensors import NOTHING, Magnitude, float_values, leaves_of
 from ampdbg.record.replays import Producer
 
 BEYOND_COMPUTING = 1e30
@@ -37,33 +38,28 @@ class Circumstances:
 class ProducerTrace(OpTrace):
     """Notes every op, and the circumstances of the producers by their place in ``ops``.
 
-    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf. ``poisonous``
-    are the producers whose infinities an op has made a NaN of, ``divisors`` those by whose it has divided: to zeros.
+    ``batches`` are those of the step: a producer that only moves or casts their values names the leaf. ``bad`` knows
+    where the inf and NaN of each have gone.
     """
 
     def __init__(self, model: torch.nn.Module, paths: ModulePaths, batches: Sequence[Any] = ()) -> None:
         super().__init__(model, paths)
         self.circumstances: dict[int, Circumstances] = {}
-        self.poisonous: set[int] = set()
-        self.divisors: set[int] = set()
+        self.bad = BadValues(self.known)
         self._origins = Origins(model, batches)
         self._given: Sequence[torch.Tensor] = ()
         self._numbers: Sequence[float] = ()
-        self._behind: dict[int, frozenset[int]] = {}
-        self._read: Sequence[frozenset[int]] = ()
-        self._saturated: set[int] = set()
-        self._used: set[int] = set()
 
     @property
     def harmless(self) -> set[int]:
         """The producers whose infinities nothing reads but what makes of them what it makes of FP32's own values."""
-        unused = ((index, self.ops[index]) for index in self._saturated - self._used)
+        unused = ((index, self.ops[index]) for index in self.bad.saturated)
         return {index for index, op in unused if op.place.phase == "forward" and base_name(op.op) not in POLES}
 
     def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> Magnitude:
         """The magnitude of all inputs; they are looked at once more if the op produces."""
         self._given, self._numbers = given, numbers
-        self._read = [self._still_behind(tensor) for tensor in given] if self._behind else ()
+        self.bad.before(given)
         self._origins.before(base_name(traits.name), given, numbers, lambda tensor: self.known.of(tensor).largest)
         if base_name(traits.name) in WRITTEN_OUT and given[0].dtype is torch.float16:
             return NOTHING  # what it is given is infinite where the number that was written is beyond half
@@ -73,41 +69,14 @@ class ProducerTrace(OpTrace):
         self, traits: OpTraits, place: OpPlace, parameter: str, before: Magnitude, made: Sequence[torch.Tensor]
     ) -> None:
         """Notes the op."""
-        self._follow_infinities(base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
+        self.bad.after(len(self.ops), base_name(traits.name), before, made[:1] if traits.keeps_the_rest else made)
         super().after(traits, place, parameter, before, made)
         self._origins.after(base_name(traits.name), self._given, made)
         self._given = ()
 
-    def _follow_infinities(self, name: str, before: Magnitude, made: Sequence[torch.Tensor]) -> None:
-        """Notes which producers are behind what an op has made, and what becomes of the infinities that it is given."""
-        bad = [tensor for tensor in made if not self.known.of(tensor).is_finite]
-        if not (bad or self._behind):
-            return
-        read = frozenset[int]().union(*self._read)
-        if name in SATURATES and not bad:
-            self._saturated |= read
-        elif name not in ATEN_MOVES or len(read) > 1:
-            self._used |= read
-        if name in POLES and not bad and self._read:
-            self.divisors |= self._read[-1]
-        self._follow_what_is_bad(before, read, made, bad)
-
-    def _still_behind(self, tensor: torch.Tensor) -> frozenset[int]:
-        """The producers behind what a tensor holds; none where its memory was another's: not every tensor is seen."""
-        behind = self._behind.get(storage_of(tensor), frozenset())
-        return behind if behind and not magnitude_of(tensor).is_finite else frozenset()
-
-    def _follow_what_is_bad(
-        self, before: Magnitude, read: frozenset[int], made: Sequence[torch.Tensor], bad: Sequence[torch.Tensor]
-    ) -> None:
-        for tensor in made:
-            self._behind.pop(storage_of(tensor), None)
-        behind = frozenset({len(self.ops)}) if before.is_finite else read
-        for tensor in bad:
-            if not self.known.of(tensor).nan:
-                self._behind[storage_of(tensor)] = behind
-            elif not before.nan:
-                self.poisonous |= behind  # what comes of a NaN in its turn says nothing more
+    def added_to_a_gradient(self, given: Sequence[torch.Tensor]) -> None:
+        """Notes where the inf and NaN start that are added to the gradient of a parameter."""
+        self.bad.added_to_a_gradient(given)
 
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         """Notes the circumstances of a producer."""

@@ -28,7 +28,9 @@ class Producer:
     divisor, or the argument of a logarithm or root, holds exact zeros. ``leaf`` is the path of the batch's leaf
     where the op casts values of that leaf and nothing else. ``is_erased`` says that no gradient is another one where it
     makes a finite number in the place of inf and NaN, as behind a closed ReLU. ``distance`` is set where the op is not
-    infinite but far from FP32: the norm of the difference over that of the FP32 result.
+    infinite but far from FP32: the norm of the difference over that of the FP32 result. ``reaches_gradients`` says that
+    the loss is finite, and that gradients are not because of it: an op of the forward pass too, whose NaN the loss
+    leaves out and a backward pass takes up.
     """
 
     phase: Phase
@@ -50,6 +52,7 @@ class Producer:
     leaf: str | None = None
     distance: float | None = None
     is_erased: bool = False
+    reaches_gradients: bool = False
 
     @property
     def site(self) -> OpSite:

@@ -48,7 +48,8 @@ NOWHERE, UNMET = (0.0, False), (0.0, True)
 def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT) -> Replay:
     """The replay with its producers, each held against the same op of the FP32 replay; ``most`` of a kind.
 
-    They are in order of execution; those behind a NaN come first where the loss is one.
+    They are in order of execution; those behind a NaN come first where the loss is one, and where it is finite those of
+    the forward pass that gradients are not finite for.
     """
     trace = replayed.trace
     if not isinstance(trace, ProducerTrace):
@@ -56,14 +57,19 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     met = fp32.trace.met if fp32.trace else {}
     harmless = {index for index in trace.harmless if met.get(trace.ops[index].key, NOWHERE)[0] > FLOAT16.largest}
     meant = {index for index, seen in enumerate(trace.ops) if _is_meant(seen, met)}
-    starts = [index for index, seen in enumerate(trace.ops) if seen.produces and index not in harmless | meant]
+    reaching = _reaching_gradients(trace, met) - meant if math.isfinite(replayed.replay.loss) else set()
+    producing = {index for index, seen in enumerate(trace.ops) if seen.produces}
+    starts = sorted((producing - harmless - meant) | reaching)
     if math.isnan(replayed.replay.loss):
         # An infinity that no NaN comes of is meant, such as a mask's logarithm, or has erased itself.
-        chief = trace.poisonous if fp32.trace else trace.poisonous | trace.divisors  # FP32 tells what else went wrong
-        starts.sort(key=lambda index: index not in chief)
+        bad = trace.bad
+        chief = bad.poisonous if fp32.trace else bad.poisonous | bad.divisors  # FP32 tells what else went wrong
+    else:
+        chief = {index for index in reaching if trace.ops[index].place.phase == "forward"}
+    starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
-        starts = [index for index, seen in enumerate(trace.ops) if seen.output.nan and not seen.inputs.nan][:1]
+        starts = [index for index, seen in enumerate(trace.ops) if _makes_nan(seen)][:1]
     makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
@@ -77,9 +83,25 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
         if departure is not None and not circumstances.is_constant and circumstances.leaf is None:
             seen, circumstances = departure, Circumstances()
         producer = _producer(seen, met.get(seen.key), circumstances)
+        producer = replace(producer, reaches_gradients=i in reaching)
         kept[kind] += producer not in found
         found[producer] = None
     return replace(replayed.replay, producers=tuple(found))
+
+
+def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, bool]]) -> set[int]:
+    """The ops, of either pass, where what is not finite in the gradients starts.
+
+    One that makes NaN of the infinities of others, as a softmax does, counts where it does so in FP32 too, or nothing
+    else is known.
+    """
+    found = trace.bad.in_gradients
+    begin = {index for index in found if trace.ops[index].produces}
+    return {index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, UNMET)[1]}
+
+
+def _makes_nan(seen: OpSeen) -> bool:
+    return seen.output.nan > 0 and not seen.inputs.nan
 
 
 def producers_in_place(replay: Replay, trace: StepTrace) -> Replay:
