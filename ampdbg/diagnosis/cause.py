@@ -251,8 +251,7 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
         if at is None:
             begins = "no op was found that begins it"
         else:
-            too = "alone in FP32 it does so too" if at.finite_in_fp32 is False else "what it gives in FP32 is not known"
-            begins = f"{named(at)} makes inf or NaN of finite numbers; {too}"
+            begins = f"{named(at)} is the first to make inf or NaN; {_in_fp32(at, made)}"
         return finding_at(UNKNOWN, made, f"step {made.step} was traced as it trained, and {begins}", at)
     found = precision_cause(suspect)
     why = ""
@@ -265,6 +264,15 @@ def _of_single_ops(made: Investigation, record: Record) -> Finding:
     told = replace(found, message=f"{found.message} (this op alone, on the inputs that it had at step {made.step})")
     spoilt = {"spoilt_input": list(made.spoilt)} if made.spoilt else {}
     return replace(told, evidence={**found.evidence, **spoilt})
+
+
+def _in_fp32(at: Producer, made: Investigation) -> str:
+    """What is known of FP32 where an op alone is not finite in it: it had what half has left of its inputs."""
+    if at.finite_in_fp32 is not False:
+        return "what it gives in FP32 is not known"
+    low = made.replays[0].dtype
+    rounded = "" if low == "float32" else f" on the same inputs, which {format_of(low).short} may have rounded before"
+    return f"alone in FP32 it does so too{rounded}"
 
 
 def _is_in_doubt(made: Investigation, record: Record) -> bool:

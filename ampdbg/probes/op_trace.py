@@ -166,6 +166,11 @@ class OpSeen:
         """Whether inf or NaN starts here: finite inputs, an output that is not."""
         return self.inputs.is_finite and not self.output.is_finite
 
+    @property
+    def makes_nan(self) -> bool:
+        """Whether NaN starts here, be it of infinities."""
+        return self.output.nan > 0 and not self.inputs.nan
+
 
 class _Looked(NamedTuple):
     """An op that was looked at before it runs."""

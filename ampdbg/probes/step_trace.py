@@ -24,7 +24,8 @@ MOST_OPS = 300_000
 
 
 class StepTrace(ProducerTrace):
-    """Notes every op while the model is in training mode; ``alone`` has the magnitude that a producer's op has in FP32.
+    """Notes every op while the model is in training mode; ``alone`` has the magnitude that a producer's op has in FP32,
+    and one's that makes NaN of the infinities of others.
 
     An op that writes into its inputs cannot be run again, and is not in ``alone``; nor is one that is not torch's own,
     which may wait for other processes. What processes exchange is no op of this one.
@@ -110,7 +111,7 @@ class StepTrace(ProducerTrace):
     def noted(self, seen: OpSeen, made: Sequence[torch.Tensor]) -> None:
         """Runs a producer's op once more, in FP32."""
         super().noted(seen, made)
-        if seen.produces and self._call is not None:
+        if (seen.produces or seen.makes_nan) and self._call is not None:
             op, args, kwargs = _pytree.tree_map(_wide, self._call)
             with contextlib.suppress(Exception):  # an op without a kernel for FP32, or of the user's own
                 made_alone = _pytree.tree_leaves(op(*args, **kwargs))

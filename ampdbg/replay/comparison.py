@@ -69,7 +69,7 @@ def producers_of(replayed: Replayed, fp32: Replayed, most: int = PRODUCERS_KEPT)
     starts.sort(key=lambda index: index not in chief)
     if replayed is fp32 and not starts:
         # Infinities that were put in by hand, such as masks, become NaN somewhere: a softmax over nothing but -inf.
-        starts = [index for index, seen in enumerate(trace.ops) if _makes_nan(seen)][:1]
+        starts = [index for index, seen in enumerate(trace.ops) if seen.makes_nan][:1]
     makers = _Makers(trace.ops, met)
     found: dict[Producer, None] = {}
     kept = Counter[tuple[str, bool, bool]]()
@@ -98,10 +98,6 @@ def _reaching_gradients(trace: ProducerTrace, met: Mapping[OpKey, tuple[float, b
     found = trace.bad.in_gradients
     begin = {index for index in found if trace.ops[index].produces}
     return {index for index in found if index in begin or not begin or not met.get(trace.ops[index].key, UNMET)[1]}
-
-
-def _makes_nan(seen: OpSeen) -> bool:
-    return seen.output.nan > 0 and not seen.inputs.nan
 
 
 def producers_in_place(replay: Replay, trace: StepTrace) -> Replay:

@@ -47,6 +47,21 @@ def test_an_overflow_by_which_is_divided_comes_before_one_that_makes_the_nan_beh
     assert [one.fp32_largest for one in record.producers if one.op == "aten.mul.Tensor"] == [90000.0]
 
 
+@pytest.mark.parametrize("masked", [4, 2])
+def test_rows_masked_throughout_that_the_loss_leaves_out_are_what_gradients_begin_with(masked: int) -> None:
+    model = nn.Linear(4, 4)
+    mask = torch.zeros(2, 4)
+    mask[1, :masked] = float("-inf")
+    with placed(model, StepTrace) as trace:
+        meant = (1.0 - mask.isinf().float()).log()  # infinite too, and no gradient takes it up
+        loss = (model(torch.ones(2, 4)) + mask).softmax(-1).nan_to_num(0.0).sum() + meant.exp().sum()
+        loss.backward()
+    made = producers_in_place(Replay("float16", 1.0, float(loss), float("nan")), trace).producers
+    softmax, log = ("aten._softmax.default", True, False), ("aten.log.default", False, False)
+    found = [(one.op, one.reaches_gradients, one.finite_in_fp32) for one in made if one.phase == "forward"]
+    assert found == ([softmax, log] if masked == 4 else [log])
+
+
 def test_a_trace_that_fails_itself_is_no_concern_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(tensor: torch.Tensor) -> None:
         raise RuntimeError("no memory")
