@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Search, Trial
+from ampdbg.record.replays import Replay
 from ampdbg.record.run import (
     AutocastError,
     Environment,
@@ -107,6 +108,15 @@ sites = st.builds(
     **dict.fromkeys(("scale_ceiling", "scale_floor"), st.none() | floats),
     is_noise=st.booleans(),
 )
+checks = st.builds(
+    Replay,
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]) | texts,
+    **dict.fromkeys(("scale", "loss", "grad_norm"), floats),
+    gradients=tuples(texts),
+    error=texts,
+    inf=counts,
+    nan=counts,
+)
 environments = st.builds(
     Environment,
     **dict.fromkeys(("ampdbg", "python", "torch", "platform", "device", "device_name", "policy"), texts),
@@ -192,6 +202,7 @@ def records() -> st.SearchStrategy[Record]:
         verdict=st.sampled_from(["healthy", "precision", "other", "inconclusive"]),
         steps=tuples(steps, max_size=6),
         sites=tuples(sites),
+        checks=tuples(checks),
         findings=tuples(findings),
         pins=tuples(pins),
         trials=tuples(trials),

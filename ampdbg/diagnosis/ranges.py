@@ -6,17 +6,22 @@ Its findings are warnings, since only a replay in FP16 confirms an overflow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.misuse import autocast_errors
-from ampdbg.diagnosis.producers import OVERFLOWS, limit_of, op_name
+from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, limit_of, op_name
 from ampdbg.diagnosis.scale import NO_USABLE_SCALE
 from ampdbg.formats import FLOAT16
-from ampdbg.quantities import number
+from ampdbg.quantities import counted, number
 from ampdbg.record.codes import finding_of
-from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record, Site
+from ampdbg.record.findings import Finding, Phase
+from ampdbg.record.replays import Replay
+from ampdbg.record.run import Record, Site, Verdict
+
+FIRST_SCALE = 65536.0
+"""A GradScaler's; no higher one is tried."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,113 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
     )
 
 
-def diagnose_ranges(record: Record) -> Record:
-    """The record of ``ampdbg ranges`` with its findings: overflows first, in order of execution.
+def scale_to_try(sites: Iterable[Site]) -> float | None:
+    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where the forward pass
+    overflows at any. The window's end may be one rounding too high."""
+    sites = tuple(sites)
+    if any(site.phase == "forward" and site.overflow == "starts" for site in sites):
+        return None
+    whole = window(sites)
+    highest = min(whole.ceiling / 2.0, FIRST_SCALE)
+    return max(highest, whole.floor) if whole.is_open else highest
 
-    The verdict is ``healthy`` where nothing is beyond a limit, else ``inconclusive``: also where nothing was measured.
+
+def check_in(record: Record, dtype: str) -> Replay | None:
+    """The check of a range profile that ran in this dtype."""
+    return next((check for check in record.checks if check.dtype == dtype), None)
+
+
+def refuted_by(record: Record) -> Replay | None:
+    """The check that shows the measured step not to be finite, in bfloat16 or else in FP16; None where none does.
+
+    Gradients count in FP16 only where the window reaches beyond the scale that was tried.
     """
-    findings = (*autocast_errors(record), *_overflows(record), *_no_scale(record))
-    return replace(record, findings=findings, verdict="inconclusive" if findings or record.error else "healthy")
+    wide, half = check_in(record, "bfloat16"), check_in(record, "float16")
+    if wide is not None and not is_finite(wide):
+        return wide
+    if half is None or is_finite(half):
+        return None
+    is_allowed = window(record.sites).ceiling >= 2.0 * half.scale
+    return half if half.error or not math.isfinite(half.loss) or is_allowed else None
+
+
+def what_fails(check: Replay) -> str:
+    """What of a step is not finite, in words, the loss or else the gradients; or that it raised."""
+    if check.error:
+        return "the step raises an error"
+    if not math.isfinite(check.loss):
+        return f"the loss is {number(check.loss)}"
+    kinds = ((check.nan, "NaN"), (check.inf, "inf"))
+    values = " and ".join(f"{count:,} {kind}" for count, kind in kinds if count)
+    return f"the gradients hold {values}, in {counted(len(check.gradients), 'parameter')}"
+
+
+def diagnose_ranges(record: Record) -> Record:
+    """The record of ``ampdbg ranges`` with its findings: a step that is not finite first, then overflows, in order of
+    execution.
+
+    The verdict is ``healthy`` where nothing is beyond a limit, ``other`` where the step is not finite in FP32 either,
+    else ``inconclusive``: also where nothing was measured, or not all.
+    """
+    bad = refuted_by(record)
+    findings = [*autocast_errors(record), *([] if bad is None else [_not_finite(record, bad)])]
+    is_measured = bad is None or bad.dtype != "bfloat16"
+    findings += [each for each in _overflows(record) if is_measured or each.phase == "forward"]
+    findings += _no_scale(record) if is_measured else ()
+    return replace(record, findings=tuple(findings), verdict=_verdict(record, findings))
+
+
+def _verdict(record: Record, findings: Sequence[Finding]) -> Verdict:
+    if not findings:
+        return "inconclusive" if record.error or record.unseen.unmeasured else "healthy"
+    return "other" if findings[0].evidence.get("finite_in_fp32") is False else "inconclusive"
+
+
+def fails_in_fp32(record: Record) -> bool | None:
+    """Whether a step that is not finite in bfloat16 is not in FP32 either; None where that could not be told."""
+    fp32 = check_in(record, "float32")
+    return None if fp32 is None or fp32.error else not is_finite(fp32)
+
+
+def _not_finite(record: Record, bad: Replay) -> Finding:
+    is_forward = bool(bad.error) or not math.isfinite(bad.loss)
+    phase: Phase = "forward" if is_forward else "backward"
+    evidence = {
+        "loss": bad.loss,
+        "scale": bad.scale,
+        "parameters": len(bad.gradients),
+        "inf": bad.inf,
+        "nan": bad.nan,
+    }
+    fails = True if bad.dtype == "float16" else fails_in_fp32(record)
+    if bad.dtype == "bfloat16" and fails is not None:
+        evidence["finite_in_fp32"] = not fails
+    return finding_of(
+        UNKNOWN,  # the cause is not looked for
+        max(record.planned_steps - 1, 0),
+        phase,
+        _of_half(bad, is_forward) if bad.dtype == "float16" else _of_wide(record, bad),
+        severity="warning",
+        remedy="replay the step in FP16, FP32 and FP64, as ampdbg scan does: that shows the op where it begins",
+        evidence=evidence,
+    )
+
+
+def _of_half(bad: Replay, is_forward: bool) -> str:
+    what = f"in FP16 {what_fails(bad)}"
+    if bad.error:
+        return f"{what}, and none in bfloat16, in which it is measured: {bad.error}"
+    if is_forward:
+        return f"{what}, at any loss scale; in bfloat16, in which it is measured, all is finite"
+    return f"{what}, at a loss scale of {number(bad.scale)}, which what was measured allows"
+
+
+def _of_wide(record: Record, bad: Replay) -> str:
+    what, fp32 = what_fails(bad), check_in(record, "float32")
+    if fp32 is not None and not fp32.error and not is_finite(fp32):
+        return f"{what_fails(fp32)} in FP32 too: precision is not the cause, and no loss scale helps"
+    told = f"FP32 does not tell: {fp32.error}" if fp32 is not None and fp32.error else "in FP32 all is finite"
+    return f"{what} in bfloat16, in which it is measured; {told}"
 
 
 def _overflows(record: Record) -> Iterator[Finding]:

@@ -129,7 +129,7 @@ def own_lines(run: Run, failing: Sequence[FailingStep], pins: Iterable[Pin] = ()
             with weights_of(run.workload.model, step):
                 trace = replay_step(run, step.snapshot, Manner("float32"), traced=_Flow).trace
                 try:
-                    ranges, _ = shadow_step(run, step.snapshot)
+                    ranges = shadow_step(run, step.snapshot).ranges
                 except UserCodeError:
                     ranges = ()  # Code that names its dtype does not run in bfloat16; what FP16 showed has to do.
             for seen in _of_lines_that_compute(ranges):

@@ -313,7 +313,7 @@ def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> 
     scale = failing.scale if failing.made.why == "gradients" else LOWEST_SCALE
     try:
         with weights_of(run.workload.model, failing), run.mode.pinned(run.workload.model, pins):
-            ranges, _ = shadow_step(run, failing.snapshot)
+            ranges = shadow_step(run, failing.snapshot).ranges
     except UserCodeError:
         return []
     return list(_overflowing(ranges, scale, run.mode.format))

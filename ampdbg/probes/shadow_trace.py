@@ -42,6 +42,8 @@ _TRANSFORMS = {torch.stft, torch.istft, torch.Tensor.stft, torch.Tensor.istft} |
     getattr(torch.fft, name) for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn"))
 }
 
+TRANSFORMS = "Fourier transforms"
+
 TRANSFORMS_NOTE = (
     "Fourier transforms of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
     "follows up to the next op in half"

@@ -23,12 +23,11 @@ from ampdbg.errors import EXIT_INTERRUPTED, AmpdbgError, named_error
 from ampdbg.files import replace_file, temporary_folder
 from ampdbg.observer import Observer
 from ampdbg.pinning.bisection import Kept, search
-from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.proof.jobs import CapturedStep
 from ampdbg.proof.processes import end_group, own_stdout, started
 from ampdbg.proof.suggestion import Suggestion, suggestion_of
 from ampdbg.record.pins import Form, Strategy
-from ampdbg.replay.replay import shadow_step
+from ampdbg.replay.range_profile import profile_of
 from ampdbg.script.capture import Capture, CaptureError
 from ampdbg.script.scratch_files import beside
 from ampdbg.script.takeover import TakenOver, how_often, take_over
@@ -182,10 +181,10 @@ def _replayed(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggesti
 
 def _measured(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:
     observer.replay(taken.snapshot.step, "bfloat16, every op measured")
-    seen, unseen = shadow_step(taken.run, taken.snapshot)
-    unseen = replace(unseen, notes=(*taken.record.unseen.notes, *unseen.notes))
-    record = replace(taken.record, command="ranges", sites=sites_of(seen), unseen=unseen, elapsed=taken.run.elapsed)
-    return Suggestion(diagnose_ranges(record))
+    profile = profile_of(taken.run, taken.snapshot)
+    unseen = replace(profile.unseen, notes=(*taken.record.unseen.notes, *profile.unseen.notes))
+    seen = replace(taken.record, command="ranges", sites=profile.sites, checks=profile.checks, unseen=unseen)
+    return Suggestion(diagnose_ranges(replace(seen, elapsed=taken.run.elapsed)))
 
 
 def _bisected(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:

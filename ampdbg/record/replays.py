@@ -69,9 +69,9 @@ class Replay:
     were rounded to the run's dtype first: how far that is from FP32, of several roundings at most, is the noise floor.
 
     ``loss`` is unscaled; ``grad_norm`` is the norm of all gradients after unscaling. ``gradients`` and
-    ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so;
-    ``error`` is what the user's code raised, if it did. ``producers`` are in the order of execution, and only
-    there when the replay was traced.
+    ``buffers`` name the parameters whose gradient is not finite, and the buffers that this step made so; ``inf`` and
+    ``nan`` are how many elements of those gradients are, where they were counted. ``error`` is what the user's code
+    raised, if it did. ``producers`` are in the order of execution, and only there when the replay was traced.
 
     Against FP32's gradients, where both are finite: ``gradient_distance`` is the norm of the difference over
     that of FP32's, ``lost_energy`` the share of the sum of squares that was flushed to zero, and ``lost``
@@ -92,6 +92,8 @@ class Replay:
     lost_energy: float | None = None
     lost: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
+    inf: Count = 0
+    nan: Count = 0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from annotated_types import Interval
 from ampdbg.record.cost import Costs
 from ampdbg.record.findings import Count, Exponent, Finding, Listing, Phase, Source
 from ampdbg.record.pins import Handover, Pin, Proof, Search, Trial
-from ampdbg.record.replays import Investigation
+from ampdbg.record.replays import Investigation, Replay
 
 RECORD_FORMAT = "ampdbg.record"
 RECORD_VERSION = 2
@@ -238,12 +238,16 @@ class Misuse:
 
 @dataclass(frozen=True)
 class Unseen:
-    """What could not be watched; from step ``since`` on nothing, as ampdbg itself had failed."""
+    """What could not be watched; from step ``since`` on nothing, as ampdbg itself had failed.
+
+    ``unmeasured`` names, in the plural, what a range profile has no numbers of.
+    """
 
     modules_never_called: tuple[str, ...] = ()
     parameters_without_gradient: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     since: Count | None = None
+    unmeasured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -300,6 +304,8 @@ class Record:
     loss scale, as of a penalty: then it may be lost at one scale, and not at a lower one.
     ``config_folder`` is what the config's paths are relative to, itself relative to where the run was started.
     ``planned_steps`` is how many were asked for; ``groups`` names every parameter group in order.
+    ``checks`` are what a range profile is held against: its step in bfloat16, in which it was measured; then in FP16 at
+    a loss scale that it allows, or in FP32 where it is not finite in bfloat16.
     ``listings`` are the files that sites and findings name, or of long ones the lines around those.
     """
 
@@ -310,6 +316,7 @@ class Record:
     verdict: Verdict
     steps: tuple[Step, ...] = ()
     sites: tuple[Site, ...] = ()
+    checks: tuple[Replay, ...] = ()
     findings: tuple[Finding, ...] = ()
     pins: tuple[Pin, ...] = ()
     trials: tuple[Trial, ...] = ()

@@ -20,8 +20,8 @@ from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, wi
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
-from ampdbg.probes.shadow_trace import TRANSFORMS_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
-from ampdbg.probes.tensors import float_values, is_finite, nonfinite, stored, to_host
+from ampdbg.probes.shadow_trace import TRANSFORMS, TRANSFORMS_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Unseen
 from ampdbg.replay.copies import altered_batch, duplicate
@@ -115,18 +115,29 @@ def replay_step(
             return Replayed(failed, trace, seconds=seconds)
         found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
         is_whole = math.isfinite(loss) or not stops_at_loss
-        replay = Replay(
-            dtype=manner.dtype,
-            scale=manner.scale,
-            loss=loss,
-            grad_norm=_unscaled_norm(found.values(), manner.scale) if is_whole else math.nan,
-            gradients=tuple(name for name, _ in nonfinite(found.items())),
+        replay = replace(
+            _replay(manner, loss, found, is_whole=is_whole),
             buffers=tuple(_newly_nonfinite_buffers(model, snapshot.state.buffers)),
             rounded=bool(manner.rounds_to),
         )
         gradients = {name: _unscaled(one, manner.scale) for name, one in found.items()} if keep_gradients else {}
         idle = frozenset(_idle(run, gradients)) if manner == FP32 else frozenset()
         return Replayed(replay, trace, gradients, seconds, idle)
+
+
+def _replay(manner: Manner, loss: float, gradients: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> Replay:
+    """What a pass has come to; not ``is_whole`` where no backward pass has run."""
+    bad = nonfinite(gradients.items())
+    counts = together(magnitude_of(gradient) for _, gradient in bad)
+    return Replay(
+        dtype=manner.dtype,
+        scale=manner.scale,
+        loss=loss,
+        grad_norm=_unscaled_norm(gradients.values(), manner.scale) if is_whole else math.nan,
+        gradients=tuple(name for name, _ in bad),
+        inf=counts.inf,
+        nan=counts.nan,
+    )
 
 
 def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -246,7 +257,17 @@ def _unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
     return values.float() / scale
 
 
-def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Unseen]:
+@dataclass(frozen=True)
+class Shadow:
+    """A step as the shadow: every op whose output FP16 would hold, forward and backward, in order of execution; what
+    the step did not touch, and how it was analysed; and what it came to."""
+
+    ranges: tuple[RangeSeen, ...]
+    unseen: Unseen
+    replay: Replay
+
+
+def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
     """Runs the step of ``snapshot`` once more as the shadow, at a loss scale of 1, and changes nothing.
 
     That is under the same policy with bfloat16 for float16, every op of it measured. It costs two to three plain steps
@@ -257,29 +278,30 @@ def shadow_step(run: Run, snapshot: Snapshot) -> tuple[tuple[RangeSeen, ...], Un
         run: the workload, with the weights of the step; its pins stay in force.
         snapshot: the step.
 
-    Returns:
-        Every op whose output FP16 would hold, forward and backward, in order of execution; and what the step did not
-        touch, and how it was analysed.
-
     Raises:
         UserCodeError: the user's code raised.
     """
     model = run.workload.model
     with uncollected(), rewound(model, snapshot), module_paths(model) as paths:
         weights = altered(tensors_in(model), functools.partial(widened, wider=LIFTS["bfloat16"]))
-        with bfloat16_for_float16() as transforms, weights, placed(model, ShadowTrace) as trace:
-            _run_in_bfloat16(run, snapshot)
-            unseen = paths.unseen()
+        with weights:
+            with bfloat16_for_float16() as transforms, placed(model, ShadowTrace) as trace:
+                loss = _run_in_bfloat16(run, snapshot)
+                unseen = paths.unseen()
+            found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+            replay = _replay(Manner("bfloat16"), loss, found)
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)
     notes += [TRANSFORMS_NOTE] * transforms.have_run
-    return tuple(trace.ranges), replace(unseen, notes=(*unseen.notes, *notes))
+    unmeasured = (TRANSFORMS,) * transforms.have_run
+    seen = replace(unseen, notes=(*unseen.notes, *notes), unmeasured=unmeasured)
+    return Shadow(tuple(trace.ranges), seen, replay)
 
 
-def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> None:
+def _run_in_bfloat16(run: Run, snapshot: Snapshot) -> float:
     try:
-        run_pass(run.workload, snapshot.batches, run.mode.in_bfloat16)
+        return loss_of(run_pass(run.workload, snapshot.batches, run.mode.in_bfloat16))
     except UserCodeError as error:
         if "BFloat16" not in text_of(error.__cause__ or error):
             raise

@@ -8,11 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ampdbg.diagnosis.producers import op_name
-from ampdbg.diagnosis.ranges import Window, module_windows, window
+from ampdbg.diagnosis.ranges import (
+    Window,
+    check_in,
+    fails_in_fp32,
+    module_windows,
+    refuted_by,
+    what_fails,
+    window,
+)
 from ampdbg.formats import Exponents
-from ampdbg.quantities import counted, duration, number, scale
+from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding
+from ampdbg.record.replays import Replay
 from ampdbg.record.run import Record, Site
 
 from . import view
@@ -77,7 +86,7 @@ def _story(record: Record, typed: view.Typed) -> Iterator[view.Section]:
         yield view.Paragraph(tuple(_finding_line(finding) for finding in others))
     windows = sorted(module_windows(record.sites), key=_width)
     if windows and not others:  # a finding says what bounds them
-        yield replace(_window_table(window(record.sites), windows, typed.top or BRIEF_MODULES), below=())
+        yield replace(_window_table(record, windows, typed.top or BRIEF_MODULES), below=())
 
 
 def _brief_site_table(record: Record, typed: view.Typed, top: int) -> view.Table:
@@ -109,16 +118,20 @@ def _sections(record: Record, typed: view.Typed) -> Iterator[view.Section]:
     if record.sites:
         yield _site_table(record.sites, typed)
         windows = sorted(module_windows(record.sites), key=_width)
-        if windows:
-            yield _window_table(window(record.sites), windows, typed.top or SHOWN)
+        if windows and refuted_by(record) is None:
+            yield _window_table(record, windows, typed.top or SHOWN)
 
 
 def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.error:
         return view.NextCommand("run it again once that is repaired", f"ampdbg ranges {typed.config}")
-    if record.findings and record.script is not None:
+    is_open = bool(record.findings or record.unseen.unmeasured)
+    if refuted_by(record) is not None:
+        command = "scan" if record.script is None else "replay"
+        return view.NextCommand("see where it begins", f"ampdbg {command} {typed.config}")
+    if is_open and record.script is not None:
         return view.NextCommand("confirm it in FP16", f"ampdbg replay {typed.config}")
-    if record.findings:
+    if is_open:
         return view.NextCommand("confirm it with a run in FP16", f"ampdbg scan {typed.config}")
     if record.sites and record.script is None:
         later = with_option(f"ampdbg ranges {typed.config}", "--steps", record.planned_steps + 50)
@@ -140,20 +153,58 @@ def _sentence(record: Record) -> str:
         return f"{early}, before the ranges were measured."
     if record.autocast_error is not None:
         return "Autocast made the step raise an error, so its ranges could not be measured."
-    starts = [site for site in record.sites if site.phase == "forward" and site.overflow == "starts"]
+    bad, starts = refuted_by(record), sum(map(_starts, record.sites))
+    if bad is not None:
+        return _refuted(record, bad)
     if starts:
-        return f"{counted(len(starts), 'place')} would overflow in FP16{_hidden(len(starts))}."
+        return f"{counted(starts, 'place')} would overflow in FP16{_hidden(starts)}."
     if record.findings:
         return "The forward pass fits FP16; its gradients do not, at any one loss scale."
     whole = window(record.sites)
+    return f"{_measured(record)}, and {_scales(whole)}{_own_scale(record, whole)}{_unmeasured(record)}."
+
+
+def _starts(site: Site) -> bool:
+    """Whether an overflow of the forward pass starts there."""
+    return site.phase == "forward" and site.overflow == "starts"
+
+
+def _refuted(record: Record, bad: Replay) -> str:
+    """What is said of a step that is not finite where the ranges alone would have had it fit."""
+    if bad.dtype == "float16":
+        at_any = bool(bad.error) or not math.isfinite(bad.loss)
+        scale_tried = "" if at_any else f", at a loss scale of {_scale(bad.scale)}, which that allows"
+        no_scale_helps = ", and no loss scale helps" if at_any and not bad.error else ""
+        return f"{_measured(record)}; but in FP16 {what_fails(bad)}{scale_tried}{no_scale_helps}."
+    where = _step(record).capitalize()
+    fails = fails_in_fp32(record)
+    if fails:
+        fp32 = check_in(record, "float32") or bad
+        return f"{where} is not finite in FP32 either: {what_fails(fp32)}. Neither a pin nor a loss scale helps."
+    fp32_is = "" if fails is None else ", though it is in FP32"
+    return (
+        f"{where} is not finite in bfloat16, in which it is measured{fp32_is}: {what_fails(bad)}. "
+        "Nothing is known of FP16."
+    )
+
+
+def _measured(record: Record) -> str:
+    """What the forward pass has shown, where no overflow starts in it."""
+    of_what = " that was measured" if record.unseen.unmeasured else ""
     beyond = sum(site.phase == "forward" and site.headroom_bits < 0.0 for site in record.sites)
     if beyond:
-        return (
-            f"No op overflows of itself; an input or a constant of the code is beyond FP16 at "
-            f"{counted(beyond, 'place')}, and {_scales(whole)}{_own_scale(record, whole)}."
-        )
-    scales = f"{_scales(whole)}{_own_scale(record, whole)}"
-    return f"Everything fits FP16 at {_step(record)}: {_spare(record.sites)}, and {scales}."
+        places = counted(beyond, "place")
+        return f"No op{of_what} overflows of itself; an input or a constant of the code is beyond FP16 at {places}"
+    return f"Everything{of_what} fits FP16 at {_step(record)}: {_spare(record.sites)}"
+
+
+def _unmeasured(record: Record) -> str:
+    """What the ranges leave out, and what a replay in FP16 tells of that; "" where they leave out nothing."""
+    if not record.unseen.unmeasured:
+        return ""
+    half = check_in(record, "float16")
+    tried = "" if half is None else f"; with them the step is finite in FP16 at a loss scale of {_scale(half.scale)}"
+    return f" as far as that goes. Not measured: {listed(record.unseen.unmeasured)}{tried}"
 
 
 def _hidden(starts: int) -> str:
@@ -258,13 +309,20 @@ def _where(site: Site, with_text: bool) -> tuple[view.Line, ...]:
 # The loss scales
 
 
-def _window_table(whole: Window, modules: Sequence[Window], top: int) -> view.Table:
+def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.Table:
+    whole = window(record.sites)
     rows = [(line("the whole model", tone="strong"), *_ends(whole), _bounds(whole, with_module=True))]
     rows += [(line(one.module or "(root)"), *_ends(one), _bounds(one)) for one in modules[:top]]
     below = more(len(modules) - top, "module")
     if not whole.is_open:
         below += (line("No scale works for the whole model: the two sites that bound it need different ones."),)
-    return view.Table("Loss scales that work", WINDOW_COLUMNS, tuple(rows), below=below)
+    return view.Table(_window_title(record), WINDOW_COLUMNS, tuple(rows), below=below)
+
+
+def _window_title(record: Record) -> str:
+    if any(map(_starts, record.sites)):
+        return "Loss scales that would work if the forward pass did not overflow"
+    return "Loss scales that what was measured allows" if record.unseen.unmeasured else "Loss scales that work"
 
 
 def _width(one: Window) -> float:

@@ -18,13 +18,12 @@ from ampdbg.errors import AmpdbgError
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.precision.loss_scaler import skips_overflows
 from ampdbg.probes.module_calls import compiled_notes, module_paths
-from ampdbg.probes.shadow_trace import RangeSeen, sites_of
 from ampdbg.probes.tensors import float_values, nonfinite_in_batch, to_host
 from ampdbg.probes.torch_errors import autocast_error, explained
 from ampdbg.probes.watch import Watch, watch
 from ampdbg.record.run import AutocastError, Record, Unseen
 from ampdbg.replay.investigation import Investigator, OnInvestigated
-from ampdbg.replay.replay import shadow_step
+from ampdbg.replay.range_profile import RangeProfile, profile_of
 from ampdbg.replay.run import Run, prepared, run_pass
 from ampdbg.replay.snapshot import Snapshot, take_snapshot
 from ampdbg.replay.state import notes_on
@@ -237,8 +236,7 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
 
     Raises: as :func:`train`.
     """
-    ranges: tuple[RangeSeen, ...] = ()
-    unseen = Unseen()
+    profile = RangeProfile()
     with prepared(config) as run:
         with (
             watch(run.workload.model, run.workload.optimizers, observer.step) as watcher,
@@ -246,9 +244,10 @@ def profile_ranges(config: Config, *, observer: Observer = UNOBSERVED) -> Record
         ):
             snapshot = _up_to_last_step(run, watcher)
             with watcher.paused():
-                ranges, unseen = shadow_step(run, snapshot)
-            unseen = replace(unseen, notes=(*unseen.notes, *run.workload.notes))
-        return _record(run, "ranges", watcher, ending, sites=sites_of(ranges), unseen=unseen)
+                profile = profile_of(run, snapshot)
+            unseen = replace(profile.unseen, notes=(*profile.unseen.notes, *run.workload.notes))
+            profile = replace(profile, unseen=unseen)
+        return _record(run, "ranges", watcher, ending, **vars(profile))
 
 
 def _up_to_last_step(run: Run, watcher: Watch) -> Snapshot:

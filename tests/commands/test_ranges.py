@@ -109,3 +109,77 @@ def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str,
     healthy = here("ranges", "c.yaml", "--quiet", "--set", f"precision.level={level}")
     assert healthy.code == 0
     assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")
+
+
+BROKEN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = LINE
+        return self.outer(h.float())
+
+def build_model():
+    return Model()
+
+def build_data():
+    return [torch.randn(32, 8, generator=torch.Generator().manual_seed(0))]
+
+def step(model, batch):
+    return model(batch).float().square().mean()
+"""
+IN_FP32 = "✗ Step 0 is not finite in FP32 either: "
+LINES = {
+    "a loss that is NaN": ("h * 0 / (h * 0).sum()", "other", f"{IN_FP32}the loss is NaN."),
+    "a derivative of NaN": (
+        "h + (h.float() * 0).norm(dim=-1, keepdim=True).sqrt()",
+        "other",
+        f"{IN_FP32}the gradients hold 288 NaN, in 2 parameters.",
+    ),
+    "a constant that multiplies": (
+        "(g := h * (1 + (1 - torch.tensor(0.0)) * 3e5)) - g.amax(-1, keepdim=True)",
+        "inconclusive",
+        "but in FP16 the loss is NaN, and no loss scale helps.",
+    ),
+    "a transform that overflows": (
+        "torch.fft.fft2(h * 8000).real.float() / 8000",
+        "inconclusive",
+        "? Everything that was measured fits FP16 at step 0: the forward pass has",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "verdict", "said"), LINES.values(), ids=LINES)
+def test_a_step_that_is_not_finite_is_not_said_to_fit(here: Here, line: str, verdict: str, said: str) -> None:
+    config(here.folder, BROKEN.replace("LINE", line))
+    result = here("ranges", "c.yaml", "--quiet", "--record", "r.json")
+    record = read_record(here.folder / "r.json")
+    assert (result.code, record.verdict, record.findings[0].code) == (1, verdict, "unknown")
+    assert said in " ".join(result.stdout.split())
+    assert "Loss scales" not in result.stdout
+    assert result.stdout.endswith("Next: see where it begins\n  ampdbg scan c.yaml\n")
+
+
+def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_run(here: Here) -> None:
+    config(here.folder, BROKEN.replace("LINE", "torch.fft.fft2(h).real"))
+    result = here("ranges", "c.yaml", "--quiet", "--record", "r.json")
+    record = read_record(here.folder / "r.json")
+    assert (result.code, record.verdict, record.findings) == (0, "inconclusive", ())
+    half = record.checks[1]
+    assert (half.dtype, half.error, half.gradients) == ("float16", "", ())
+    said = " ".join(result.stdout.split())
+    assert said.startswith("? Everything that was measured fits FP16 at step 0: ")
+    assert "Not measured: Fourier transforms; with them the step is finite in FP16 at a loss scale of" in said
+
+
+def test_a_mask_beyond_fp16_is_no_reason_to_doubt(here: Here) -> None:
+    config(here.folder, BROKEN.replace("LINE", "(h + ((1 - torch.eye(32)) * -1e9).to(h.dtype)).softmax(-1)"))
+    result = here("ranges", "c.yaml", "--quiet")
+    assert result.code == 0
+    assert result.stdout.startswith("✓ No op overflows of itself; an input or a constant of the code is beyond FP16")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.diagnosis.ranges import diagnose_ranges, module_windows, window
+from ampdbg.diagnosis.ranges import diagnose_ranges, module_windows, scale_to_try, window
 from ampdbg.record.findings import Source
-from ampdbg.record.run import AutocastError, Record, Site
+from ampdbg.record.replays import Replay
+from ampdbg.record.run import AutocastError, Record, Site, Unseen
 from tests.report.records import ENVIRONMENT
 
 
@@ -120,3 +123,64 @@ def test_an_error_of_autocast_is_a_finding() -> None:
     assert [finding.code for finding in diagnose_ranges(replace(record(), autocast_error=error)).findings] == [
         "misuse-bce"
     ]
+
+
+WIDE, HALF, FP32 = (
+    Replay(dtype, scale, 1.0, 1.0) for dtype, scale in (("bfloat16", 1.0), ("float16", 256.0), ("float32", 1.0))
+)
+
+
+def lost(replay: Replay) -> Replay:
+    return replace(replay, loss=math.nan, grad_norm=math.nan, gradients=("w", "b"), nan=12)
+
+
+def spoilt(replay: Replay) -> Replay:
+    return replace(replay, grad_norm=math.inf, gradients=("w",), inf=3, nan=1)
+
+
+@pytest.mark.parametrize("fails", [lost, spoilt])
+def test_a_step_that_is_not_finite_in_fp32_either_is_of_no_precision(fails: Callable[[Replay], Replay]) -> None:
+    overflowing = (forward(-1.0, "starts"), gradient("a", 2.0**-20, 0.5))
+    for sites in ((forward(3.0), gradient("a", 1.0, 1024.0)), overflowing):
+        seen = diagnose_ranges(replace(record(*sites), checks=(fails(WIDE), fails(FP32))))
+        first, *others = seen.findings
+        assert (seen.verdict, first.code, first.severity) == ("other", "unknown", "warning")
+        assert first.evidence["finite_in_fp32"] is False
+        assert [other.code for other in others] == ["forward-overflow"] * (sites is overflowing)
+
+
+@pytest.mark.parametrize(("fp32", "told"), [(FP32, True), (replace(FP32, error="TypeError: no"), None)])
+def test_where_fp32_is_finite_or_does_not_run_the_verdict_stays_open(fp32: Replay, told: bool | None) -> None:
+    seen = diagnose_ranges(replace(record(forward(3.0)), checks=(lost(WIDE), fp32)))
+    assert (seen.verdict, seen.findings[0].evidence.get("finite_in_fp32")) == ("inconclusive", told)
+
+
+REFUTED = {
+    "finite": (HALF, None),
+    "a loss that is not finite": (lost(HALF), "forward"),
+    "gradients that are not finite at a scale inside the window": (spoilt(HALF), "backward"),
+    "gradients that are not finite at the window's end": (spoilt(replace(HALF, scale=1024.0)), None),
+    "an error": (replace(HALF, loss=math.nan, error="RuntimeError: no"), "forward"),
+}
+
+
+@pytest.mark.parametrize(("half", "phase"), REFUTED.values(), ids=REFUTED)
+def test_a_step_that_does_not_come_through_fp16_is_not_healthy(half: Replay, phase: str | None) -> None:
+    seen = diagnose_ranges(replace(record(forward(3.0), gradient("a", 1.0, 1024.0)), checks=(WIDE, half)))
+    assert [finding.phase for finding in seen.findings] == ([] if phase is None else [phase])
+    assert seen.verdict == ("healthy" if phase is None else "inconclusive")
+
+
+def test_what_was_not_measured_leaves_the_verdict_open() -> None:
+    seen = diagnose_ranges(replace(record(forward(3.0)), unseen=Unseen(unmeasured=("Fourier transforms",))))
+    assert (seen.findings, seen.verdict) == ((), "inconclusive")
+
+
+def test_the_scale_to_try_is_in_the_window_and_below_its_end() -> None:
+    assert scale_to_try([gradient("a", 1.0, 1024.0)]) == 512.0
+    assert scale_to_try([gradient("a", 1024.0, 1024.0)]) == 1024.0
+    assert scale_to_try([gradient("a", 0.0, math.inf)]) == scale_to_try([]) == 65536.0
+    assert scale_to_try([gradient("a", 2.0**20, math.inf)]) == 2.0**20
+    assert scale_to_try([gradient("a", 1024.0, 2.0)]) == 1.0
+    assert scale_to_try([forward(-1.0, "carried"), gradient("a", 1.0, 1024.0)]) == 512.0
+    assert scale_to_try([forward(-1.0, "starts"), gradient("a", 1.0, 1024.0)]) is None

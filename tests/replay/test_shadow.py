@@ -163,7 +163,7 @@ def weight_gradient(ranges: tuple[RangeSeen, ...]) -> Site:
 
 def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
     with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
-        site = weight_gradient(shadow_step(run, snapshot)[0])
+        site = weight_gradient(shadow_step(run, snapshot).ranges)
     # Every element is 2**-16: kept from 2**-25 on, that is times 2**-9; below 65520 up to 2**15, times 2**31.
     assert site.abs_max == 2.0**-16
     assert (site.scale_floor, site.scale_ceiling) == (2.0**-9, 2.0**31)
@@ -173,7 +173,7 @@ def test_the_window_of_a_gradient_is_exact(tmp_path: Path) -> None:
 def test_micro_batches_share_the_loss(tmp_path: Path) -> None:
     with first_step(config(tmp_path, PRODUCT)) as (run, snapshot):
         twice = Snapshot(0, snapshot.batches * 2, snapshot.data * 2, snapshot.random_state, snapshot.state)
-        site = weight_gradient(shadow_step(run, twice)[0])
+        site = weight_gradient(shadow_step(run, twice).ranges)
     assert (site.abs_max, site.calls) == (2.0**-17, 2)
 
 
@@ -209,7 +209,7 @@ def test_what_could_not_be_seen_is_said(tmp_path: Path) -> None:
         run.workload.model.add_module("unused", unused)
         run.workload.model.unused.forward = lambda x: x  # type: ignore[union-attr]
         run.workload.model[1].compile(backend="eager")  # type: ignore[index]
-        _, unseen = shadow_step(run, snapshot)
+        unseen = shadow_step(run, snapshot).unseen
     assert unseen.parameters_without_gradient == ("unused.weight", "unused.bias")
     assert "module '0' is scripted and cannot be watched inside" in unseen.notes
     assert "module '1' is compiled; its eager code was analysed" in unseen.notes

@@ -14,6 +14,7 @@ from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import Exponents, headroom_bits
 from ampdbg.quantities import number
 from ampdbg.record.findings import Source
+from ampdbg.record.replays import Replay
 from ampdbg.record.run import AutocastError, Record, ScriptRun, Site, Step, Unseen
 from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
 from tests.report.pages import rendered
@@ -159,6 +160,51 @@ def test_an_interrupt_and_an_error_of_autocast_say_so() -> None:
     text = plain(diagnose_ranges(replace(overflowing(), sites=(), autocast_error=error)))
     assert text.startswith("? Autocast made the step raise an error")
     assert "misuse-bce" in text
+
+
+WIDE, HALF, FP32 = (
+    Replay(dtype, scale, 1.0, 1.0) for dtype, scale in (("bfloat16", 1.0), ("float16", 512.0), ("float32", 1.0))
+)
+NAN = replace(WIDE, loss=math.nan)
+SPOILT = replace(WIDE, gradients=("w", "b"), nan=288, inf=1)
+FITS = "? Everything fits FP16 at step 0: the forward pass has 4.5 bits to spare; but in FP16 the"
+CHECKED = {
+    "loss": ((NAN, replace(NAN, dtype="float32")), "✗ Step 0 is not finite in FP32 either: the loss is NaN. Neither"),
+    "gradients": (
+        (SPOILT, replace(SPOILT, dtype="float32")),
+        "✗ Step 0 is not finite in FP32 either: the gradients hold 288 NaN and 1 inf, in 2 parameters. Neither",
+    ),
+    "bfloat16": (
+        (NAN, FP32),
+        "? Step 0 is not finite in bfloat16, in which it is measured, though it is in FP32: the loss is NaN. Nothing",
+    ),
+    "FP16": ((WIDE, replace(HALF, loss=math.nan)), f"{FITS} loss is NaN, and no loss scale helps."),
+    "FP16's gradients": (
+        (WIDE, replace(HALF, gradients=("w",), inf=3)),
+        f"{FITS} gradients hold 3 inf, in 1 parameter, at a loss scale of 512, which that allows.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("checks", "said"), CHECKED.values(), ids=CHECKED)
+def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Replay, ...], said: str) -> None:
+    text = plain(diagnose_ranges(replace(healthy(), checks=checks)))
+    assert " ".join(text.split()).startswith(said)
+    assert "Loss scales" not in text
+    assert text.endswith("Next: see where it begins\n  ampdbg scan config.yaml\n")
+
+
+def test_what_was_not_measured_is_not_said_to_fit() -> None:
+    unmeasured = replace(healthy(), checks=(WIDE, HALF), unseen=Unseen(unmeasured=("Fourier transforms",)))
+    text = plain(diagnose_ranges(unmeasured))
+    said = " ".join(text.split())
+    assert said.startswith(
+        "? Everything that was measured fits FP16 at step 0: the forward pass has 4.5 bits to spare, and"
+    )
+    assert "Not measured: Fourier transforms; with them the step is finite in FP16 at a loss scale of 512." in said
+    assert "Loss scales that what was measured allows" in text
+    assert text.endswith("  ampdbg scan config.yaml\n")
+    assert plain(diagnose_ranges(replace(healthy(), checks=(WIDE, HALF)))) == plain(healthy())
 
 
 def test_notes_are_printed() -> None:
