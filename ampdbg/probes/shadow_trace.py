@@ -20,6 +20,7 @@ from torch.utils import _pytree
 from ampdbg.formats import BFLOAT16, FLOAT16, Exponents, headroom_bits, scale_ceiling, scale_floor
 from ampdbg.probes.module_calls import ModulePaths
 from ampdbg.probes.op_trace import OpPlace, OpTraits, PlacedOps, storage_of, tensors_in
+from ampdbg.probes.seams import Seam, attached
 from ampdbg.probes.source_lines import source_of
 from ampdbg.probes.tensors import (
     HALVES,
@@ -42,10 +43,12 @@ _TRANSFORMS = {torch.stft, torch.istft, torch.Tensor.stft, torch.Tensor.istft} |
     getattr(torch.fft, name) for name in dir(torch.fft) if name.endswith(("fft", "fft2", "fftn"))
 }
 
-TRANSFORMS = "Fourier transforms"
+_MAKE_COMPLEX = {torch.complex, torch.polar, torch.view_as_complex}
 
-TRANSFORMS_NOTE = (
-    "Fourier transforms of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
+TRANSFORMS, COMPLEX = "Fourier transforms", "complex numbers"
+
+WIDENED_NOTE = (
+    "{what} of half tensors ran in FP32, as bfloat16 has none: nothing is measured of them, nor of what "
     "follows up to the next op in half"
 )
 
@@ -186,25 +189,32 @@ def bfloat16_for_float16() -> Iterator[WideTransforms]:
         patch.object(autocast, "__init__", _autocast_in_bfloat16(autocast.__init__)),
         patch.object(torch, "finfo", _finfo_of_float16(torch.finfo)),
         WideTransforms() as transforms,
+        attached(transforms.around),
     ):
         yield transforms
 
 
 class WideTransforms(TorchFunctionMode):
-    """Runs the Fourier transforms of bfloat16 in float32: torch has them for float16 alone."""
+    """Runs the Fourier transforms of bfloat16, and what makes complex numbers of it, in float32: torch has them for
+    float16 alone. ``have_run`` names what has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.have_run = False
+        self.have_run: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function not in _TRANSFORMS:
-            return function(*args, **kwargs)
-        if any(tensor.dtype is torch.bfloat16 for tensor in tensors_in((*args, *kwargs.values()))):
-            self.have_run = True
+        kind = TRANSFORMS if function in _TRANSFORMS else COMPLEX if function in _MAKE_COMPLEX else ""
+        if kind and any(tensor.dtype is torch.bfloat16 for tensor in tensors_in((*args, *kwargs.values()))):
+            self.have_run += [kind] * (kind not in self.have_run)
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
         return function(*args, **kwargs)
+
+    def around(self, seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function of torch's. A mode is set aside while what it was handed runs, such as ``Tensor.backward``:
+        in the backward pass, where a checkpoint computes its function again, it has to be entered once more."""
+        with self if seam == "engine" else contextlib.nullcontext():
+            return original(*args, **kwargs)
 
 
 def _autocast_in_bfloat16(original: Callable[..., None]) -> Callable[..., None]:

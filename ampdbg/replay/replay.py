@@ -20,7 +20,7 @@ from ampdbg.precision.widening import LIFTS, altered, lifted, rounded, widen, wi
 from ampdbg.probes.garbage import uncollected
 from ampdbg.probes.module_calls import ModulePaths, compiled_notes, module_paths
 from ampdbg.probes.op_trace import OpTrace, placed
-from ampdbg.probes.shadow_trace import TRANSFORMS, TRANSFORMS_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.shadow_trace import WIDENED_NOTE, RangeSeen, ShadowTrace, bfloat16_for_float16
 from ampdbg.probes.tensors import float_values, is_finite, magnitude_of, nonfinite, stored, to_host, together
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Unseen
@@ -293,9 +293,10 @@ def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)
-    notes += [TRANSFORMS_NOTE] * transforms.have_run
-    unmeasured = (TRANSFORMS,) * transforms.have_run
-    seen = replace(unseen, notes=(*unseen.notes, *notes), unmeasured=unmeasured)
+    if transforms.have_run:
+        what = " and ".join(transforms.have_run)
+        notes.append(WIDENED_NOTE.format(what=f"{what[0].upper()}{what[1:]}"))
+    seen = replace(unseen, notes=(*unseen.notes, *notes), unmeasured=tuple(transforms.have_run))
     return Shadow(tuple(trace.ranges), seen, replay)
 
 

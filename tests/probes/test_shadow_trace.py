@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ampdbg.formats import Exponents
 from ampdbg.probes.op_trace import placed
@@ -162,13 +163,57 @@ def test_a_fourier_transform_of_what_is_half_runs_in_float32_and_its_gradient_co
     x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
     with bfloat16_for_float16() as transforms, placed(nn.Identity(), ShadowTrace):
         transform(x.detach().float())
-        have_run = [transforms.have_run]
+        assert transforms.have_run == [], "it is told of only where something half was transformed"
         given = transform(x)
         given.abs().sum().backward()
-    assert [*have_run, transforms.have_run] == [False, True], "it is told of only where something half was transformed"
+    assert transforms.have_run == ["Fourier transforms"]
     assert torch.allclose(given, transform(x.detach().float()))
     assert x.grad is not None
     assert x.grad.dtype is torch.bfloat16
+
+
+MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "complex": lambda x: torch.complex(x, 2 * x),
+    "polar": lambda x: torch.polar(x.abs() + 1, x),
+    "view_as_complex": lambda x: torch.view_as_complex(x.view(2, 16, 2)),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_complex_number_of_what_is_half_is_made_in_float32(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+    with bfloat16_for_float16() as transforms, placed(nn.Identity(), ShadowTrace):
+        make(x.detach().float())
+        assert transforms.have_run == []
+        made = make(x)
+        made.abs().sum().backward()
+    assert transforms.have_run == ["complex numbers"]
+    assert (made.dtype, made.shape) == (torch.complex64, make(x.detach().float()).shape)
+    assert x.grad is not None
+    assert x.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("goes_backward", [torch.Tensor.backward, torch.autograd.backward])
+def test_a_checkpoint_that_is_computed_again_transforms_in_float32_too(
+    goes_backward: Callable[[torch.Tensor], None], use_reentrant: bool
+) -> None:
+    x = torch.randn(2, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft2(x).real
+
+    def gradient(given: torch.Tensor) -> torch.Tensor | None:
+        x.grad = None
+        goes_backward(given.square().sum())
+        return x.grad
+
+    plain = gradient(torch.fft.fft2(x.float()).real)
+    with bfloat16_for_float16(), placed(nn.Identity(), ShadowTrace):
+        again = gradient(checkpoint(mixed, x, use_reentrant=use_reentrant))
+    assert plain is not None
+    assert again is not None
+    assert torch.equal(again, plain)
 
 
 def test_finfo_and_autocast_are_put_back_after_an_exception() -> None:
