@@ -44,6 +44,10 @@ OF_PHASES = "angle exp".split()
 DIVISIONS = "div.Tensor div_.Tensor".split()
 """Apart, since they are given numbers too."""
 
+COMPOSITE = ("AutogradCPU", "CPU", "FuncTorchBatched")
+"""A composite function has no kernel below autograd: it is called in autograd's place, or in inference mode; and within
+``torch.vmap`` before any of these."""
+
 WIDER = {HALF: torch.float32, COMPLEX_HALF: torch.complex64}
 NARROWER = {wide: narrow for narrow, wide in WIDER.items()}
 
@@ -83,9 +87,8 @@ def half_transforms() -> Iterator[None]:
         transforms = [*TRANSFORMS, *(f"{name}.out" for name in TRANSFORMS)]
         register(transforms, functools.partial(_transform, at_the_first), "BackendSelect")
         register(OF_PHASES, _of_complex_half, "BackendSelect")
-        # A composite function has no kernel below autograd: it is called in autograd's place, or in inference mode.
-        register(OF_REAL, _of_real, "AutogradCPU", "CPU")
-        register(OF_COMPLEX, _of_complex, "AutogradCPU", "CPU")
+        register(OF_REAL, _of_real, *COMPOSITE)
+        register(OF_COMPLEX, _of_complex, *COMPOSITE)
         yield
     finally:
         library._destroy()

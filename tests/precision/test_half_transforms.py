@@ -94,6 +94,30 @@ def test_a_transform_and_its_gradient_are_those_of_float32_rounded(name: str, em
         assert close(gradient, expected, 2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_within_vmap_a_transform_and_its_gradient_are_those_of_each_row(name: str, emulated: None) -> None:
+    function = getattr(torch.fft, name)
+    size = 17 if name.startswith(("irfft", "hfft")) else 16
+
+    def transformed(x: Tensor) -> Tensor:
+        return pairs(function(x))
+
+    def row_by_row(x: Tensor, dim: int) -> Tensor:
+        return torch.stack([transformed(row) for row in x.unbind(dim)])
+
+    for dim in (0, 1):
+        x = signal(4, 8, 32).narrow(-1, 0, size).half().requires_grad_()
+        mapped, expected = torch.vmap(transformed, dim)(x), row_by_row(x, dim)
+        gradients = [torch.autograd.grad(output.float().square().mean(), x)[0] for output in (mapped, expected)]
+        # A sum over two dims may be made in another order.
+        assert all(close(ours, other.float(), 2e-3) for ours, other in ((mapped, expected), gradients))
+    wide = signal(4, 8, 24)
+    assert torch.allclose(torch.vmap(transformed)(wide), row_by_row(wide, 0), atol=1e-5)
+    with pytest.raises(RuntimeError, match="powers of two"):
+        torch.vmap(transformed)(wide.half())
+
+
 @pytest.mark.parametrize("norm", [None, "backward", "ortho", "forward"])
 @pytest.mark.parametrize("name", ["fft", "ifft", "rfft", "irfft"])
 def test_what_scales_a_transform_is_done_in_half_behind_it(name: str, norm: str | None, emulated: None) -> None:
@@ -236,6 +260,10 @@ def test_afterwards_a_cpu_has_none_of_it() -> None:
         spectrum = torch.fft.rfft(signal(8).half())
         assert all(torch._C._dispatch_has_kernel_for_dispatch_key(*kernel) for kernel in kernels)
     assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(*kernel) for kernel in kernels)
+    in_rows = torch.vmap(torch.fft.rfft)
+    assert torch.equal(in_rows(signal(2, 8)), torch.fft.rfft(signal(2, 8)))
+    with pytest.raises(RuntimeError, match="Half"):
+        in_rows(signal(2, 8).half())
     for native in (lambda: torch.fft.rfft(signal(8).half()), lambda: stft(signal(1, 64).half()), lambda: spectrum / 2):
         with pytest.raises(RuntimeError, match="Half"):
             native()
