@@ -71,6 +71,12 @@ def window(sites: Iterable[Site], module: str = "") -> Window:
     )
 
 
+def measured_step(record: Record) -> int:
+    """The number of the step that was measured; of a script's capture it is the last of those that it has."""
+    is_captured = record.script is not None and record.steps
+    return record.steps[-1].step if is_captured else max(record.planned_steps - 1, 0)
+
+
 def scale_to_try(sites: Iterable[Site]) -> float | None:
     """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where the forward pass
     overflows at any. The window's end may be one rounding too high."""
@@ -154,11 +160,11 @@ def _not_finite(record: Record, bad: Replay) -> Finding:
         evidence["finite_in_fp32"] = not fails
     return finding_of(
         UNKNOWN,  # the cause is not looked for
-        max(record.planned_steps - 1, 0),
+        measured_step(record),
         phase,
         _of_half(bad, is_forward) if bad.dtype == "float16" else _of_wide(record, bad),
         severity="warning",
-        remedy="replay the step in FP16, FP32 and FP64, as ampdbg scan does: that shows the op where it begins",
+        remedy="replay the step in FP16, FP32 and FP64: that shows the op where it begins",
         evidence=evidence,
     )
 
@@ -209,7 +215,7 @@ def _reach(site: Site) -> str:
 def _proposed(record: Record, site: Site, code: str, message: str) -> Finding:
     return finding_of(
         code,
-        max(record.planned_steps - 1, 0),
+        measured_step(record),
         site.phase,
         message,
         severity="warning",

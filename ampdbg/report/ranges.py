@@ -12,6 +12,7 @@ from ampdbg.diagnosis.ranges import (
     Window,
     check_in,
     fails_in_fp32,
+    measured_step,
     module_windows,
     refuted_by,
     what_fails,
@@ -140,9 +141,7 @@ def _next_command(record: Record, typed: view.Typed) -> view.NextCommand | None:
 
 
 def _step(record: Record) -> str:
-    if record.script is not None and record.steps:
-        return f"step {record.steps[-1].step}"
-    return f"step {max(record.planned_steps - 1, 0)}"
+    return f"step {measured_step(record)}"
 
 
 # The headline

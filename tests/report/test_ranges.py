@@ -194,6 +194,13 @@ def test_a_step_that_is_not_finite_has_no_loss_scale_that_works(checks: tuple[Re
     assert text.endswith("Next: see where it begins\n  ampdbg scan config.yaml\n")
 
 
+def test_what_is_found_in_a_captured_step_has_its_number() -> None:
+    captured = replace(healthy(), script=ScriptRun("train.py"), steps=(Step(3, 1.0, 16.0, False, False),))
+    (finding,) = diagnose_ranges(replace(captured, checks=(WIDE, replace(HALF, loss=math.nan)))).findings
+    assert finding.step == 3
+    assert {finding.step for finding in diagnose_ranges(replace(captured, sites=SITES)).findings} == {3}
+
+
 def test_what_was_not_measured_is_not_said_to_fit() -> None:
     unmeasured = replace(healthy(), checks=(WIDE, HALF), unseen=Unseen(unmeasured=("Fourier transforms",)))
     text = plain(diagnose_ranges(unmeasured))
