@@ -216,10 +216,10 @@ class Tape(TorchFunctionMode):
         elif self._guard.failure:
             self.why_not = f"ampdbg itself failed to note its calls: {self._guard.failure}"
         else:
-            return self._guard.around(Tape._noted, self, self._alone, function, *args, **kwargs)
-        return self._alone(function, *args, **kwargs)
+            return self._guard.around(Tape._noted, self, self.alone, function, *args, **kwargs)
+        return self.alone(function, *args, **kwargs)
 
-    def _alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def alone(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a function; what it calls in its turn is not noted."""
         self._inside += 1
         try:

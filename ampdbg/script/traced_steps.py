@@ -339,8 +339,8 @@ class TracedStep:
             computed,
         )
         if is_captured:
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                step.capture(self._captures, loss, scaler, is_wanted=self.is_wanted)
+            with contextlib.nullcontext() if is_bad else _disable_current_modes():  # the rest is traced as well
+                self._tape.alone(step.capture, self._captures, loss, scaler, is_wanted=self.is_wanted)
         if is_run:
             self._run_again(step)
         self.waited = time.monotonic() - began
