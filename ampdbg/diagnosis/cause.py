@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite, is_same_run
 from ampdbg.diagnosis.divergence import DIVERGENCE, divergence, first_divergence, may_diverge
 from ampdbg.diagnosis.producers import (
     UNKNOWN,
@@ -162,7 +162,7 @@ def cause_of(made: Investigation, record: Record) -> Finding:
         return found
     is_of_loss, skipped = made.why == "loss", [step for step in record.steps if step.skipped]
     alike = {step.step for step in skipped if math.isfinite(step.loss) != is_of_loss}
-    alike -= {other.step for other in record.investigations if is_another_fault(other, made)}
+    alike -= {other.step for other in record.investigations if is_another_fault(other, made, record)}
     first = first_in_a_row(found.step, alike)
     first = _first_of_turns(first, alike, record) if is_of_loss else first
     told = first == found.step or made.is_as_it_trained
@@ -170,9 +170,15 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     return replace(found, step=first, message=message, evidence={**found.evidence, "replayed_step": found.step})
 
 
-def is_another_fault(other: Investigation, made: Investigation) -> bool:
-    """Whether replays of another step have shown that it begins elsewhere, as that of a loss scale that settles."""
+def is_another_fault(other: Investigation, made: Investigation, record: Record) -> bool:
+    """Whether replays of another step have shown that it begins elsewhere, as that of a loss scale that settles.
+
+    Of two optimizers that step in turn the replays of one tell nothing of the other.
+    """
     if other.step == made.step or other.is_as_it_trained or not other.reproduced:
+        return False
+    own = next((step.loss for step in record.steps if step.step == other.step), math.nan)
+    if not is_same_run(replace(other, loss=own)):
         return False
     begins, here = (next(iter(one.replays[0].producers), None) for one in (other, made))
     return begins is not None and here is not None and begins.site != here.site
