@@ -11,8 +11,10 @@ from tests.zoo.case import Case
 CASE = Case(
     code="true-nan",
     verdict="other",
+    step=0,
     phase="backward",
     follows=("scale-collapse",),
+    says=("step 4 was replayed, and every step from 0 on was skipped",),
     twin=("model.args.clamp=0.01",),
 )
 
