@@ -92,11 +92,11 @@ def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
 
 @pytest.mark.parametrize(
     ("name", "script"),
-    [("train.py", ""), ("/work/deep/train.py", ""), ("../train.py", " --script '../train.py --lr 1'")],
+    [("train.py", ""), ("/home/me/deep/train.py", ""), ("../train.py", " --script '../train.py --lr 1'")],
 )
 def test_a_capture_of_a_script_elsewhere_is_typed_with_it(name: str, script: str) -> None:
-    captured = ScriptRun(name, ("--lr", "1"), captures=("/work/.ampdbg/captures/now-step-3.safetensors",))
+    captured = ScriptRun(name, ("--lr", "1"), captures=("/home/me/.ampdbg/captures/now-step-3.safetensors",))
     record = replace(run([healthy_step(step) for step in range(6)], script=captured), command="run")
-    command = next_command(record, Typed("train.py", folder="/work"))
+    command = next_command(record, Typed("train.py", folder="/home/me"))
     assert command is not None
     assert command.command == f"ampdbg replay .ampdbg/captures/now-step-3.safetensors{script}"
