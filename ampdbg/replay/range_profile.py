@@ -10,7 +10,7 @@ from ampdbg.diagnosis.ranges import scale_to_try
 from ampdbg.probes.shadow_trace import sites_of
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import Site, Unseen
-from ampdbg.replay.replay import FP32, Manner, replay_step, shadow_step
+from ampdbg.replay.replay import FP32, Manner, counted, replay_step, shadow_step
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import Snapshot
 
@@ -38,8 +38,13 @@ def profile_of(run: Run, snapshot: Snapshot) -> RangeProfile:
 def _checks(run: Run, snapshot: Snapshot, measured: Replay, sites: Sequence[Site]) -> Iterator[Replay]:
     """FP32 where the shadow is not finite: whose limits it has. Else FP16, unless an overflow is proposed already."""
     if not is_finite(measured):
-        yield replay_step(run, snapshot, FP32).replay
+        yield _checked(run, snapshot, FP32)
         return
     scale = scale_to_try(sites)
     if scale is not None:
-        yield replay_step(run, snapshot, Manner("float16", scale, is_lifted=False)).replay
+        yield _checked(run, snapshot, Manner("float16", scale, is_lifted=False))
+
+
+def _checked(run: Run, snapshot: Snapshot, manner: Manner) -> Replay:
+    replayed = replay_step(run, snapshot, manner, keep_gradients=True)
+    return counted(replayed.replay, replayed.gradients)

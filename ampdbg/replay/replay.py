@@ -127,17 +127,19 @@ def replay_step(
 
 def _replay(manner: Manner, loss: float, gradients: Mapping[str, torch.Tensor], *, is_whole: bool = True) -> Replay:
     """What a pass has come to; not ``is_whole`` where no backward pass has run."""
-    bad = nonfinite(gradients.items())
-    counts = together(magnitude_of(gradient) for _, gradient in bad)
     return Replay(
         dtype=manner.dtype,
         scale=manner.scale,
         loss=loss,
         grad_norm=_unscaled_norm(gradients.values(), manner.scale) if is_whole else math.nan,
-        gradients=tuple(name for name, _ in bad),
-        inf=counts.inf,
-        nan=counts.nan,
+        gradients=tuple(name for name, _ in nonfinite(gradients.items())),
     )
+
+
+def counted(replay: Replay, gradients: Mapping[str, torch.Tensor]) -> Replay:
+    """The replay with how many elements of its gradients are inf and NaN. On a GPU this syncs for each that has any."""
+    counts = together(magnitude_of(gradients[name]) for name in replay.gradients if name in gradients)
+    return replace(replay, inf=counts.inf, nan=counts.nan)
 
 
 def _idle(run: Run, gradients: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -289,7 +291,7 @@ def shadow_step(run: Run, snapshot: Snapshot) -> Shadow:
                 loss = _run_in_bfloat16(run, snapshot)
                 unseen = paths.unseen()
             found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-            replay = _replay(Manner("bfloat16"), loss, found)
+            replay = counted(_replay(Manner("bfloat16"), loss, found), found)
     notes = [*compiled_notes(model)]
     if any(seen.op.startswith("aten._scaled_dot_product_") for seen in trace.ranges):
         notes.append(FUSED_ATTENTION_NOTE)
