@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ampdbg.probes.guard import Guard
-from ampdbg.probes.op_trace import storage_of
 from ampdbg.probes.seams import Seam, attached, only_follows, replaced
 from ampdbg.probes.source_lines import innermost_line
 from ampdbg.probes.step_hooks import hooked_steps
 from ampdbg.probes.tensors import float_values, leaves_of, times_written
 from ampdbg.replay.copies import Copying, duplicate
 from ampdbg.replay.narrowings import NARROWS_OR_MOVES, Narrowings
-from ampdbg.replay.played_step import Made, Modes, Own, PlayedStep, TapedCall, made_in
+from ampdbg.replay.played_step import Made, Modes, Own, PlayedStep, TapedCall
 from ampdbg.replay.random_state import RandomState
 from ampdbg.replay.snapshot import ModelState
 from ampdbg.replay.state import tensors_in
+from ampdbg.replay.taped_calls import TapedCalls
 from ampdbg.replay.taped_functions import is_no_part, is_transformed
 from ampdbg.source.ownership import Line
 
@@ -84,15 +84,12 @@ class Tape(TorchFunctionMode):
         self._own = {id(tensor) for tensor in self._weights}
         self._modules = {id(module) for module in model.modules()}
         self._thread = threading.get_ident()
-        self._calls: list[TapedCall] = []
-        self._given: list[tuple[Any, Any]] = []
-        self._results: list[list[torch.Tensor]] = []  # alive, or else an id is given to another tensor
-        self._made: dict[int, tuple[Made, bool]] = {}
+        self._calls = TapedCalls()
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
         self._are_stepped_on = self._has_stepped = False
         self._scaled: set[int] = set()
         self._narrowings = Narrowings(device, also)
-        self._alive: list[Any] = []  # as those are
+        self._alive: list[Any] = []  # or else an id is given to another tensor
         self._inside = 0
         self._beside = 0
         self._guard = Guard()
@@ -207,11 +204,11 @@ class Tape(TorchFunctionMode):
         given = [tensor for _, tensor in leaves_of((args, kwargs))]
         computes = torch.is_grad_enabled()
         return any(
-            id(each) in self._made or (computes and each.requires_grad and id(each) in self._own) for each in given
+            self._calls.have_made(each) or (computes and each.requires_grad and id(each) in self._own) for each in given
         )
 
     def _taped(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if len(self._calls) >= MOST_CALLS:
+        if len(self._calls.every) >= MOST_CALLS:
             self.why_not = f"it makes more than {MOST_CALLS:,} calls"
         elif self._guard.failure:
             self.why_not = f"ampdbg itself failed to note its calls: {self._guard.failure}"
@@ -229,7 +226,7 @@ class Tape(TorchFunctionMode):
 
     def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given, random_state = _Taking(self), RandomState.now()
-        if not self._calls:
+        if not self._calls.every:
             self.state = ModelState.now(self._model)
             self._trained = {id(module): module.training for module in self._model.modules()}
         elif isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
@@ -258,7 +255,7 @@ class Tape(TorchFunctionMode):
             self._modes,
             hands_on,
         )
-        self._put(call, taken, args[0] if writes else result)
+        self._calls.add(call, taken, args[0] if writes else result)
         return result
 
     def _is_another(self, called: torch.nn.Module) -> bool:
@@ -283,15 +280,6 @@ class Tape(TorchFunctionMode):
         """Whether a module is in training mode that was not at the first call, or the other way round."""
         return any(self._trained.get(id(module), module.training) != module.training for module in called.modules())
 
-    def _put(self, call: TapedCall, taken: tuple[Any, Any], result: Any) -> None:
-        made = list(made_in(result))
-        if made:
-            number = len(self._calls)
-            self._calls.append(call)
-            self._given.append(taken)
-            self._made.update((id(tensor), (Made(number, path), tensor.requires_grad)) for path, tensor in made)
-            self._results.append([tensor for _, tensor in made])
-
     def narrowed(self, tensor: torch.Tensor) -> Made | None:
         """What stands for a half tensor that the loop has made of a wider one: the call, which is on the tape now."""
         known = self._narrowings.of(tensor)
@@ -303,23 +291,19 @@ class Tape(TorchFunctionMode):
         call = TapedCall(
             known.function, known.line, known.lowers, known.has_gradients, state, reads, is_whole=given.is_whole
         )
-        self._put(call, taken, tensor)
-        return self._made[id(tensor)][0]
+        self._calls.add(call, taken, tensor)
+        return self._calls.maker_of(tensor)
 
     def placeholder(self, tensor: torch.Tensor) -> Made | Own | None:
         """What stands for a tensor on the tape; None where it is neither made there nor the model's own."""
         if id(tensor) in self._own:
             return Own(tensor)
-        made, wants = self._made.get(id(tensor), (None, False))
-        # A custom Function hands on what it has made without gradients, and leads them there itself.
-        return made if wants == tensor.requires_grad else None
+        return self._calls.maker_of(tensor)
 
     def is_past(self, tensor: torch.Tensor, made: Made) -> bool:
         """Whether a tensor of the tape that no gradient leads to is data by now: an optimizer has stepped since on the
         weights that it was made with, as where a GAN's discriminator steps after the generator that gave its input."""
-        if not self._has_stepped or tensor.requires_grad:
-            return False
-        return not all(self._calls[number].has_its_weights for number in self._behind([made.call]))
+        return self._has_stepped and not tensor.requires_grad and not self._calls.have_their_weights(made)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor as it is now; the same one as long as nothing writes into it."""
@@ -334,55 +318,18 @@ class Tape(TorchFunctionMode):
         if not self.losses:
             self.why_not = self.why_not or "no loss went backward in it"
             return None
-        parts = [self._leading_to([loss]) for loss in self.losses]
-        if sum(map(len, parts)) != len(set().union(*parts)):
-            parts, losses = [set().union(*parts)], [tuple(self.losses)]  # they share calls: one pass has them all
-        else:
-            losses = [(loss,) for loss in self.losses]
-        needed = [self._calls[number] for part in parts for number in part]
+        parts = self._calls.parts_of(self.losses)
+        needed = [self._calls.every[number] for part, _ in parts for number in part]
         if not all(call.is_whole for call in needed):
             self.why_not = self.why_not or NOT_ALL_SEEN
         elif not all(call.has_its_weights for call in needed):
             self.why_not = self.why_not or "its weights are others by now"
         if self.why_not:
             return None
-        self.state = self.state.in_modes(self._calls[min(min(part) for part in parts)].modes)
-        given = tuple({number: self._given[number] for number in sorted(part)} for part in parts)
-        ends = {min(part): of_part for part, of_part in zip(parts, losses, strict=True)}
-        return PlayedStep(self._calls, ends, self._device, given, tuple(self._others.values()))
-
-    def _leading_to(self, losses: Sequence[Made]) -> set[int]:
-        """The calls that these losses need, and those that write into what they need."""
-        last = max(loss.call for loss in losses)
-        needed = self._behind(loss.call for loss in losses)
-        writers = {number for number in range(last) if self._calls[number].writes}
-        while more := self._writing_into(needed, writers - needed):
-            needed |= self._behind(more)
-        return needed
-
-    def _writing_into(self, needed: set[int], writers: set[int]) -> list[int]:
-        """Those of the writers that write into the memory of what the others have made: of a view that changes what it
-        is a view of. What adds up another loss of theirs does not. Where a tensor has no memory of its own, it may."""
-        memory = self._memory_of(needed)
-
-        def may(writer: int) -> bool:
-            written = self._memory_of([writer])
-            return bool(self._behind([writer]) & needed) if 0 in written else not written.isdisjoint(memory)
-
-        return [writer for writer in writers if may(writer)]
-
-    def _memory_of(self, numbers: Iterable[int]) -> set[int]:
-        return {storage_of(tensor) for number in numbers for tensor in self._results[number]}
-
-    def _behind(self, numbers: Iterable[int]) -> set[int]:
-        """The calls of these numbers, and all that they read from."""
-        waiting, found = list(numbers), set[int]()
-        while waiting:
-            number = waiting.pop()
-            if number not in found:
-                found.add(number)
-                waiting += self._calls[number].reads
-        return found
+        ends = {min(part): losses for part, losses in parts}
+        self.state = self.state.in_modes(self._calls.every[min(ends)].modes)
+        given = tuple(self._calls.given_to(part) for part, _ in parts)
+        return PlayedStep(self._calls.every, ends, self._device, given, tuple(self._others.values()))
 
 
 @contextlib.contextmanager
