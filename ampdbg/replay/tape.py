@@ -74,7 +74,9 @@ class Tape(TorchFunctionMode):
         self.why_not = ""
         """Why the step cannot be run again."""
         self.state = ModelState()
-        """The model's when the first call was made."""
+        """The model's before the first call of the step under way; of one that is to be run again, before its first."""
+        self._states: list[tuple[int, ModelState]] = []
+        self._begins = True
         self._model = model
         self._others: dict[int, tuple[torch.nn.Module, ModelState]] = {}
         self._modes: Modes = ()
@@ -226,10 +228,9 @@ class Tape(TorchFunctionMode):
 
     def _noted(self, run: Callable[..., Any], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         given, random_state = _Taking(self), RandomState.now()
-        if not self._calls.every:
-            self.state = ModelState.now(self._model)
-            self._trained = {id(module): module.training for module in self._model.modules()}
-        elif isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
+        if self._begins or not self._calls.every:
+            self._note_state()
+        if isinstance(function, torch.nn.Module) and (self._modes or self._has_other_modes(function)):
             self._note_modes()
         if isinstance(function, torch.nn.Module) and self._is_another(function):
             self._others[id(function)] = function, ModelState.now(function)
@@ -257,6 +258,18 @@ class Tape(TorchFunctionMode):
         )
         self._calls.add(call, taken, args[0] if writes else result)
         return result
+
+    def step_begins(self) -> None:
+        """To be called when another step begins while this is entered: what it computes with is as the last left it."""
+        self._begins = True
+
+    def _note_state(self) -> None:
+        """Notes the model's, in the modes of the first of all calls: those of the others are told by these."""
+        modules, self._begins = list(self._model.modules()), False
+        self._trained = self._trained or {id(module): module.training for module in modules}
+        modes = [(module, self._trained.get(id(module), module.training)) for module in modules]
+        self.state = ModelState.now(self._model).in_modes(modes)
+        self._states.append((len(self._calls.every), self.state))
 
     def _is_another(self, called: torch.nn.Module) -> bool:
         """Whether a module has no part in the model, and is called for the first time."""
@@ -327,7 +340,9 @@ class Tape(TorchFunctionMode):
         if self.why_not:
             return None
         ends = {min(part): losses for part, losses in parts}
-        self.state = self.state.in_modes(self._calls.every[min(ends)].modes)
+        first = min(ends)
+        known = [state for number, state in self._states if number <= first]
+        self.state = known[-1].in_modes(self._calls.every[first].modes)
         given = tuple(self._calls.given_to(part) for part, _ in parts)
         return PlayedStep(self._calls.every, ends, self._device, given, tuple(self._others.values()))
 

@@ -62,7 +62,7 @@ else."""
 
 MOST_ON_A_TAPE = 4
 """Steps. Of several optimizers one may end its step only when the forward pass of the next is over: a tape that begins
-then has not seen that, and goes on."""
+then has not seen that, and goes on: the next such step is seen whole."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class _Taking:
         is_long = self._steps > MOST_STEPS and time.monotonic() - self._began > LONGEST
         is_over = self.is_used or is_long
         if self._is_late and not is_over and self._on_tape < MOST_ON_A_TAPE:
-            self._on_tape, self._is_late = self._on_tape + 1, False
+            self._on_tape += 1
             return
         self.end()
         if not is_over:
@@ -253,7 +253,7 @@ class _Taking:
             self._take_forward_pass()
         else:
             played = tape.played()
-            self._is_late = played is None and tape.why_not == NOT_ALL_SEEN
+            self._is_late |= played is None and tape.why_not == NOT_ALL_SEEN
             self._take(played, tape.why_not)
         if not self.is_used:
             tape.stepped_on()

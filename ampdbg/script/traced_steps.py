@@ -95,9 +95,11 @@ class TracedSteps:
         if is_bad or not self._healthy:  # a group is made before the first step, and may be gone at the end
             self.captures.start = in_its_group(self.captures.start)
         traced = self._traced
-        if traced is not None and (is_bad or not self._is_early):
+        if traced is not None and (is_bad or not traced.goes_on or traced.is_given_up or traced.has_failed):
             self.end()
             self._keep(traced)
+        elif traced is not None:
+            traced.next_begins()
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._told.clear()
@@ -111,15 +113,17 @@ class TracedSteps:
             self._due = gap if gap <= LONGEST_GAP else 1
             self._is_early = self._due > 1
             self._due -= self._is_early
-        elif self._traced is not None:
-            self._is_early = False
         self._due -= 1
         self.captures.begins(self._watcher.log.closed())
+        if self._traced is not None and self.captures.take_request():
+            self._traced.ask()
         is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
         if is_due and is_compiled_code_there() and self._may_settle():
             is_due = False
-        if is_due or (self.captures.is_wanted and self._traced is None):
-            self._begin()
+        # The step of one optimizer may take what was made before that of another.
+        is_next_wanted = self.captures.wanted == self._watcher.log.closed() + 1 and len(self._watcher.optimizers) > 1
+        if self._traced is None and (is_due or is_next_wanted or self.captures.is_wanted):
+            self._begin(goes_on=is_next_wanted or (is_due and self._is_early), is_due=is_due)
 
     def _may_settle(self) -> bool:
         """Whether the bad steps up to the last may be those of a loss scale that settles."""
@@ -170,7 +174,7 @@ class TracedSteps:
         if traced is not None:
             traced.end()
 
-    def _begin(self) -> None:
+    def _begin(self, *, goes_on: bool, is_due: bool) -> None:
         # A mode of the script's own that is entered now would be left before ours: torch pops them in order. A step
         # that is run again takes the gradients of all models away for a while, also from loops of other threads.
         if torch._C._len_torch_dispatch_stack() or self._watcher.has_other_loops or is_in_compiled_call():
@@ -178,16 +182,18 @@ class TracedSteps:
         if is_compiled_code_there():
             self._uncompiled.append(self._watcher.log.closed())
         is_wanted = self.captures.take_request()
-        self._left -= not is_wanted
+        self._left -= is_due and not is_wanted
         may_wait = self._investigates and self._waited <= WAITS + SHARE * (time.monotonic() - self._started)
         self._traced = TracedStep(
             self._watcher,
             self.captures,
             self._observer,
             may_wait=may_wait,
-            is_wanted=is_wanted,
-            passes_over=frozenset() if is_wanted else self._turns_told(),
+            goes_on=goes_on,
+            passes_over=self._turns_told(),
         )
+        if is_wanted:
+            self._traced.ask()
         self._traced.begin()
 
     def _turns_told(self) -> frozenset[int]:
@@ -214,7 +220,7 @@ class TracedStep:
         captures: where the step goes before that.
         observer: told before the step is run again, once.
         may_wait: whether it may be run again.
-        is_wanted: it is to be captured, whatever it does.
+        goes_on: it is over with the next step, not with the one under way.
         passes_over: the optimizers, by ``id``, whose turns are let go by for that of another one.
     """
 
@@ -225,14 +231,16 @@ class TracedStep:
         observer: Observer,
         *,
         may_wait: bool,
-        is_wanted: bool,
+        goes_on: bool,
         passes_over: frozenset[int] = frozenset(),
     ) -> None:
         self.waited = 0.0
         """Seconds that the script has waited."""
         self.is_given_up = False
         """Whether torch was to make a graph of code in it: then nothing is known of the step."""
-        self.is_wanted = is_wanted
+        self.is_wanted = False
+        """Whether the step is to be captured, whatever it does."""
+        self.goes_on = goes_on
         self.passes_over = passes_over
         self.taken = 0
         """The ``id`` of the optimizer whose turn fails, and was run again or captured; 0 before that."""
@@ -253,6 +261,15 @@ class TracedStep:
         self._entered.callback(note_mode_left)
         self._trace = self._entered.enter_context(placed(self._model, StepTrace))
         self._entered.enter_context(taping(self._tape, self._about_to_step))
+
+    def ask(self) -> None:
+        """The step is to be captured, whatever it does."""
+        self.is_wanted, self.passes_over = True, frozenset()
+
+    def next_begins(self) -> None:
+        """To be called when a step has ended over which this goes on."""
+        self.goes_on = False
+        self._tape.step_begins()
 
     def end(self) -> None:
         """Leaves torch and the models as they were."""

@@ -279,11 +279,20 @@ def test_a_step_that_a_script_does_not_reach_is_told_of(tmp_path: Path) -> None:
     assert record.script.captures == ()
 
 
-def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "turn"), [(6, 1), pytest.param(7, 2, marks=pytest.mark.slow)])
+def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_captured(
+    tmp_path: Path, asked: int, turn: int
+) -> None:
+    """The generator's, too, whose picture was made in the step before, for the discriminator."""
     text = ASKED_FOR.replace("GAIN", "1.0").replace("    scaler.step(optimizers[1])\n", f"    {UPDATED}\n")
-    _, record = run(tmp_path, text, options=("--emulate", "--capture-step=6"))
+    trained, record = run(tmp_path, text, options=("--emulate", f"--capture-step={asked}"))
     assert (record.steps_run, len(record.script.captures if record.script else ())) == (16, 1)
-    assert capture_of(tmp_path).stem.endswith("step-6")
+    path = capture_of(tmp_path)
+    assert path.stem.endswith(f"step-{asked}")
+    losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
+    result, again = on(tmp_path, "replay", path)
+    assert (result.code, again.verdict) == (0, "healthy")
+    assert again.investigations[0].replays[0].loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
 
 
 AFTER_THE_CRITIC = """
