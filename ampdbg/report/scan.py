@@ -16,7 +16,7 @@ from ampdbg.record.run import EXITED, GroupOverflow, ParameterCounts, Record, St
 from ampdbg.report.explanation import explanation
 
 from . import view
-from .script_run import after_script, captures_of, only_settles, pin_may_help
+from .script_run import after_script, captures_of, only_settles, pin_may_help, sound_step
 from .view import line, more, ran_on, with_option
 
 MAX_TENSORS = 8
@@ -48,6 +48,7 @@ def _story(record: Record) -> Iterator[view.Section]:
     yield from raised(record)
     if record.findings:
         yield view.Findings(record.findings, is_brief=True)
+    yield from sound_step(record)
 
 
 def _sections(record: Record) -> Iterator[view.Section]:
@@ -62,6 +63,7 @@ def _sections(record: Record) -> Iterator[view.Section]:
     tensors = _tensor_table(record)
     if tensors.rows:
         yield tensors
+    yield from sound_step(record)
 
 
 def raised(record: Record) -> Iterator[view.Section]:

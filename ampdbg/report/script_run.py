@@ -8,10 +8,20 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
+from ampdbg.formats import FORMATS
+from ampdbg.quantities import number, scale, share
 from ampdbg.record.codes import catalogued
+from ampdbg.record.replays import Replay
 from ampdbg.record.run import NOT_CAPTURED, Record
 
 from . import view
+
+REPLAY_COLUMNS = (
+    view.Column("precision"),
+    view.Column("loss", "number"),
+    view.Column("gradient norm", "number"),
+    view.Column("gradients differ from FP32's by", "number"),
+)
 
 CLOSER_LOOK = 50
 """The step that a healthy script is to capture: by then a loss scale has settled."""
@@ -22,6 +32,20 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
     if record.command == "run" and record.script is not None and record.script.captures:
         paths = [_to_type(path, typed.folder) for path in record.script.captures]
         yield f"Captured: {' '.join(paths)}"
+
+
+def sound_step(record: Record) -> Iterator[view.Table]:
+    """A captured step that did not fail, with what it comes to in each precision: no finding tells of that."""
+    made = next((made for made in record.investigations if made.why == "end"), None)
+    if record.command == "replay" and made is not None:
+        yield view.Table(f"Step {made.step}, run again", REPLAY_COLUMNS, tuple(map(_replay_row, made.replays)))
+
+
+def _replay_row(replay: Replay) -> tuple[str, ...]:
+    short = FORMATS[replay.dtype].short if replay.dtype in FORMATS else replay.dtype
+    precision = short if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
+    distance = "" if replay.gradient_distance is None else share(replay.gradient_distance)
+    return precision, number(replay.loss), number(replay.grad_norm), distance
 
 
 def pin_may_help(record: Record) -> bool:
