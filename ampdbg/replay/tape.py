@@ -351,18 +351,29 @@ class Tape(TorchFunctionMode):
 def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], None]) -> Iterator[None]:
     """Notes what a loop does on a tape, and calls ``about_to_step`` while the weights are still those of the step.
 
-    It is called right before each step of an optimizer, and before a scaler's ``step``, with the scaler where that is
-    enabled: by then it may have found that it withholds the step.
+    It is called right before each step of an optimizer, or before the ``step`` of an enabled scaler that is to call
+    it, with that: by then the scaler may have found that it withholds the step.
     """
+    scaling: set[int] = set()
+    """The threads that are inside of the step of an enabled scaler."""
 
     def around(seam: Seam, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if seam == "step":
-            scaler, optimizer, *_ = args
-            about_to_step(optimizer, scaler if scaler.is_enabled() else None)
-        return tape.around(seam, original, *args, **kwargs)
+        thread = threading.get_ident()
+        if seam != "step" or thread in scaling or not args[0].is_enabled():
+            return tape.around(seam, original, *args, **kwargs)
+        about_to_step(args[1], args[0])
+        scaling.add(thread)
+        try:
+            return tape.around(seam, original, *args, **kwargs)
+        finally:
+            scaling.discard(thread)
+
+    def hooked(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() not in scaling:
+            about_to_step(optimizer, None)
 
     with ExitStack() as stack:
-        stack.enter_context(hooked_steps(lambda optimizer, args, kwargs: about_to_step(optimizer, None)))
+        stack.enter_context(hooked_steps(hooked))
         stack.enter_context(tape)
         stack.enter_context(attached(around))
         yield

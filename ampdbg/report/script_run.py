@@ -20,7 +20,7 @@ REPLAY_COLUMNS = (
     view.Column("precision"),
     view.Column("loss", "number"),
     view.Column("gradient norm", "number"),
-    view.Column("gradients differ from FP32's by", "number"),
+    view.Column("gradients off by", "number"),
 )
 
 CLOSER_LOOK = 50

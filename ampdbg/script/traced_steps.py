@@ -95,11 +95,11 @@ class TracedSteps:
         if is_bad or not self._healthy:  # a group is made before the first step, and may be gone at the end
             self.captures.start = in_its_group(self.captures.start)
         traced = self._traced
-        if traced is not None and (is_bad or not traced.goes_on or traced.is_given_up or traced.has_failed):
+        if traced is not None and traced.goes_over(is_bad=is_bad):
+            traced.next_begins()
+        elif traced is not None:
             self.end()
             self._keep(traced)
-        elif traced is not None:
-            traced.next_begins()
         if not is_bad:
             self._in_a_row, self._healthy = 0, self._healthy + 1
             self._told.clear()
@@ -114,10 +114,14 @@ class TracedSteps:
             self._is_early = self._due > 1
             self._due -= self._is_early
         self._due -= 1
+        self._next_begins()
+
+    def _next_begins(self) -> None:
+        """Traces the step that is about to begin, where it is due or asked for."""
         self.captures.begins(self._watcher.log.closed())
         if self._traced is not None and self.captures.take_request():
             self._traced.ask()
-        is_due = self._due == 0 and self._left and self._in_a_row < MOST_FOUND
+        is_due = self._due == 0 and self._left > 0 and self._in_a_row < MOST_FOUND
         if is_due and is_compiled_code_there() and self._may_settle():
             is_due = False
         # The step of one optimizer may take what was made before that of another.
@@ -266,8 +270,12 @@ class TracedStep:
         """The step is to be captured, whatever it does."""
         self.is_wanted, self.passes_over = True, frozenset()
 
+    def goes_over(self, *, is_bad: bool) -> bool:
+        """Whether it goes on when a step has ended, rather than that this is the one."""
+        return self.goes_on and not (is_bad or self.is_given_up or self.has_failed)
+
     def next_begins(self) -> None:
-        """To be called when a step has ended over which this goes on."""
+        """To be called when it goes on."""
         self.goes_on = False
         self._tape.step_begins()
 

@@ -214,7 +214,9 @@ def test_of_a_step_that_was_asked_for_the_turn_that_fails_is_captured_or_else_th
     result, record = on(tmp_path, "replay", path)
     assert (result.code, [found.code for found in record.findings]) == (code, ["gradient-overflow"] * code)
     turn = 1 if steps == "step != 5" else 2
-    assert record.investigations[0].replays[0].loss == pytest.approx(float(losses[5][turn]), rel=1e-3)
+    replay = record.investigations[0].replays[0]
+    assert replay.loss == pytest.approx(float(losses[5][turn]), rel=1e-3)
+    assert replay.scale == 65536.0
 
 
 GENERATOR_FIRST = """
@@ -292,7 +294,11 @@ def test_where_each_optimizer_has_its_own_update_the_step_that_was_asked_for_is_
     losses = [line.split() for line in trained.stdout.splitlines() if line[:1].isdigit()]
     result, again = on(tmp_path, "replay", path)
     assert (result.code, again.verdict) == (0, "healthy")
-    assert again.investigations[0].replays[0].loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
+    replay = again.investigations[0].replays[0]
+    assert replay.loss == pytest.approx(float(losses[3][turn]), rel=1e-3)
+    assert replay.scale == 65536.0
+    assert f"Step {asked}, run again" in result.stdout
+    assert "FP16, loss scale 65,536  " in result.stdout
 
 
 AFTER_THE_CRITIC = """
