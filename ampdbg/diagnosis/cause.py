@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import is_finite, is_same_run
-from ampdbg.diagnosis.divergence import DIVERGENCE, divergence, first_divergence, may_diverge
+from ampdbg.diagnosis.divergence import (
+    DIVERGENCE,
+    divergence,
+    first_divergence,
+    first_in_a_row,
+    leap_in_fp32,
+    may_diverge,
+)
 from ampdbg.diagnosis.producers import (
     UNKNOWN,
     culprit,
@@ -31,6 +38,9 @@ from ampdbg.record.run import Record, Step, TensorCounts
 GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
 makes them a few times as large."""
+
+GREW_IN_A_LEAP = 2.0
+"""As many times, where the loss has leapt in FP32 too."""
 
 WEIGHTS_GREW = "weights_grew"
 """Evidence of a finding that they may be the cause of."""
@@ -155,8 +165,8 @@ def cause_of(made: Investigation, record: Record) -> Finding:
     fault, one with a finite loss is none of them.
     """
     found = _of_single_ops(made, record) if made.is_as_it_trained else _of_replays(made, record)
-    if made.weights_grew > GREW and CODES[found.code].verdict == "precision":
-        found = _grown(found, made)
+    if CODES[found.code].verdict == "precision":
+        found = _grown(found, made, record)
     # A batch is that of its own step, and a divergence begins where replays show it.
     if record.script is None or found.phase == "data" or found.code == DIVERGENCE:
         return found
@@ -184,19 +194,15 @@ def is_another_fault(other: Investigation, made: Investigation, record: Record) 
     return begins is not None and here is not None and begins.site != here.site
 
 
-def _grown(found: Finding, made: Investigation) -> Finding:
-    """What is said of an op that overflows on weights that have left their size within the run."""
-    times = number(made.weights_grew)
-    why = f"the weights are {times} times as large as when the run began, which a learning rate that is too large makes"
+def _grown(found: Finding, made: Investigation, record: Record) -> Finding:
+    """What is said of an op that overflows; on weights that have left their size within the run it is doubted."""
+    leap = leap_in_fp32(made, record) if made.weights_grew > GREW_IN_A_LEAP else ""
+    if not leap and made.weights_grew <= GREW:
+        return found
+    size = f"the weights are {number(made.weights_grew)} times as large as when the run began"
+    why = f"{size}{leap}, which a learning rate that is too large makes"
     doubted = replace(_doubted(found, why), remedy=LEARNING_RATE)
     return replace(doubted, evidence={**found.evidence, WEIGHTS_GREW: made.weights_grew})
-
-
-def first_in_a_row(last: int, numbers: Container[int]) -> int:
-    """The first of the numbers without a gap that end right before ``last``, or ``last`` itself."""
-    while last - 1 in numbers:
-        last -= 1
-    return last
 
 
 def _first_of_turns(last: int, alike: Collection[int], record: Record) -> int:

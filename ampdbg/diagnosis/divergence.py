@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
 
 from ampdbg.agreement import is_finite
@@ -119,6 +120,29 @@ def may_diverge(made: Investigation, record: Record) -> bool:
     if all(step.skipped for step in earlier) or not before:
         return False
     return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
+
+
+def leap_in_fp32(made: Investigation, record: Record) -> str:
+    """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not."""
+    skipped = {step.step for step in record.steps if step.skipped}
+    first = first_in_a_row(made.step, skipped)
+    of_same_weights = {first, *itertools.takewhile(lambda step: step - 1 in skipped, itertools.count(first + 1))}
+    before = [abs(step.loss) for step in _before(made, record) if step.step < first and math.isfinite(step.loss)]
+    # Of a step whose modules alone were run again no losses are known; those of another on the same weights may be.
+    continued = (one for one in record.investigations if one.continuation and one.step in of_same_weights)
+    longest = next(continued, None)
+    if not before or longest is None:
+        return ""
+    now = longest.replays[1].loss
+    comes_back = any(loss <= LEAPT * max(before) for loss in (now, *longest.continuation))
+    return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
+
+
+def first_in_a_row(last: int, numbers: Container[int]) -> int:
+    """The first of the numbers without a gap that end right before ``last``, or ``last`` itself."""
+    while last - 1 in numbers:
+        last -= 1
+    return last
 
 
 def _was_replayed(made: Investigation) -> bool:

@@ -14,8 +14,8 @@ from operator import attrgetter
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, first_in_a_row, is_another_fault
-from ampdbg.diagnosis.divergence import DIVERGENCE
+from ampdbg.diagnosis.cause import cause_of, is_another_fault
+from ampdbg.diagnosis.divergence import DIVERGENCE, first_in_a_row
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, lasts, works_at_half
