@@ -134,7 +134,7 @@ def leap_in_fp32(made: Investigation, record: Record) -> str:
     if not before or longest is None:
         return ""
     now = longest.replays[1].loss
-    comes_back = any(loss <= LEAPT * max(before) for loss in (now, *longest.continuation))
+    comes_back = now <= LEAPT * max(before) or any(loss <= DIVERGED * max(before) for loss in longest.continuation)
     return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
 

@@ -99,6 +99,44 @@ def test_an_overflow_with_weights_of_their_size_is_blamed_on_precision(tmp_path:
     assert record.investigations[0].weights_grew == pytest.approx(1.0, abs=0.1)
 
 
+LEAPS = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    hidden = [part for _ in range(2) for part in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), *hidden, nn.Linear(64, 1))
+
+def data(gain):
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    return [(x, x[:, :1].sin(), gain if step == 3 else 1.0) for step in range(8)]
+
+def loss(model, batch):
+    x, y, gain = batch
+    return nn.functional.mse_loss(model(x), y) * gain
+"""
+
+
+@pytest.mark.parametrize(("rate", "gain", "code"), [(0.3, 1.0, "unknown"), (1.0, 1.0, "unknown"), (1e-3, 1e9, "")])
+def test_a_loss_that_leaps_in_fp32_too_is_blamed_on_the_rate_where_weights_grew(
+    tmp_path: Path, rate: float, gain: float, code: str
+) -> None:
+    config = written(tmp_path, rate, gain)
+    (tmp_path / "w.py").write_text(LEAPS, encoding="utf-8")
+    settings = yaml.safe_load((tmp_path / "c.yaml").read_text())
+    settings["model"] = {"target": "w.py:model"}
+    settings["data"]["args"] = {"gain": gain}
+    settings["optimizer"]["target"] = "torch.optim:Adam"
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    config = load_config(tmp_path / "c.yaml")
+
+    root = diagnose(train(config, replays=2)).findings[0]
+
+    assert (root.code, root.remedy.startswith("lower the learning rate")) == (code or "gradient-overflow", bool(code))
+    assert ("in FP32 too the loss leaps from" in root.message) == bool(code)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_weights_are_measured_from_the_first_backward_pass_on(dtype: torch.dtype) -> None:
     model = torch.nn.Linear(4, 2, dtype=dtype)
