@@ -289,14 +289,20 @@ def _cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     is_weight = tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     cacheable = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
     if not (is_weight and dtype is not torch.float32 and cacheable):
-        return tensor.to(dtype)
+        return _to(tensor, dtype)
     # The tensor is kept beside its copy, so that its id cannot be given to another one.
     _, cast = weight_casts.get(id(tensor), (None, None))
     if cast is None:
         with torch.set_grad_enabled(torch.is_grad_enabled() or casts_keep_gradients()):
-            cast = tensor.to(dtype)
+            cast = _to(tensor, dtype)
         weight_casts[id(tensor)] = (tensor, cast)
     return cast
+
+
+def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in ``dtype``; torch casts in C++, where a subclass that has a ``to`` of its own is not asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.to(tensor, dtype)
 
 
 @cache

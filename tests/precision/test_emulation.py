@@ -253,6 +253,21 @@ def scripted_ops(x: Tensor) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+class Latent(torch.Tensor):
+    """As of BigGAN-PyTorch: its ``to`` needs an attribute that what is made of it has not."""
+
+    kind: str
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(self.kind)
+
+
+def test_a_cast_asks_no_subclass_of_a_tensor() -> None:
+    latent = torch.randn(4, 8).as_subclass(Latent)
+    with cuda_on_cpu(), torch.autocast("cuda"):
+        assert torch.nn.Linear(8, 2)(latent[:3]).dtype is torch.float16
+
+
 def test_scripted_code_is_cast_as_torch_casts_it_on_cuda() -> None:
     """TorchScript's own pass makes a product float32, on CUDA too, where it does not know the dtype of a factor."""
     x = torch.full((4, 4), 300.0, dtype=torch.float16)
