@@ -78,10 +78,10 @@ def measured_step(record: Record) -> int:
 
 
 def scale_to_try(sites: Iterable[Site]) -> float | None:
-    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where the forward pass
-    overflows at any. The window's end may be one rounding too high."""
+    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where
+    something overflows at any. The window's end may be one rounding too high."""
     sites = tuple(sites)
-    if any(site.phase == "forward" and site.overflow == "starts" for site in sites):
+    if any(site.scale_ceiling is None and site.overflow == "starts" for site in sites):
         return None
     whole = window(sites)
     highest = min(whole.ceiling / 2.0, FIRST_SCALE)
@@ -189,8 +189,8 @@ def _of_wide(record: Record, bad: Replay) -> str:
 def _overflows(record: Record) -> Iterator[Finding]:
     """Each place where an overflow starts; what carries it on follows from it."""
     for site in record.sites:
-        if site.phase == "forward" and site.overflow == "starts":
-            yield _proposed(record, site, OVERFLOWS["forward"], f"{_reach(site)}, above {limit_of(FLOAT16)}")
+        if site.scale_ceiling is None and site.overflow == "starts":
+            yield _proposed(record, site, OVERFLOWS[site.phase], f"{_reach(site)}, above {limit_of(FLOAT16)}")
         elif site.scale_ceiling is not None and site.scale_ceiling < 1.0 and site.overflow != "carried":
             why = f"{_reach(site)} at a loss scale of 1, so no scale of 1 or more is left"
             yield _proposed(record, site, OVERFLOWS["backward"], why)

@@ -61,7 +61,8 @@ class RangeSeen:
 
     ``overflow`` says whether a value is beyond FP16, and then whether that ``starts`` here or was ``carried``
     here: by an input that FP16 had lost already, or by a constant of the user's code. ``is_noise`` marks a
-    gradient whose terms cancel to rounding error, such as an attention's key bias.
+    gradient whose terms cancel to rounding error, such as an attention's key bias. ``is_gradient`` says that the
+    loss scale is in it: an op of the backward pass may compute with what the forward pass has made alone, as a sign.
     """
 
     op: str
@@ -70,6 +71,7 @@ class RangeSeen:
     exponents: Exponents
     overflow: Overflow
     is_noise: bool
+    is_gradient: bool
 
 
 class ShadowTrace(PlacedOps):
@@ -83,6 +85,8 @@ class ShadowTrace(PlacedOps):
         self.ranges: list[RangeSeen] = []
         # Storages of values beyond FP16 that are no overflow of the op that reads them. Such a buffer is a constant.
         self._lost = {storage_of(buffer) for buffer in model.buffers() if _is_beyond(magnitude_of(buffer))} - {0}
+        self._forward: set[int] = set()
+        """Storages of what no gradient is in: made in the forward pass, or in the backward pass of such alone."""
 
     def run(self, op: Any, args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> Any:
         """Runs an op with bfloat16 in the place of every float16, in the dtypes and the tensors given to it."""
@@ -96,8 +100,11 @@ class ShadowTrace(PlacedOps):
             args, kwargs = _converted((args, kwargs), torch.bfloat16, torch.float32)
             return _converted(op(*args, **kwargs), torch.float32, torch.bfloat16)
 
-    def before(self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]) -> tuple[bool, float]:
-        """Whether FP16 would have lost an input already, and the largest half one; wider ones are not measured."""
+    def before(
+        self, traits: OpTraits, given: Sequence[torch.Tensor], numbers: Sequence[float]
+    ) -> tuple[bool, float, bool]:
+        """Whether FP16 would have lost an input already, the largest half one, as wider ones are not measured, and
+        whether an input may hold a gradient."""
         low = [self.known.of(tensor) for tensor in given if tensor.dtype in HALVES]
         largest = max((magnitude.largest for magnitude in low), default=0.0)
         lost = (
@@ -107,7 +114,7 @@ class ShadowTrace(PlacedOps):
             or (any(_is_beyond(magnitude_of_number(one)) for one in numbers) and not self._multiplies(traits, given))
             or (bool(self._lost) and any(storage_of(tensor) in self._lost for tensor in given))
         )
-        return lost, largest
+        return lost, largest, not given or any(storage_of(tensor) not in self._forward for tensor in given)
 
     def _multiplies(self, traits: OpTraits, given: Sequence[torch.Tensor]) -> bool:
         """Whether a number that an op is given is a factor of values, and not what a mask is made of.
@@ -122,12 +129,21 @@ class ShadowTrace(PlacedOps):
         return values is None or (self.known.of(tensor).largest <= _MASKS and bool((values == values.round()).all()))
 
     def after(
-        self, traits: OpTraits, place: OpPlace, parameter: str, before: tuple[bool, float], made: Sequence[torch.Tensor]
+        self,
+        traits: OpTraits,
+        place: OpPlace,
+        parameter: str,
+        before: tuple[bool, float, bool],
+        made: Sequence[torch.Tensor],
     ) -> None:
         """Measures what FP16 would hold of the op's output."""
-        lost, largest_input = before
+        lost, largest_input, may_have_gradient = before
+        is_gradient = place.phase == "backward" and may_have_gradient
+        # The gradient of the loss itself, with which the backward pass begins, is made before that.
+        is_of_forward = not is_gradient and not traits.name.startswith("aten.ones_like")
         for tensor in made:
             storage = storage_of(tensor)
+            (self._forward.add if is_of_forward and storage else self._forward.discard)(storage)
             still_lost = storage and lost and _is_beyond(self.known.of(tensor))
             (self._lost.add if still_lost else self._lost.discard)(storage)
         low = [(tensor, self.known.of(tensor)) for tensor in made if tensor.dtype in HALVES and tensor.numel()]
@@ -136,7 +152,7 @@ class ShadowTrace(PlacedOps):
             exponents = sum((exponents_of(*one) for one in low), Exponents())
             overflow = _overflow(output, lost)
             is_noise = _is_noise(traits, place, largest_input, output)
-            self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise))
+            self.ranges.append(RangeSeen(traits.name, place, output, exponents, overflow, is_noise, is_gradient))
 
 
 def _overflow(output: Magnitude, lost: bool) -> Overflow:
@@ -234,7 +250,7 @@ def _finfo_of_float16(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sites_of(ranges: Iterable[RangeSeen], dtype: str = "float16") -> tuple[Site, ...]:
-    """Gathers ops by phase, module, op and source line, in order of first execution.
+    """Gathers ops by phase, module, op, source line and whether they make gradients, in order of first execution.
 
     Args:
         ranges: the ops of one step.
@@ -243,7 +259,7 @@ def sites_of(ranges: Iterable[RangeSeen], dtype: str = "float16") -> tuple[Site,
     gathered: dict[Any, list[RangeSeen]] = {}
     for seen in ranges:
         place = seen.place
-        gathered.setdefault((place.phase, place.module, seen.op, place.line), []).append(seen)
+        gathered.setdefault((place.phase, place.module, seen.op, place.line, seen.is_gradient), []).append(seen)
     return tuple(_site(order, ranges, dtype) for order, ranges in enumerate(gathered.values()))
 
 
@@ -251,7 +267,7 @@ def _site(order: int, ranges: Sequence[RangeSeen], dtype: str) -> Site:
     place = ranges[0].place
     output = together(seen.output for seen in ranges)
     exponents = sum((seen.exponents for seen in ranges), Exponents())
-    is_gradient = place.phase == "backward"
+    is_gradient = ranges[0].is_gradient
     return Site(
         phase=place.phase,
         module=place.module,

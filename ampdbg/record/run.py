@@ -180,9 +180,10 @@ class Site:
 
     ``headroom_bits`` is negative where ``abs_max`` overflows; ``overflow`` then says whether it ``starts``
     here or was ``carried`` here by an input. ``exponents[i]`` is about how many values lie in
-    [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)). For gradients, ``scale_ceiling`` is the largest
-    power of two as a loss scale that does not overflow, ``scale_floor`` the smallest that keeps 99 % of the
-    sum of squares; ``is_noise`` marks a gradient that is nothing but rounding error.
+    [2**(lowest_exponent + i), 2**(lowest_exponent + i + 1)). For gradients, and for nothing else that the backward
+    pass computes, ``scale_ceiling`` is the largest power of two as a loss scale that does not overflow,
+    ``scale_floor`` the smallest that keeps 99 % of the sum of squares; ``is_noise`` marks a gradient that is nothing
+    but rounding error.
     """
 
     phase: Phase

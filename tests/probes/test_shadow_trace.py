@@ -10,10 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ampdbg.diagnosis.ranges import diagnose_ranges, scale_to_try
 from ampdbg.formats import Exponents
 from ampdbg.probes.op_trace import placed
-from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16
+from ampdbg.probes.shadow_trace import RangeSeen, ShadowTrace, bfloat16_for_float16, sites_of
 from ampdbg.probes.tensors import MAX_SAMPLE, exponents_of, magnitude_of
+from ampdbg.record.run import Record, Site
+from tests.report.records import ENVIRONMENT
 
 
 def shadow_of(code: Callable[[], object], model: nn.Module | None = None) -> list[RangeSeen]:
@@ -235,6 +238,37 @@ def test_a_gradient_whose_terms_cancel_is_noise() -> None:
 
     assert code(torch.tensor([1.0, -1.0, 1.0, -1.0]).bfloat16()) == [True]
     assert code(torch.tensor([1.0, -1.0, 1.0, 1.0]).bfloat16()) == [False]
+
+
+def backward_sites(of: Callable[[torch.Tensor], torch.Tensor], *values: float) -> dict[str, Site]:
+    """Those of the backward pass of what is made of these values in half, by op."""
+    x = torch.tensor(values, requires_grad=True)
+
+    def code() -> None:
+        (of(x.to(torch.float16)).float().mean() * 1e-3).backward()
+
+    ranges = shadow_of(code)
+    return {site.op.split(".")[1]: site for site in sites_of(ranges) if site.phase == "backward"}
+
+
+def test_what_the_backward_pass_computes_of_the_forward_pass_alone_is_no_gradient() -> None:
+    """The sign that the gradient of ``abs`` is multiplied by is 1 at any loss scale."""
+    made = backward_sites(torch.abs, 3.0, -2.0)
+    sign = made.pop("sgn")
+    assert (sign.abs_max, sign.scale_ceiling, sign.scale_floor, sign.overflow) == (1.0, None, None, "")
+    assert len(made) > 1
+    assert all(site.scale_ceiling and site.scale_floor for site in made.values())
+
+
+def test_what_it_computes_so_may_overflow_at_any_loss_scale() -> None:
+    """The gradient of ``rsqrt`` has its third power."""
+    made = backward_sites(torch.rsqrt, 1e-4)
+    assert (made["pow"].scale_ceiling, made["pow"].overflow) == (None, "starts")
+    assert made["pow"].abs_max == pytest.approx(1e6, rel=0.05)
+    record = Record("ranges", "", ENVIRONMENT, {}, "inconclusive", sites=tuple(made.values()))
+    found = diagnose_ranges(record).findings[0]
+    assert (found.code, found.op) == ("gradient-overflow", "aten.pow.Tensor_Scalar")
+    assert scale_to_try(record.sites) is None
 
 
 def exponents(*values: float) -> Exponents:
