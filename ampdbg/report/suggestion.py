@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ampdbg.escapes import printable
 from ampdbg.levels import format_of_config
+from ampdbg.ops import CASTS, base_name
 from ampdbg.quantities import counted, listed
 from ampdbg.record.file import to_json
 from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
@@ -38,6 +39,11 @@ MOST_IN_BRIEF = 3
 """So many of the patch's places, and of other remedies, stand in a story."""
 
 TOGETHER = "FP32 throughout makes the step healthy: switch autocast off around the model and the loss together."
+
+OWN_CAST = (
+    "FP32 throughout makes the step healthy. Where {} casts to half itself, take that cast away: with autocast off it "
+    "is there still. Else switch autocast off around the model and the loss together."
+)
 
 EDITS = "The patch"
 """The title of what is edited, in words."""
@@ -122,7 +128,13 @@ def _sections(record: Record, handed: Handover) -> Iterator[Section]:
 
 def _together(record: Record) -> tuple[str, ...]:
     """What is left where neither pins of modules nor an edit of the lines outside of them is enough."""
-    return (TOGETHER,) if _is_past_search(record) else ()
+    if not _is_past_search(record):
+        return ()
+    root = next(iter(record.findings), None)
+    casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
+    if root is not None and casts and root.source is not None:
+        return (OWN_CAST.format(f"{root.source.file}:{root.source.line}"),)
+    return (TOGETHER,)
 
 
 def _is_past_search(record: Record) -> bool:

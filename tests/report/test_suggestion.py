@@ -245,3 +245,8 @@ def test_where_all_has_been_tried_it_says_what_is_left_and_not_to_search_again(o
     text = " ".join(rendered(record, Handover("diff"), replace(TYPED, config="c.yaml")).split())
     assert ("switch autocast off around the model and the loss together" in text) == is_left
     assert text.endswith("ampdbg explain forward-overflow" if is_left else "ampdbg bisect c.yaml --strategy ddmin")
+    root = replace(record.findings[0], op="aten._to_copy.default")
+    text = " ".join(
+        rendered(replace(record, findings=(root,)), Handover("diff"), replace(TYPED, config="c.yaml")).split()
+    )
+    assert ("casts to half itself, take that cast away" in text) == is_left
