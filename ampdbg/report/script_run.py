@@ -35,17 +35,26 @@ def captures_of(record: Record, typed: view.Typed) -> Iterator[str]:
 
 
 def sound_step(record: Record) -> Iterator[view.Table]:
-    """A captured step that did not fail, with what it comes to in each precision: no finding tells of that."""
+    """A step that did not fail, with what it comes to in each precision, which no finding tells: of a capture, and
+    where it raises in one of them, so that nothing can be held against that."""
     made = next((made for made in record.investigations if made.why == "end"), None)
-    if record.command == "replay" and made is not None:
-        yield view.Table(f"Step {made.step}, run again", REPLAY_COLUMNS, tuple(map(_replay_row, made.replays)))
+    errors = [replay for replay in made.replays if replay.error] if made is not None else []
+    if made is not None and (record.command == "replay" or errors):
+        below = tuple(view.line(f"in {_precision(one)} {one.error}", tone="doubtful") for one in errors)
+        rows = tuple(map(_replay_row, made.replays))
+        yield view.Table(f"Step {made.step}, run again", REPLAY_COLUMNS, rows, below=below)
 
 
 def _replay_row(replay: Replay) -> tuple[str, ...]:
-    short = FORMATS[replay.dtype].short if replay.dtype in FORMATS else replay.dtype
-    precision = short if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
     distance = "" if replay.gradient_distance is None else share(replay.gradient_distance)
-    return precision, number(replay.loss), number(replay.grad_norm), distance
+    if replay.error:
+        return _precision(replay), "raises", "-", distance
+    return _precision(replay), number(replay.loss), number(replay.grad_norm), distance
+
+
+def _precision(replay: Replay) -> str:
+    short = FORMATS[replay.dtype].short if replay.dtype in FORMATS else replay.dtype
+    return short if replay.dtype == "float32" else f"{short}, loss scale {scale(replay.scale)}"
 
 
 def pin_may_help(record: Record) -> bool:
