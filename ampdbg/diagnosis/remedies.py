@@ -17,6 +17,8 @@ from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 OR = ", or "
 """Between alternatives: where a pin helps, the first is the pin."""
 
+NEAR_ONE_TOO = "; where it is of 1 - p, clamp p to at most 0.9990: FP16 has no number between 0.9995 and 1"
+
 NO_PRECISION = "no precision helps"
 
 FORMULAS = (
@@ -36,7 +38,8 @@ def remedy_of(code: str, at: Producer | None) -> str:
     known = CODES[code]
     if at is None:
         return known.remedy
-    if known.remedy_near_one and takes_from_one(at):
+    near_one = _are_from_one(at) if known.remedy_near_one else []
+    if near_one and all(near_one):
         return known.remedy_near_one
     # A gradient has the format of what it is of: where that is FP32, so was what the op was given.
     if known.remedy_behind_half and at.phase == "backward" and at.dtype == "float32":
@@ -44,7 +47,7 @@ def remedy_of(code: str, at: Producer | None) -> str:
     of_op = [remedy for op, remedy in known.remedy_at if op in at.op]
     of_op += [remedy for ops, remedy in FORMULAS if known.is_of_a_formula and ops == _formula_of(at)]
     alternatives = _at_its_line(at) if known.verdict == "precision" else ()
-    return OR.join([next(iter(of_op), known.remedy), *alternatives])
+    return OR.join([next(iter(of_op), known.remedy) + NEAR_ONE_TOO * any(near_one), *alternatives])
 
 
 def other_remedies(record: Record) -> tuple[str, ...]:
@@ -106,10 +109,10 @@ def scales_after_its_product(line: str) -> bool:
     return any(_is_product(part) for node in _nodes(line) for scaled in _scaled(node) for part in ast.walk(scaled))
 
 
-def takes_from_one(at: Producer) -> bool:
-    """Whether what the op divides by, or takes the logarithm of, is taken from 1, as ``1 - p`` is.
+def _are_from_one(at: Producer) -> list[bool]:
+    """Of each term that the op may divide by, or take the logarithm of, whether it is taken from 1, as ``1 - p`` is.
 
-    Where the line has several such terms, and one of them is not, nothing tells which of them the op is of.
+    Where the line has several, nothing tells which of them the op is of.
     """
     nodes = _nodes(at.source.text if at.source else "")
     logarithms, divisors = ([term for node in nodes for term in of(node)] for of in (_logarithms, _divisors))
@@ -117,7 +120,7 @@ def takes_from_one(at: Producer) -> bool:
     both = at.phase == "backward"
     terms = [*logarithms, *divisors] if both else logarithms if base_name(at.op) in LOGARITHMS else divisors
     terms = [term for term in terms if not isinstance(term, ast.Constant)]
-    return bool(terms) and all(any(map(_is_from_one, ast.walk(term))) for term in terms)
+    return [any(map(_is_from_one, ast.walk(term))) for term in terms]
 
 
 def takes_a_sum(line: str) -> bool:

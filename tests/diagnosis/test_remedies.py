@@ -98,6 +98,13 @@ def test_an_eps_is_another_way_than_a_pin_and_changes_the_function() -> None:
     assert line == ("use an eps of at least 1e-6, which FP16 does not round to zero (changes the model's function)")
 
 
+def test_where_one_of_two_logarithms_is_of_1_minus_p_both_limits_are_told() -> None:
+    line = "loss = -(y * torch.log(p) + (1.0 - y) * torch.log(1.0 - p)).mean()"
+    remedy = remedy_of("eps-underflow", replace(PRODUCER, op="aten.log.default", source=replace(LINE, text=line)))
+    assert "an eps of at least 1e-6" in remedy
+    assert "where it is of 1 - p, clamp p to at most 0.9990" in remedy
+
+
 @pytest.mark.parametrize(
     ("line", "is_near_one"),
     [
@@ -136,7 +143,7 @@ def test_what_is_taken_from_1_is_what_the_op_divides_by(phase: Phase, line: str,
 def _is_near_one(at: Producer, is_near_one: bool) -> None:
     remedy = remedy_of("eps-underflow", at)
     assert ("1e-6" in remedy) is not is_near_one
-    assert ("0.9990" in remedy) is is_near_one
+    assert remedy.startswith("run what makes p in FP32 too") is is_near_one
     assert len(others(finding("eps-underflow", remedy))) == 1
 
 
