@@ -687,6 +687,58 @@ def test_statistics_that_the_first_pass_makes_nan_were_not_bad_before_it(tmp_pat
     assert found[0][2:] == ("1", "x = self.body(x) * self.gains")
 
 
+OWN_NORM = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        mean = x.mean(0)
+        if self.training:
+            self.mean[:] = self.mean * 0.9 + mean * 0.1
+        return x - (mean if self.training else self.mean)
+
+class Gram(nn.Module):
+    def forward(self, x):
+        similar = (x * 1e3) @ (x * 1e3).t()
+        return torch.softmax(similar * 1e-6, -1) @ x
+
+net = nn.Sequential(nn.Linear(8, 8), Gram(), Norm(), nn.Linear(8, 1)).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(8):
+    optimizer.zero_grad()
+    with torch.autocast("cuda", torch.float16):
+        loss = net(torch.randn(32, 8).cuda()).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""It overflows from the first step on; its norm only writes the buffer that becomes NaN, while it trains."""
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_lost_and_only_written_keeps_no_step_from_being_captured(tmp_path: Path) -> None:
+    _, record = run(tmp_path, OWN_NORM)
+    root = record.findings[0]
+    assert (root.code, root.step, root.source.text if root.source else "") == (
+        "forward-overflow",
+        0,
+        "similar = (x * 1e3) @ (x * 1e3).t()",
+    )
+    assert record.script is not None
+    assert record.script.captures
+    for command, code in [("replay", 1), ("suggest-fp32", 0)]:
+        done = start(tmp_path, command, record.script.captures[0])
+        assert (done.code, "(x * 1e3) @ (x * 1e3).t()" in done.stdout) == (code, True), (command, done.stdout)
+
+
 def test_a_buffer_that_is_no_trouble_is_not_one_here(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "none")
     assert (record.verdict, found, record.investigations) == ("healthy", [], ())
