@@ -124,6 +124,16 @@ class PassBuffers:
                 buffers[f"{name}.{key}".lstrip(".")] = before.contents
         return replace(state, buffers=buffers)
 
+    def were_spoilt(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
+        """The buffers that held inf or NaN when the pass began, by name, but for those that stay as they are, as masks
+        do: earlier passes have written it."""
+        for name, module in modules:
+            for key in module._buffers:
+                before = self._before.get((id(module), key))
+                contents = None if before is None or (id(module), key) not in self._written else before.contents
+                if contents is not None and any(nonfinite([(key, contents)])):
+                    yield f"{name}.{key}".lstrip(".")
+
     def poisoned(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[tuple[str, torch.nn.Module]]:
         """The buffers that the pass has made inf or NaN: by name, with the modules that own them.
 

@@ -62,6 +62,10 @@ FAILS_BESIDE = (
 
 RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
 
+BEGAN_SPOILT = "step {} was not run again: its buffer {} held inf or NaN before it, which an earlier step has written"
+
+CAPTURE_BEFORE = "; ampdbg run --capture-step {} has the one before it run again"
+
 NOT_CAUGHT = "step {}, whose loss is not finite, is the last of the script and was not captured: {}"
 """With what to do about it."""
 
@@ -351,6 +355,11 @@ class LostSteps:
             return self._cannot("it is not known what it lowers to" * is_lost)
         if are_weights_spoilt(model):
             return self._cannot("its weights were NaN or inf before it" * is_lost)
+        spoilt = next(self.open_pass.buffers.were_spoilt(model.named_modules()), "")
+        if spoilt:
+            step = watcher.log.closed()
+            self._untold.append(BEGAN_SPOILT.format(step, spoilt) + CAPTURE_BEFORE.format(step - 1) * (step > 1))
+            return self._cannot("")
         if is_in_group():
             return self._cannot("a step of a group is not run again")
         (played, scale), state = self._played(model, device, why), self.open_pass.buffers.state(model)

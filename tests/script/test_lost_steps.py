@@ -739,6 +739,52 @@ def test_a_buffer_that_is_lost_and_only_written_keeps_no_step_from_being_capture
         assert (done.code, "(x * 1e3) @ (x * 1e3).t()" in done.stdout) == (code, True), (command, done.stdout)
 
 
+AVERAGED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8, 8))
+
+    def forward(self, x):
+        out = self.lin(x) - 0.01 * (x @ self.mean)
+        with torch.no_grad():
+            self.mean.mul_(0.99).add_((x.t() @ x).float() / 1e5, alpha=0.01)
+        return out
+
+net = Net().cuda()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda")
+for step in range(12):
+    x = torch.randn(64, 8).cuda() * (60 if step == 5 else 1)
+    with torch.autocast("cuda", torch.float16):
+        loss = net(x).float().tanh().pow(2).mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+"""Step 5 overflows into a buffer, and its loss is finite; step 6 computes with that. In FP32 all is well."""
+
+
+@pytest.mark.slow
+def test_a_buffer_that_an_earlier_step_has_lost_is_no_divergence(tmp_path: Path) -> None:
+    _, record = run(tmp_path, AVERAGED)
+    assert [(one.code, one.step) for one in record.findings[:2]] == [("unknown", 6), ("buffer-poisoned", 6)]
+    told = "step 6 was not run again: its buffer mean held inf or NaN before it, which an earlier step has written; "
+    assert f"{told}ampdbg run --capture-step 5 has the one before it run again" in record.unseen.notes
+    _, record = run(tmp_path, AVERAGED, options=("--emulate", "--capture-step=5"))
+    assert record.script is not None
+    start(tmp_path, "replay", record.script.captures[0], "--record=again.json")
+    found = read_record(tmp_path / "again.json").findings[0]
+    assert (found.code, found.step, found.op) == ("silent-overflow", 5, "aten.mm.default")
+
+
 def test_a_buffer_that_is_no_trouble_is_not_one_here(tmp_path: Path) -> None:
     record, found = buffered(tmp_path, "none")
     assert (record.verdict, found, record.investigations) == ("healthy", [], ())
