@@ -48,15 +48,17 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
     """The optimizers and schedules of a run; ``found`` is what the config's targets name.
 
     An ``optimizer`` or a ``scheduler`` that is written in the config comes before the model's
-    ``configure_optimizers``. What that, or a function that takes the model, has grouped itself is left as it is.
+    ``configure_optimizers``, and the default before one that takes arguments, as minGPT's does. What that, or a function
+    that takes the model, has grouped itself is left as it is.
 
     Raises:
         WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.
         UserCodeError: making it raised.
     """
     configure, own = getattr(model, "configure_optimizers", None), f"{type(model).__name__}.configure_optimizers()"
+    has_own = callable(configure) and _takes_nothing(configure)
     schedules: tuple[Schedule, ...] = ()
-    if callable(configure) and "optimizer" not in config.model_fields_set:
+    if callable(configure) and has_own and "optimizer" not in config.model_fields_set:
         with user.running(own):
             made = configure()
         optimizers = _optimizers_over(model, made, own)
@@ -66,7 +68,7 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
             made = _made(model, found["optimizer"], config.optimizer.groups)
             optimizers = _optimizers_over(model, made, found["optimizer"].named)
         except WorkloadError as error:
-            hint = f". It comes before {own}; leave the key out to use that" if callable(configure) else ""
+            hint = f". It comes before {own}; leave the key out to use that" if has_own else ""
             raise WorkloadError(f"{error}{hint}") from None
     if "scheduler" in found:
         schedules = tuple(_schedule_of(found["scheduler"], optimizer) for optimizer in optimizers)
@@ -94,6 +96,17 @@ def _made(model: nn.Module, found: Found, grouping: str) -> Any:
     if _first_parameter(found.value) == "model" and not isinstance(found.value, type):
         return found.made(model, names=("model",))
     return found.made(groups_of(model, grouping), names=("params",))
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether it can be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:

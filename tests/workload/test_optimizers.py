@@ -131,6 +131,13 @@ def test_everything_that_configure_optimizers_may_return_is_understood(
     assert names(workload) == expected
 
 
+def test_one_that_takes_arguments_is_not_lightnings_and_the_default_trains(tmp_path: Path) -> None:
+    """As minGPT's and nanoGPT's."""
+    net = LIGHTNING.replace("configure_optimizers(self)", "configure_optimizers(self, config)")
+    (optimizer,) = build(tmp_path, "model.target=net.py:Module", net=net).optimizers
+    assert type(optimizer) is torch.optim.AdamW
+
+
 @pytest.mark.parametrize("returned", ["None", "[]", "{}", "[first, None]", "3", "'adam'"])
 def test_anything_else_is_refused(tmp_path: Path, returned: str) -> None:
     with pytest.raises(WorkloadError, match=r"Module\.configure_optimizers\(\) gave .*; needed: a torch\.optim"):
