@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ampdbg.diagnosis.cause import nonfinite_loss
+from ampdbg.diagnosis.divergence import risen
 from ampdbg.diagnosis.hidden_faults import hidden_faults
 from ampdbg.diagnosis.misuse import autocast_errors, doubtful_misuses, misuses
 from ampdbg.diagnosis.producers import UNKNOWN
-from ampdbg.diagnosis.scale import UNTOLD, runaway, skips
+from ampdbg.diagnosis.scale import UNTOLD, of_one_scaler, runaway, skips
 from ampdbg.diagnosis.tensors import (
     DATA,
     SMALL_UPDATES,
@@ -76,7 +77,10 @@ def diagnose(record: Record) -> Record:
                 faults = _led_by(finding, faults) if leads else [*faults, _behind(finding, faults, record)]
     # Information is left out where there are faults.
     found = tuple(_in_script(finding, record) for finding in faults or information)
-    return replace(record, findings=found, verdict=_verdict(record, found))
+    verdict = _verdict(record, found)
+    note = risen([step.loss for step in of_one_scaler(record).steps]) if verdict == "healthy" else ""
+    notes = (*record.unseen.notes, *[note] * (note not in ("", *record.unseen.notes)))
+    return replace(record, findings=found, verdict=verdict, unseen=replace(record.unseen, notes=notes))
 
 
 def _in_script(finding: Finding, record: Record) -> Finding:

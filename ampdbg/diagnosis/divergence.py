@@ -25,6 +25,14 @@ FEW_LOSSES = 5
 LEAPT = 1000.0
 """Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
 
+RISEN = 100.0
+"""Losses so many times all before them are told of in a run that is healthy otherwise."""
+
+RISEN_NOTE = (
+    "the loss rose from {} to {} and stays up, with nothing beyond a limit: look at the learning rate, and compare "
+    "with a run in FP32"
+)
+
 RESOLUTION = 1e-6
 """A smaller share of a loss is rounding."""
 
@@ -98,6 +106,17 @@ def climbs_on(before: Sequence[float], continuation: Sequence[float]) -> bool:
 def _leapt(losses: Sequence[float]) -> bool:
     first, *later = losses
     return bool(later and first) and min(later) > LEAPT * abs(first)
+
+
+def risen(losses: Sequence[float]) -> str:
+    """A note of a run without a fault whose losses stand, from some step on, far above the size of all before them;
+    "" of others. Some losses are meant to grow, so that it is no more."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    highest = list(accumulate(map(abs, finite), max))
+    lowest_after = list(accumulate(reversed(finite), min))[::-1]
+    starts = range(2, len(finite) - 1)
+    start = next((start for start in starts if lowest_after[start] > RISEN * highest[start - 1]), None)
+    return "" if start is None else RISEN_NOTE.format(number(finite[start - 1]), number(finite[-1]))
 
 
 def _before(made: Investigation, record: Record) -> list[Step]:

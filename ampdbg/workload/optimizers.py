@@ -48,8 +48,8 @@ def training_of(model: nn.Module, found: Mapping[str, Found], config: Config, us
     """The optimizers and schedules of a run; ``found`` is what the config's targets name.
 
     An ``optimizer`` or a ``scheduler`` that is written in the config comes before the model's
-    ``configure_optimizers``, and the default before one that takes arguments, as minGPT's does. What that, or a function
-    that takes the model, has grouped itself is left as it is.
+    ``configure_optimizers``, and the default before one that takes arguments, as minGPT's does. What that, or a
+    function that takes the model, has grouped itself is left as it is.
 
     Raises:
         WorkloadError: the result is no optimizer, or one over another model's parameters, or no scheduler.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.diagnosis.divergence import FEW_LOSSES, climbs_on, may_have_risen, rose
+from ampdbg.diagnosis.divergence import FEW_LOSSES, climbs_on, may_have_risen, risen, rose
 
 # Whole numbers: a constant is added to them without rounding.
 losses = st.lists(st.integers(-1000, 1000).map(float), max_size=12)
@@ -95,3 +95,24 @@ def test_a_run_that_is_below_where_it_began_has_not_risen() -> None:
     assert not may_have_risen([], 3.0)
     assert may_have_risen([1.0, math.nan, 2.0], math.nan)
     assert may_have_risen([1.0, 0.5], 40.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ([0.79, 1.34, 0.7, 1.98, 309.7, 272.1, 211.8, 2070.0], ("1.98", "2,070")),  # PPO, at a rate 1e5 times too large
+        ([0.5, 0.4, 0.4, 4e15, math.nan, 4.5e15], ("0.4", "4.5e15")),
+        ([0.5, 0.4, 0.4, 50.0, 0.4, 50.0, 50.0], None),  # it comes back
+        ([0.5, 0.4, 0.4, 500.0], None),  # one loss is a batch
+        ([1e-4, -3.0, 5.0, -12.0, 40.0, -30.0, 60.0], None),  # a critic's
+        ([1.0, 1.1, 1.3, 2.0, 4.0, 8.0], None),
+        ([0.0, 0.0, 0.0, 0.0], None),
+        ([], None),
+    ],
+)
+def test_a_loss_that_has_left_its_size_is_noted_in_a_healthy_run(
+    losses: list[float], ends: tuple[str, str] | None
+) -> None:
+    told = risen(losses)
+    assert told.startswith(f"the loss rose from {ends[0]} to {ends[1]} and stays up" if ends else "")
+    assert bool(told) == bool(ends)
