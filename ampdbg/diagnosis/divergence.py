@@ -25,6 +25,9 @@ FEW_LOSSES = 5
 LEAPT = 1000.0
 """Losses so many times the first one have left it for good, though one loss says nothing of how far they range."""
 
+KEPT_SIZE = 1.05
+"""Weights that have grown by less are where they began: so few steps have not thrown them away."""
+
 RISEN = 100.0
 """Losses so many times all before them are told of in a run that is healthy otherwise."""
 
@@ -133,12 +136,14 @@ def _diverges(made: Investigation, record: Record) -> bool:
 
 def may_diverge(made: Investigation, record: Record) -> bool:
     """Whether what overflows in a step that no replay judges may come of the learning rate: the losses before it had
-    risen, or are too few to tell though weights were written since the first."""
+    risen, or are too few to tell though weights were written since the first and may have lost their size."""
     earlier = _before(made, record)
     before = [step.loss for step in earlier if math.isfinite(step.loss)]
     if all(step.skipped for step in earlier) or not before:
         return False
-    return len(before) < FEW_LOSSES or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
+    has_kept_size = made.weights_grew != 1.0 and made.weights_grew < KEPT_SIZE  # it is 1 where nobody knows
+    are_few = len(before) < FEW_LOSSES and not has_kept_size
+    return are_few or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
 
 
 def leap_in_fp32(made: Investigation, record: Record) -> str:

@@ -290,7 +290,8 @@ class LostSteps:
             if told.isdisjoint(range(step, step + LONGEST_GAP + 1)):
                 yield NOT_AGAIN.format(step, why)
         if self._latest < 0 and self._investigates and not told:
-            late = (step.step for step in record.steps if not step.skipped and not math.isfinite(step.loss))
+            taken = record.steps[: -1 if record.error else None]  # the last is the one in which the script has ended
+            late = (step.step for step in taken if not step.skipped and not math.isfinite(step.loss))
             yield from (NOT_AGAIN.format(step, KNOWN_LATE) for step in itertools.islice(late, 1))
 
     def _look(self, step: int, frames: Iterable[FrameType]) -> None:
