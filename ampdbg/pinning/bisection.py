@@ -299,12 +299,12 @@ def _candidates(setting: Setting) -> list[str]:
 def _proposed(setting: Setting, pins: Sequence[str]) -> list[str]:
     """The atoms where the shadow of a failing step, with the pins in force, goes beyond FP16."""
     tree = setting.experiment.tree
-    return [
+    proposed = (
         tree.own(name)
         for case in setting.experiment.cases
         for name in _proposed_by_shadow(setting.run, case.failing, pins)
-        if name in tree
-    ]
+    )
+    return [atom for atom in proposed if tree.has_run(atom)]
 
 
 def _proposed_by_shadow(run: Run, failing: FailingStep, pins: Sequence[str]) -> list[str]:

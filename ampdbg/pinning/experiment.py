@@ -69,7 +69,7 @@ class Experiment:
             pins=tuple(pins),
             healthy=health.healthy,
             why=health.why,
-            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if atom in self.tree),
+            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if self.tree.has_run(atom)),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
         )
@@ -104,8 +104,7 @@ class Experiment:
         pinned = self.tree.expand(pins)
         for site in sites:
             atom = self._atom(site)
-            # Of several root models the one above them has no lines of its own: what is in none of them is outside.
-            is_outside = atom not in self.tree or pinned.issuperset(self.tree.under(atom))
+            is_outside = not self.tree.has_run(atom) or atom in pinned
             into = self.outside if is_outside else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):
                 into.append(site)

@@ -42,6 +42,10 @@ class AtomTree:
         """The atom that stands for the module's own lines: its name where it is a leaf or an atom already."""
         return name + OWN if name + OWN in self._spans else name
 
+    def has_run(self, name: str) -> bool:
+        """Whether it is an atom. What holds several root models is none: it has no lines of its own to be pinned."""
+        return name in self._spans and self.under(name) == (name,)
+
     def parent(self, name: str) -> str | None:
         """What holds this atom, module or container, one level up; None above the root.
 
