@@ -47,7 +47,8 @@ from ampdbg.script.signals import held_signals
 from ampdbg.script.traced_steps import LONGEST_GAP, TracedSteps
 
 MOST_LOST = 2
-"""So many steps of a run are run again by their forward pass while it waits, and the one in which it ends."""
+"""So many steps of a run whose loss is lost are run again by their forward pass while it waits, as many whose gradients
+alone are, and the one in which it ends."""
 
 MODULES_ALONE = "of step {} the modules alone were run again: a loss told of it is the sum of what they give"
 """Where the script makes the loss of what they give by itself, or comes to none."""
@@ -59,6 +60,8 @@ FAILS_BESIDE = (
     "step {} was not run again: the gradients that come to what its modules gave are not finite already: look at what "
     "the script makes of that"
 )
+
+ENOUGH = "as many as may be had been before it; ampdbg run --capture-step {} captures it"
 
 RECORDED = "it runs a CUDA graph as that was recorded, and in no other precision"
 
@@ -122,7 +125,7 @@ class LostSteps:
         self._investigates = investigates
         self._owner = os.getpid()
         self._traced = traced
-        self._tries = 0
+        self._tries: dict[Why, int] = {"loss": 0, "gradients": 0}
         self._latest = -LONGEST_GAP
         self._why = ""
         self._why_not = ""
@@ -182,11 +185,13 @@ class LostSteps:
         """
         step = self._watcher.log.closed()
         is_first, self._latest = step - self._latest > 1, step
-        if not is_first or self._traced.is_tracing or self._tries >= MOST_LOST:
+        why: Why = "loss" if scaler is None else "gradients"
+        if not is_first or self._traced.is_tracing:
             return
-        self._why_not = self._why_not_noted(is_given_up)
+        has_tries = self._tries[why] < MOST_LOST
+        self._why_not = self._why_not_noted(is_given_up) if has_tries else ENOUGH.format(step)
         if not self._why_not:
-            self._tries += 1
+            self._tries[why] += 1
             with held_signals():
                 try:
                     self._try(step, is_last_chance, scaler)
@@ -286,7 +291,7 @@ class LostSteps:
         """Of lost steps that neither their own replays nor those of a step soon after tell of; and of the first that
         has been taken though its loss was lost, where that has come out afterwards alone."""
         told = {made.step for made in record.investigations}
-        for step, why in self._not_again.items():
+        for step, why in itertools.islice(self._not_again.items(), MOST_LOST + 1):
             if told.isdisjoint(range(step, step + LONGEST_GAP + 1)):
                 yield NOT_AGAIN.format(step, why)
         if self._latest < 0 and self._investigates and not told:
