@@ -68,7 +68,9 @@ def investigate(
     replays = _Replays(run, snapshot, scale, observer)
     with seldom_collected():
         made = replays.of_hidden_fault() if why == "end" else replays.of_fault(why, before)
-    largest = dict(_largest_in(snapshot))
+    largest: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for name, value in _largest_in(snapshot):  # several micro-batches have leaves of one name
+        largest[name] = max(largest.get(name, value), value)
     return replace(
         made,
         weights_grew=weights_grew,

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from ampdbg.config.file import load_config
+from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.replay.copies import altered_batch, duplicate
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.replay.state import OBJECTS_IN_A_BATCH
+from ampdbg.training.loop import train
 
 WORKLOAD = """
 import torch
@@ -104,6 +106,32 @@ def test_every_replay_starts_with_the_batch_as_the_step_found_it(accumulate: int
         assert [replay.error for replay in replays] == [""] * 3
         assert [replay.loss for replay in replays] == pytest.approx([loss] * 3, rel=1e-6)
         assert described(batches) == ended
+
+
+OUT_OF_RANGE = """
+import torch
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(6, 2, generator=generator) for _ in range(9)]
+    batches[4] *= 1e6
+    return batches
+
+def step(model, batch):
+    return model(batch).float().tanh().square().mean()
+"""
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_micro_batch_beyond_half_is_the_datas_fault_whichever_of_them_it_is(accumulate: int, tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(OUT_OF_RANGE)
+    (tmp_path / "config.yaml").write_text(
+        "model: {target: torch.nn:Linear, args: {in_features: 2, out_features: 1}}\n"
+        "data: {target: work.py:data}\nstep: {target: work.py:step}\nprecision: {dtype: float16}\n"
+        f"train: {{steps: {9 // accumulate}, accumulate: {accumulate}}}\n"
+    )
+    found = diagnose(train(load_config(tmp_path / "config.yaml"))).findings[0]
+    assert (found.code, found.step) == ("data-range", 4 // accumulate)
 
 
 PENALTY = """
