@@ -119,7 +119,7 @@ class TakenOver:
         if made.replaced:
             yield REPLACED.format(made.step, listed(made.replaced))
         if made.tries == AGAIN:
-            yield f"step {made.step} fails in {made.reproduced} of {made.tries} replays"
+            yield f"step {made.step} as it was fails in {made.reproduced} of {made.tries} replays"
         if head.why == "end" and not is_same_run(made):
             losses = f"was {number(head.loss)} there, and is {number(made.replays[0].loss)} here"
             yield f"the loss of step {made.step} {losses}: what shows in no loss cannot be told"

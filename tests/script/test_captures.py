@@ -103,7 +103,7 @@ def test_a_capture_outlives_its_process_and_its_folder(tmp_path: Path) -> None:
     assert found.source.text.startswith("similar = ")
     made = record.investigations[0]
     assert (made.step, made.reproduced, made.tries) == (301, 5, 5)
-    assert "step 301 fails in 5 of 5 replays" in " ".join(result.stdout.split())
+    assert "step 301 as it was fails in 5 of 5 replays" in " ".join(result.stdout.split())
     # The captured gain, not the script's own of its first steps.
     value = found.evidence["value"]
     assert isinstance(value, float)

@@ -112,7 +112,7 @@ def test_half_weights_with_the_hooks_of_a_wrapper_are_left_to_a_replay(tmp_path:
     assert record.script is not None
     assert "run again in FP32 too ampdbg replay .ampdbg/captures/" in " ".join(result.stderr.split())
     replayed = start(tmp_path, "replay", record.script.captures[0])
-    assert "step 0 fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
+    assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
     assert OVERFLOW in " ".join(replayed.stdout.split())
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_gives_up_every_step_is_not_one_without_a_step(tmp_path: Path
     assert (record.findings[0].step, record.steps_run, record.steps_skipped) == (0, steps, steps)
     assert record.script is not None
     replayed = start(tmp_path, "replay", record.script.captures[0])
-    assert "step 0 fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
+    assert "step 0 as it was fails in 5 of 5 replays" in replayed.stdout, replayed.stderr
 
 
 @pytest.mark.parametrize("how", ["loss", "by hand"])
