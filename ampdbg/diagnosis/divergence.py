@@ -153,12 +153,11 @@ def leap_in_fp32(made: Investigation, record: Record) -> str:
     of_same_weights = {first, *itertools.takewhile(lambda step: step - 1 in skipped, itertools.count(first + 1))}
     before = [abs(step.loss) for step in _before(made, record) if step.step < first and math.isfinite(step.loss)]
     # Of a step whose modules alone were run again no losses are known; those of another on the same weights may be.
-    continued = (one for one in record.investigations if one.continuation and one.step in of_same_weights)
-    longest = next(continued, None)
-    if not before or longest is None:
+    told = next((one for one in record.investigations if one.continuation and one.step in of_same_weights), None)
+    if not before or told is None:
         return ""
-    now = longest.replays[1].loss
-    comes_back = now <= LEAPT * max(before) or any(loss <= DIVERGED * max(before) for loss in longest.continuation)
+    now = told.replays[1].loss
+    comes_back = now <= LEAPT * max(before) or any(loss <= DIVERGED * max(before) for loss in told.continuation)
     return "" if comes_back else f", and in FP32 too the loss leaps from {number(before[-1])} to {number(now)}"
 
 

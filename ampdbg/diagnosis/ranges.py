@@ -78,8 +78,8 @@ def measured_step(record: Record) -> int:
 
 
 def scale_to_try(sites: Iterable[Site]) -> float | None:
-    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where
-    something overflows at any. The window's end may be one rounding too high."""
+    """A loss scale in the window of all sites at which a run in FP16 is to be finite; None where something overflows
+    at any. The window's end may be one rounding too high."""
     sites = tuple(sites)
     if any(site.scale_ceiling is None and site.overflow == "starts" for site in sites):
         return None

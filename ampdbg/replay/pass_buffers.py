@@ -125,8 +125,8 @@ class PassBuffers:
         return replace(state, buffers=buffers)
 
     def were_spoilt(self, modules: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[str]:
-        """The buffers that held inf or NaN when the pass began, by name, but for those that stay as they are, as masks
-        do: earlier passes have written it."""
+        """The names of the buffers that held inf or NaN when the pass began, of those that passes write: masks stay as
+        they are."""
         for name, module in modules:
             for key in module._buffers:
                 before = self._before.get((id(module), key))
