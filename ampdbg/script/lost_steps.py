@@ -16,14 +16,10 @@ from typing import get_args
 
 import torch
 
-from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.diagnosis.scale import is_nan_alone, new_lows
-from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.errors import named_error
-from ampdbg.formats import FORMATS
 from ampdbg.observer import Observer
-from ampdbg.probes.held_data import bad_data_held, raised_in, stacked
+from ampdbg.probes.held_data import raised_in, stacked
 from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.tensors import are_weights_spoilt, times_written
 from ampdbg.probes.torch_errors import autocast_error
@@ -31,16 +27,17 @@ from ampdbg.probes.watch import Watch
 from ampdbg.quantities import listed
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import EXITED, Record
-from ampdbg.replay.investigation import Why, is_blamed
+from ampdbg.replay.investigation import Why
 from ampdbg.replay.open_pass import OpenPass
 from ampdbg.replay.pass_buffers import is_computed_with
 from ampdbg.replay.pass_end import given_gradients, losses_of
 from ampdbg.replay.played_step import PlayedStep
-from ampdbg.replay.step_data import BadData, data_of
+from ampdbg.replay.step_data import data_of
 from ampdbg.script.captures import Captures
 from ampdbg.script.given_up_loss import GivenUpLoss
 from ampdbg.script.launch import ScriptEnd
 from ampdbg.script.loop_step import REPLACED, RUN_AGAIN, LoopStep
+from ampdbg.script.lost_step import LostStep
 from ampdbg.script.played_run import Half
 from ampdbg.script.ranks import hooks_half_weights, is_in_group
 from ampdbg.script.signals import held_signals
@@ -223,9 +220,9 @@ class LostSteps:
             return
         too = ""
         if made is not None:
-            again, made, bad = self._blamed(again, made)
-            too = _too(again, made, bad, stacked(sys._getframe()))
-            self._watcher.log.batch += bad.batch
+            lost = LostStep.of(again, made, self._watcher.steps)
+            again, made, too = lost.again, lost.made, lost.why_untold(stacked(sys._getframe()))
+            self._watcher.log.batch += lost.bad.batch
             self._traced.found += [made] * (not too)
         if too:
             self._untold.append(f"step {step} was run again: {too}{whole}")
@@ -308,36 +305,16 @@ class LostSteps:
         if made is None:
             self._capture(again, made)
             return
-        again, made, bad = self._blamed(again, made)
-        too = _too(again, made, bad, frames)
-        self._watcher.log.batch += bad.batch
-        if too and not bad.batch:
+        lost = LostStep.of(again, made, self._watcher.steps)
+        again, made, too = lost.again, lost.made, lost.why_untold(frames)
+        self._watcher.log.batch += lost.bad.batch
+        if too and not lost.bad.batch:
             self._why += f". Run again, {too}"
             return
         self._why = ""
         self._capture(again, made)
         self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
-
-    def _blamed(self, again: LoopStep, made: Investigation) -> tuple[LoopStep, Investigation, BadData]:
-        """The inputs and targets of a step whose NaN or inf explain that FP32 comes to nothing either.
-
-        Where one of its modules overflows, the step may have made of that what it gives to others. Where it overflows
-        as well with sound numbers in their place, and FP32 comes through that, these replays tell: they are returned.
-        """
-        if not made.reproduced or math.isfinite(made.replays[1].loss):
-            return again, made, BadData()
-        bad, overflow = again.blamed_data(), overflow_in(made)
-        if overflow is not None and overflow.producer.phase == "forward":
-            bad = BadData(spoilt=(*bad.spoilt, *(counts.name for counts in bad.batch)))
-        if bad.spoilt and overflow is not None:
-            sound = again.with_finite_data(bad.spoilt)
-            found = sound.investigated(self._watcher.steps)
-            if found is not None and found.reproduced and is_finite(found.replays[1]):
-                still = overflow_in(found)
-                if still is not None and still.producer.site == overflow.producer.site:
-                    return sound, replace(found, has_loss=made.has_loss), BadData()
-        return again, made, bad
 
     def _capture(self, again: LoopStep, made: Investigation | None, scaler: torch.amp.GradScaler | None = None) -> None:
         loss = math.nan if made is None else made.replays[0].loss
@@ -407,31 +384,6 @@ class LostSteps:
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None]
         names += sorted(self._watcher.calls.lowered)
         return next((half for name in names for half in get_args(Half) if half == name), None)
-
-
-def _too(again: LoopStep, made: Investigation, bad: BadData, frames: Iterable[FrameType]) -> str:
-    """What replays show of it where they do not show that precision is the cause, nor that it is not.
-
-    What fails beside the modules may do so for what the script's ``frames`` hold: they are named then, and not blamed.
-    """
-    low, *others = made.replays
-    short = FORMATS[again.half or "float32"].short
-    if not made.reproduced and made.why == "gradients":
-        return "its modules fail no more: it may be an earlier part of it that fails, or what they have kept since"
-    if not made.reproduced:
-        held = bad_data_held(frames)
-        beside = f", and at {held.name}, which holds {counted_values(held)}" if held is not None else ""
-        return f"what its modules give is finite in {short}: look at what the script makes of that{beside}"
-    if bad.spoilt:
-        return "it is given inf or NaN, which it may have computed itself: no replay can tell"
-    if low.error and others[0].error:
-        return f"it raises an error in FP32 too, and precision is not the cause: {others[0].error}"
-    if low.error and not is_blamed(made):
-        return f"it raises that in {short} and not in FP32, and no op was found that goes wrong"
-    makes_nan = math.isnan(others[0].loss) and any(made.phase == "forward" for made in others[0].producers)
-    if not losses_of(again.played) and not math.isfinite(others[0].loss) and not makes_nan:
-        return "what its modules give is not finite, and in FP32 neither"  # as where they mask what they give
-    return ""
 
 
 def is_told(watcher: Watch, error: BaseException | None) -> bool:
