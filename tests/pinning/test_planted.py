@@ -156,7 +156,7 @@ def test_a_pin_is_not_needed_where_a_lower_loss_scale_does(tmp_path: Path) -> No
     record = bisected(tmp_path, "Likelihood", steps=16, loss="likelihood", scale={"init": 4096.0})
     assert_found(record, "out")
     assert record.search is not None
-    assert (record.search.scale, record.search.set_scale) == (256.0, 4.0)
+    assert (record.search.scale, record.search.set_scale) == (4096.0, 4.0)
 
 
 @pytest.mark.slow

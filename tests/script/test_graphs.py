@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from ampdbg.source.ownership import AMPDBG
 from tests.script.test_run import alone, run
@@ -115,7 +116,15 @@ WAYS = (
 )
 
 
-RUNS = [(way, *options) for way in WAYS for options in ((), ("--emulate",))]
+COMPILES_NO_CLIPPING = torch.__version__.startswith("2.6.")
+"""Its compiler ends with an error at that, without ampdbg too."""
+
+RUNS = [
+    (way, *options)
+    for way in WAYS
+    for options in ((), ("--emulate",))
+    if not (COMPILES_NO_CLIPPING and way == "compiled clipping")
+]
 
 
 def _undoubled(graphs: str) -> str:
