@@ -361,7 +361,7 @@ def taping(tape: Tape, about_to_step: Callable[[Optimizer, GradScaler | None], N
         thread = threading.get_ident()
         if seam != "step" or thread in scaling or not args[0].is_enabled():
             return tape.around(seam, original, *args, **kwargs)
-        about_to_step(args[1], args[0])
+        about_to_step(args[1] if len(args) > 1 else kwargs["optimizer"], args[0])
         scaling.add(thread)
         try:
             return tape.around(seam, original, *args, **kwargs)

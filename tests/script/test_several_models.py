@@ -184,7 +184,7 @@ def test_two_optimizers_of_which_none_overflows_are_healthy(tmp_path: Path) -> N
     assert (result.code, record.verdict, record.steps_skipped, record.findings) == (0, "healthy", 0, ())
 
 
-UPDATED = "scaler.step(optimizers[1]); scaler.update()"
+UPDATED = "scaler.step(optimizer=optimizers[1]); scaler.update()"
 ASKED_FOR = scripts.GAN.replace(
     "    scaler.scale(lossG)", "    print(step, lossD.item(), lossG.item())\n    scaler.scale(lossG)"
 )
