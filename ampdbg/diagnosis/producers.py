@@ -62,6 +62,16 @@ class Suspect:
         return self.value is not None and self.value >= NEAR * self.format.overflow_threshold
 
     @property
+    def overflows_in_half_alone(self) -> bool:
+        """Whether its inf, of finite numbers in the backward pass, is gone at a lower loss scale, and FP32 is no proof.
+
+        Half precision's own forward pass may be far from FP32's, and its gradients larger.
+        """
+        made = self.producer
+        is_inf_alone = made.inf > 0 and not (made.nan or made.divides_by_zero)
+        return made.phase == "backward" and is_inf_alone and survivor(self.made) is not None
+
+    @property
     def departs(self) -> bool:
         """Whether it is finite and far larger than FP32's own value, so that a later op overflows."""
         made = self.producer
@@ -228,6 +238,12 @@ def overflow(suspect: Suspect) -> str:
     return f"{named(suspect.producer)} {verb} {_magnitude(suspect)}{where}{limit}"
 
 
+def _overflow_in_half(suspect: Suspect) -> str:
+    reached = f", where FP32 reaches only {number(suspect.value)}" if suspect.value is not None else ""
+    at = f"at a loss scale of {number(suspect.low.scale)}{reached}"
+    return f"{named(suspect.producer)} exceeds {limit_of(suspect.format)} {at}"
+
+
 DECISIONS: tuple[tuple[str, Callable[[Suspect], bool], Callable[[Suspect], str]], ...] = (
     ("data-range", lambda suspect: suspect.leaf is not None, _beyond_range),
     ("mask-constant", lambda suspect: suspect.is_constant, _writes_a_constant),
@@ -235,6 +251,7 @@ DECISIONS: tuple[tuple[str, Callable[[Suspect], bool], Callable[[Suspect], str]]
     (FAR_FROM_FP32, lambda suspect: suspect.departs, _cancels),
     (OVERFLOWS["forward"], lambda suspect: suspect.overflows and suspect.producer.phase == "forward", overflow),
     (OVERFLOWS["backward"], lambda suspect: suspect.overflows, overflow),
+    (OVERFLOWS["backward"], lambda suspect: suspect.overflows_in_half_alone, _overflow_in_half),
 )
 """The first that holds is the code, with its message; where none holds, the cause is not known."""
 

@@ -18,7 +18,7 @@ from ampdbg.diagnosis.cause import cause_of, is_another_fault
 from ampdbg.diagnosis.divergence import DIVERGENCE, first_in_a_row
 from ampdbg.diagnosis.oscillation import GROWTH, just_grown, oscillation, restart
 from ampdbg.diagnosis.producers import OVERFLOWS, UNKNOWN, culprit, op_name, survivor
-from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, lasts, works_at_half
+from ampdbg.diagnosis.usable_scales import is_calibration, is_first_descent, lasts, works_soon_below
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -265,7 +265,7 @@ def _follows_gradients(lows: Sequence[Step], investigated: list[Investigation], 
     are_many = len(lows) + record.left_out.skipped > record.steps_run // SELDOM
     if len(lows) < LOWS_OF_A_COLLAPSE or in_a_row or are_many or steps[-1].scale < 1.0:
         return False
-    return bool(investigated) and all(works_at_half(made, record) for made in investigated)
+    return bool(investigated) and all(works_soon_below(made, record) for made in investigated)
 
 
 def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
@@ -279,9 +279,19 @@ def _keeps_overflowing(steps: Sequence[Step], ran: int) -> bool:
 
 def _overflows_behind_a_finite_loss(record: Record) -> bool:
     """Whether the scale would keep falling without the steps whose loss is not finite, and not merely settle."""
-    finite = [step for step in record.steps if math.isfinite(step.loss)]
+    finite = [step for step in _without_lost(record.steps) if math.isfinite(step.loss)]
     ran = record.steps_run - len(record.steps) + len(finite)
     return any(step.skipped for step in finite) and _keeps_overflowing(finite, ran)
+
+
+def _without_lost(steps: Sequence[Step]) -> Iterator[Step]:
+    """The steps with the loss scale that they would have if none whose loss is not finite had moved it."""
+    scale = steps[0].scale
+    for step, after in zip(steps, [*steps[1:], steps[-1]], strict=True):
+        yield replace(step, scale=scale)
+        if math.isfinite(step.loss) and step.scale > 0.0:
+            moved = after.scale / step.scale
+            scale *= moved if step.skipped else max(moved, 1.0)  # steps in between may have been left out
 
 
 def _skips_at_the_end(steps: Sequence[Step]) -> int:
@@ -344,7 +354,7 @@ def _growth(lows: Sequence[Step], record: Record) -> Finding:
         first.step,
         "backward",
         f"gradients grow, and the loss scale follows them from {number(first.scale)} to {number(last)} in "
-        f"{len(lows)} single skips; replays are finite at half the scale and lose no gradient there",
+        f"{len(lows)} single skips; replays are finite at lower ones and lose no gradient there",
         evidence={"first_scale": first.scale, "last_scale": last, "new_lows": len(lows)},
     )
 

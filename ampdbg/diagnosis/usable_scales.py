@@ -12,6 +12,9 @@ from ampdbg.record.codes import CODES
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record
 
+SOON = 8.0
+"""A loss scale that many times lower is found by three skips; a single image may ask for that, and no other again."""
+
 ROOM = 4.0
 """Other batches may need a scale that is so many times lower than the one at which a step has been run again."""
 
@@ -76,7 +79,7 @@ def lasts(made: Investigation, record: Record) -> bool:
     return at_last >= NEAR * suspect.format.overflow_threshold
 
 
-def works_at_half(made: Investigation, record: Record) -> bool:
-    """Whether half the step's own loss scale would have done."""
+def works_soon_below(made: Investigation, record: Record) -> bool:
+    """Whether a loss scale that is soon found below the step's own would have done."""
     usable = _usable_scale(made)
-    return usable is not None and usable >= made.replays[0].scale / 2.0 and is_calibration(made, record)
+    return usable is not None and usable >= made.replays[0].scale / SOON and is_calibration(made, record)

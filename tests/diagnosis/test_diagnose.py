@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import ampdbg.diagnosis.diagnose as diagnosis
 from ampdbg.commands.scan import exit_code
+from ampdbg.diagnosis.cause import cause_of
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.diagnosis.producers import culprit
 from ampdbg.diagnosis.scale import UNTOLD, new_lows
@@ -338,6 +339,32 @@ def test_a_skip_while_the_scale_settles_is_not_blamed_for_the_nan_that_comes_lat
     record = diagnose(record_of(steps_of("..x..." + "N" * 12)))
     assert codes(record) == [("unknown", "forward", None), ("scale-collapse", "backward", 0)]
     assert record.findings[0].step == 6
+
+
+@pytest.mark.parametrize(
+    ("mark", "found"), [("N", ["unknown", "scale-collapse"]), ("x", ["gradient-overflow", "scale-runaway"])]
+)
+def test_a_scale_that_lost_losses_have_brought_down_blames_no_gradient_that_a_lower_one_cured(
+    mark: str, found: list[str]
+) -> None:
+    first = Replay("float16", 65536.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
+    lower = replace(first, scale=32768.0, producers=(), grad_norm=1.0, gradients=())
+    made = Investigation(30, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
+    steps = steps_of("." * 30 + "x" + "." * 30 + mark * 20 + ".")
+    assert steps[-1].scale < 1.0
+    assert [code for code, *_ in codes(diagnose(record_of(steps, investigations=(made,))))] == found
+
+
+@pytest.mark.parametrize(
+    ("factor", "code"), [(2.0, "gradient-growth"), (8.0, "gradient-growth"), (32.0, "gradient-overflow")]
+)
+def test_a_scale_follows_gradients_where_three_skips_at_most_would_do_for_a_step(factor: float, code: str) -> None:
+    first = Replay("float16", 65536.0, 1.0, math.inf, producers=(OVERFLOWS,), gradients=("head.weight",))
+    lower = replace(first, scale=65536.0 / factor, producers=(), grad_norm=1.0, gradients=())
+    made = Investigation(30, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
+    record = diagnose(record_of(steps_of("." * 30 + 3 * ("x" + "." * 20)), investigations=(made,)))
+    assert record.findings[0].code == code
+    assert (record.verdict == "healthy") == (code == "gradient-growth")
 
 
 def test_an_infinite_loss_without_a_skipped_step_is_found() -> None:
@@ -719,6 +746,32 @@ def test_a_scale_that_falls_far_below_the_one_that_cures_a_step_is_not_settling_
     assert (codes(record), record.verdict) == (found, "inconclusive")
     assert record.findings[0].op == ""
     assert exit_code(record, "warning") == int(skipped == 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "survives", "code"),
+    [
+        ({}, True, "gradient-overflow"),
+        ({"fp32_largest": None}, True, "gradient-overflow"),
+        ({"nan": 1}, True, "unknown"),
+        ({}, False, "unknown"),
+    ],
+)
+def test_a_gradient_that_a_lower_scale_makes_finite_overflows_however_small_fp32s_is(
+    changes: dict[str, Any], survives: bool, code: str
+) -> None:
+    """Half precision's own forward pass is far from FP32's there, and its gradients are larger."""
+    made_inf = replace(OVERFLOWS, **{"fp32_largest": 0.5, **changes})
+    first = Replay("float16", 32768.0, 1.0, math.inf, producers=(made_inf,), gradients=("head.weight",))
+    lower = replace(first, scale=16384.0, producers=())
+    if survives:
+        lower = replace(lower, grad_norm=1.0, gradients=(), gradient_distance=0.9)
+    made = Investigation(1, "gradients", (first, Replay("float32", 1.0, 1.0, 1.0), lower), loss=1.0, reproduced=1)
+    finding = cause_of(made, record_of(steps_of("..x"), investigations=(made,)))
+    assert (finding.code, finding.module) == (code, "head")
+    assert ("exceeds FP16's limit of 65,504 at a loss scale of 32,768" in finding.message) == (code != "unknown")
+    reaches = "where FP32 reaches only 16,384; at a loss scale of 16,384 it is finite"
+    assert (reaches in finding.message) == (code != "unknown" and not changes)
 
 
 @pytest.mark.parametrize(("leaf", "code"), [("[0]", "data-range"), (None, "unknown")])
