@@ -60,7 +60,7 @@ class DigitViT(nn.Module):
     patch_embed: torch.Tensor
     tokens: torch.Tensor
 
-    def __init__(self, dim: int = 64, depth: int = 2, heads: int = 4, qk_norm: bool = False) -> None:
+    def __init__(self, dim: int = 64, depth: int = 2, heads: int = 8, qk_norm: bool = False) -> None:
         super().__init__()
         self.register_buffer("patch_embed", nn.init.xavier_normal_(torch.empty(PATCH**2, dim)))
         self.register_buffer("tokens", torch.randn(1 + PATCHES, dim))

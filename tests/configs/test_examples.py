@@ -75,9 +75,9 @@ def test_house_prices_turn_infinite_without_a_skipped_step(tmp_path: Path) -> No
 def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tmp_path: Path) -> None:
     result, record = scan(tmp_path, "vit")
     assert result.code == 1
-    # One or two: a last bit that differs between processors moves the first skips by a hundred steps.
-    assert sum(step.skipped for step in record.steps[:200]) <= 2
-    assert not any(step.skipped for step in record.steps[:60])
+    # A last bit that differs between processors moves the first skips by a hundred steps, and the first NaN by more.
+    assert sum(step.skipped for step in record.steps[:150]) <= 2
+    assert all(math.isfinite(step.loss) for step in record.steps[:150])
     gradients_only = [step for step in skipped(record) if math.isfinite(step.loss)]
     assert gradients_only
     assert gradients_only[0] == skipped(record)[0]
