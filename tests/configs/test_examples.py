@@ -77,6 +77,7 @@ def test_the_first_attention_block_brings_the_loss_scale_down_in_mid_training(tm
     assert result.code == 1
     # A last bit that differs between processors moves the first skips by a hundred steps, and the first NaN by more.
     assert sum(step.skipped for step in record.steps[:150]) <= 2
+    assert not any(step.skipped for step in record.steps[:20])
     assert all(math.isfinite(step.loss) for step in record.steps[:150])
     gradients_only = [step for step in skipped(record) if math.isfinite(step.loss)]
     assert gradients_only
