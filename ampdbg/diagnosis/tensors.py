@@ -185,7 +185,7 @@ def buffer_poisoned(record: Record) -> Iterator[Finding]:
         is_shown = at is not None or not math.isfinite(step.loss)
         spoilt = [counts for counts in bad if is_shown or counts.name.rpartition(".")[2] in NORM_STATISTICS]
         if spoilt:
-            yield _poisoned(step, spoilt[0], at)
+            yield _poisoned(step, spoilt[0], at) if is_shown else _poisoned_before(step, spoilt[0])
             return
         if bad and meant is None:
             meant = _perhaps_meant(step, bad[0])
@@ -206,6 +206,22 @@ def _poisoned(step: Step, bad: TensorCounts, at: Producer | None) -> Finding:
         source=at.source if at else None,
         # Only a buffer that FP32 keeps finite has an op.
         evidence={**_evidence(bad), **({"finite_in_fp32": True} if at else {})},
+    )
+
+
+def _poisoned_before(step: Step, bad: TensorCounts) -> Finding:
+    """What is found at the end of a run, or behind a step that looks at buffers for another reason: buffers are looked
+    at in no healthy step, and a script may give up a pass."""
+    return finding_of(
+        POISONED,
+        step.step,
+        "forward",
+        f"buffer {bad.name} holds {counted_values(bad)} after step {step.step}, whose own loss is finite: what "
+        "overflows or is given inf or NaN in another pass, also in one whose loss is not used, may have written it",
+        remedy="look for inf and NaN in what the model is given, and for what overflows, then reset the buffer",
+        parameter=bad.name,
+        module=bad.name.rpartition(".")[0],
+        evidence=_evidence(bad),
     )
 
 

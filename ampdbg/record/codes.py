@@ -45,7 +45,7 @@ _ALL = (
         FORWARD,
         "inconclusive",
         "cure what overflowed in this step, then reset the buffer",
-        "A buffer becomes non-finite{where} at step {step} and stays so, although the weights are finite.",
+        "A buffer is non-finite{where} after step {step} and stays so, although the weights are finite.",
         information="{verdict}: {skips}; a buffer{where} holds inf or NaN, which no loss shows.",
         pin_helps=True,
     ),

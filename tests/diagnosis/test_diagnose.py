@@ -424,6 +424,9 @@ def test_a_poisoned_buffer_is_found_though_every_loss_is_finite() -> None:
     record = diagnose(record_of(steps))
     assert codes(record) == [("buffer-poisoned", "forward", None)]
     assert record.findings[0].module == "bn"
+    # No healthy step is looked at before the end: which one has written it is not known.
+    assert "after step 4, whose own loss is finite: what overflows or is given inf" in record.findings[0].message
+    assert headline(record).sentence.startswith("A buffer is non-finite in bn after step 4")
 
 
 def with_tensor(pattern: str, step: int, *tensor: object) -> tuple[Step, ...]:
@@ -449,7 +452,9 @@ def test_a_buffer_that_no_lost_loss_explains_may_be_meant(pattern: str, step: in
 def test_a_buffer_of_a_lost_step_or_beside_an_op_that_overflows_is_poisoned() -> None:
     tensor = ("buffer", "net.best", 1, 0, 1, (), "after")
     lost = diagnose(record_of(with_tensor("..N..", 2, *tensor)))
-    assert "buffer-poisoned" in [finding.code for finding in lost.findings if finding.severity == "error"]
+    (poisoned,) = [finding for finding in lost.findings if finding.code == "buffer-poisoned"]
+    assert poisoned.severity == "error"
+    assert "after step 2 and stays so" in poisoned.message
     made = replace(overflowing(4), why="end")
     (shown,) = diagnose(record_of(with_tensor(".....", 4, *tensor), investigations=(made,))).findings
     assert (shown.code, shown.severity, shown.op) == ("buffer-poisoned", "error", "aten.mm.default")
