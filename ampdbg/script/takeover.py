@@ -302,8 +302,10 @@ class _Taking:
             os.chdir(self._folder)  # a script may work in one of its own, which goes with what is new
         if self.scratch is not None:
             self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
+        # The script may be within a region of autocast's, as at the next pass of an accumulation.
+        outside = torch.autocast(next(model.parameters()).device.type, enabled=False)
         try:
-            with self.watcher.paused(), torch.enable_grad():
+            with self.watcher.paused(), torch.enable_grad(), outside:
                 self._use(self._taken_or_why_not(played, model))
         finally:
             self._is_over.set()

@@ -327,6 +327,61 @@ def test_the_capture_of_a_last_step_is_replayed_bisected_and_patched(tmp_path: P
     assert (cured.code, cured.stdout.splitlines()[-1][:2]) == (0, "7 "), cured.stderr
 
 
+ACCUMULATES = """
+import math
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(16, 16)
+
+    def forward(self, x):
+        large = self.a(x) * 1e6
+        return large @ large.transpose(-1, -2) / 1e12
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores, self.head = Scores(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.scores(x)).float().square().mean()
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
+with torch.autocast("cuda", dtype=torch.float16):
+    for step in range(3):
+        for micro in range(2):
+            loss = net(torch.randn(4, 8, 16, device="cuda"))
+            if not math.isfinite(loss.item()):
+                sys.exit(3)
+            with torch.autocast("cuda", enabled=False):
+                scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+print("trained", scaler.get_scale())
+"""
+"""Its first pass overflows, and its gradients are finite where autocast is off around the backward pass."""
+
+
+def test_a_patch_is_proven_outside_of_the_regions_that_the_script_is_in_by_then(tmp_path: Path) -> None:
+    """With the patch the script goes on, and the pass is known to be over when the next one begins, under autocast."""
+    record = run(tmp_path, ACCUMULATES, options=("--emulate",))[1]
+    assert record.script is not None
+    (capture,) = record.script.captures
+    patched = start(tmp_path, "suggest-fp32", "--apply", capture)
+    assert patched.code == 0, patched.stderr
+    cured = start(tmp_path, "run", "--emulate", "--no-watch", "train.py")
+    assert (cured.code, cured.stdout) == (0, "trained 1.0\n"), cured.stderr
+
+
 IN_FP32 = """
 import torch
 from torch import nn
