@@ -66,7 +66,7 @@ class TracedSteps:
         self._observer = observer
         self._investigates = investigates
         self._left = MOST_TRACED
-        self._in_a_row, self._healthy, self._bad = 0, 0, 0
+        self._in_a_row, self._healthy, self._bad, self._is_lost = 0, 0, 0, False
         self._uncompiled: list[int] = []
         self._since_bad, self._due, self._is_early = LONGEST_GAP, 0, False
         self._traced: TracedStep | None = None
@@ -78,6 +78,8 @@ class TracedSteps:
         """To be called when a step has ended."""
         if is_bad or not self._healthy:  # a group is made before the first step, and may be gone at the end
             self.captures.start = in_its_group(self.captures.start)
+        if is_bad and not self._is_lost and not math.isfinite(self._watcher.log.latest().loss):
+            self._in_a_row, self._is_lost = 0, True  # the skips of a scale that settles tell nothing of it
         traced = self._traced
         if traced is not None and traced.goes_over(is_bad=is_bad):
             traced.next_begins()
@@ -85,7 +87,7 @@ class TracedSteps:
             self.end()
             self._keep(traced)
         if not is_bad:
-            self._in_a_row, self._healthy = 0, self._healthy + 1
+            self._in_a_row, self._is_lost, self._healthy = 0, False, self._healthy + 1
             self._told.clear()
             self._left = min(MOST_TRACED, self._left + (self._healthy % REST == 0))
         self._since_bad += 1

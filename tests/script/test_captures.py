@@ -354,6 +354,18 @@ def test_steps_that_a_loss_scale_settles_in_make_room_for_the_failure(tmp_path: 
     assert record.findings[0].code == "forward-overflow"
 
 
+@pytest.mark.parametrize("lost_from", [3, 6])
+def test_a_loss_that_is_lost_while_a_loss_scale_settles_is_captured(tmp_path: Path, lost_from: int) -> None:
+    """No step has been sound before it, and the skips have had as many captures as a row of them gets."""
+    script = SETTLES.replace("ASK", "pass").replace("step < 30", f"step < {lost_from}")
+    record = run(tmp_path, script, options=("--emulate", "--max-captures=2"))[1]
+    assert record.script is not None
+    steps = [int(path.rpartition("-step-")[2].partition(".")[0]) for path in record.script.captures]
+    assert steps == [lost_from + 1, lost_from + 2]
+    assert record.findings[0].code == "forward-overflow"
+    assert record.findings[0].step == lost_from
+
+
 LARGE_LOSS = """
 import torch
 torch.manual_seed(0)
