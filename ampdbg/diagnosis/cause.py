@@ -17,6 +17,7 @@ from ampdbg.diagnosis.divergence import (
     divergence,
     first_divergence,
     first_in_a_row,
+    had_diverged,
     leap_in_fp32,
     may_diverge,
 )
@@ -227,7 +228,7 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     if made.replays[1].error:
         return finding_at(UNKNOWN, made, f"the same step in FP32 raised an error: {made.replays[1].error}")
     diverging = first_divergence(made, record)
-    if diverging is not None:
+    if diverging is not None and not (diverging is made and _is_of_its_batch(made, record)):
         return divergence(diverging, record)
     if made.spoilt:
         where = listed([name or "its tensor" for name in made.spoilt])
@@ -248,6 +249,13 @@ def _of_replays(made: Investigation, record: Record) -> Finding:
     found = precision_cause(suspect)
     is_in_doubt = found.phase != "data" and _is_in_doubt(made, record)  # no learning rate has made a batch
     return _doubted(found, MAY_DIVERGE) if is_in_doubt else found
+
+
+def _is_of_its_batch(made: Investigation, record: Record) -> bool:
+    """Whether the batch holds what half cannot, where nothing had diverged before: FP32, which goes on with this very
+    batch, climbs because of it."""
+    suspect = culprit(made)
+    return suspect is not None and suspect.leaf is not None and not had_diverged(made, record)
 
 
 def _of_single_ops(made: Investigation, record: Record) -> Finding:

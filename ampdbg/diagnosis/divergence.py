@@ -146,6 +146,12 @@ def may_diverge(made: Investigation, record: Record) -> bool:
     return are_few or before[-1] > max(before[:FEW_LOSSES]) or rose(before) or _leapt(before)
 
 
+def had_diverged(made: Investigation, record: Record) -> bool:
+    """Whether the losses before a step had risen, or the weights had left their size."""
+    before = [step.loss for step in _before(made, record) if math.isfinite(step.loss)]
+    return made.weights_grew >= KEPT_SIZE or rose(before) or _leapt(before)
+
+
 def leap_in_fp32(made: Investigation, record: Record) -> str:
     """That in FP32 too the loss has left all earlier ones for good, to be said behind what has made it; "" if not."""
     skipped = {step.step for step in record.steps if step.skipped}

@@ -790,6 +790,28 @@ def test_no_learning_rate_is_behind_a_batch_where_the_losses_are_too_few_to_tell
 
 
 @pytest.mark.parametrize(
+    ("leaf", "losses", "grew", "code"),
+    [
+        ("[0]", (2.26, 2.3, 2.32, 2.31), 0.99, "data-range"),
+        ("[0]", (2.26, 2.3, 2.32, 2.31), 1.4, "divergence"),
+        ("[0]", (2.26, 2.3, 80.0, 900.0), 0.99, "divergence"),
+        (None, (2.26, 2.3, 2.32, 2.31), 0.99, "divergence"),
+    ],
+)
+def test_a_batch_that_half_cannot_hold_is_no_divergence_though_fp32_climbs_with_it(
+    leaf: str | None, losses: tuple[float, ...], grew: float, code: str
+) -> None:
+    cast = Producer("forward", "", 0, "aten._to_copy.default", None, "float16", 3e5, 9.0, 1, 0, 4, fp32_largest=3e5)
+    low = Replay("float16", 65536.0, math.nan, math.nan, producers=(replace(cast, leaf=leaf),))
+    climb, size = (1086.0, 1.5e9, 1.4e16, math.nan), {"[0]": 3e5 if leaf else 1.0}
+    fp32 = Replay("float32", 1.0, 1086.0, 9e4)
+    made = Investigation(4, "loss", (low, fp32), continuation=climb, weights_grew=grew, batch_largest=size)
+    steps = [replace(step, loss=loss) for step, loss in zip(steps_of("....N"), (*losses, math.nan), strict=True)]
+    record = diagnose(record_of(steps, investigations=(made,), script=ScriptRun("train.py")))
+    assert (record.findings[0].code, record.findings[0].step) == (code, 4)
+
+
+@pytest.mark.parametrize(
     ("script", "codes_of_it"),
     [(ScriptRun("train.py"), ["forward-overflow", "data-nonfinite"]), (None, ["data-nonfinite", "forward-overflow"])],
 )
