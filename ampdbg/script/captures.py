@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from ampdbg.diagnosis.cause import LONGEST_TURN
 from ampdbg.errors import named_error
 from ampdbg.files import replace_file
 from ampdbg.probes.tensors import leaves_of
@@ -51,7 +52,8 @@ class Captures:
     """Where the captures of a run go, and those that were written.
 
     Where there are as many as may be, the next takes the place of one that a loss scale has settled in: every run has
-    those, and one that fails much later would have no capture of its failure.
+    those, and one that fails much later would have no capture of its failure. A lost step is captured by its modules
+    alone, for it may be the only one; a whole one that fails soon after takes its place.
 
     Args:
         folder: is made with the first.
@@ -70,13 +72,20 @@ class Captures:
         """Whether the next whole step is to be captured, whatever it does."""
         self.start = start
         self._settling: list[Path] = []
-        """Those of them that may have to go; what was asked for stays."""
+        """Those of them that may have to go, the first last; what was asked for stays."""
+        self._stand_ins: list[int] = []
+        """The steps that were captured by their modules alone, and whose scripts went on."""
         self._folder = Path(os.path.abspath(folder))
         self._most = most
         self._largest = largest
         self.wanted = wanted
         """The number of the step that was asked for from outside; 0 for none."""
         self._failed = -1
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any may be written; who allows none need not be told that one was not."""
+        return self._most > 0
 
     @property
     def has_room(self) -> bool:
@@ -152,6 +161,17 @@ class Captures:
                 replaced.unlink()
         self.written.append(path)
         self.why_not = "" if self._failed == captured.step else self.why_not
+        self._rank(captured, path, is_wanted)
+
+    def _rank(self, captured: Captured, path: Path, is_wanted: bool) -> None:
+        """Notes whether the one at the path may have to go, and removes those that have stood in for it."""
+        if captured.stands_in:
+            self._stand_ins.append(captured.step)
+            self._settling.insert(0, path)
+            return
+        for step in [step for step in self._stand_ins if 0 < captured.step - step <= LONGEST_TURN]:
+            self._stand_ins.remove(step)
+            self.drop(step)
         if captured.is_settling and not is_wanted:
             self._settling.append(path)
 
@@ -202,7 +222,9 @@ class Captured:
     record: Record
     start: Start
     is_broken_off: bool = False
-    """Whether the script has ended in it: its pass is that of an ``OpenPass``."""
+    """Whether nothing has gone backward from its loss when it was captured: its pass is that of an ``OpenPass``."""
+    stands_in: bool = False
+    """Whether the script goes on behind it, and a later step of the same failure may be captured whole."""
     weights_grew: float = 1.0
     scaler_number: int = 0
     computed: tuple[str, ...] = ()

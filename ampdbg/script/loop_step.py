@@ -108,9 +108,10 @@ class LoopStep:
         scaler: torch.amp.GradScaler | None = None,
         *,
         is_broken_off: bool = False,
+        stands_in: bool = False,
         is_wanted: bool = False,
     ) -> None:
-        """Writes it. ``is_broken_off``: nothing has gone backward from its loss. ``is_wanted``: it was asked for."""
+        """Writes it. ``is_broken_off`` and ``stands_in`` as of :class:`Captured`. ``is_wanted``: it was asked for."""
         watcher, step = self.watcher, self.step
 
         def captured() -> Captured:
@@ -131,6 +132,7 @@ class LoopStep:
                 record=watcher.record(),
                 start=captures.start,
                 is_broken_off=is_broken_off,
+                stands_in=stands_in,
             )
 
         with watcher.paused(), held_signals(), torch.no_grad():

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import get_args
@@ -21,7 +21,7 @@ from ampdbg.errors import named_error
 from ampdbg.observer import Observer
 from ampdbg.probes.held_data import raised_in, stacked
 from ampdbg.probes.module_calls import recorded_graphs
-from ampdbg.probes.tensors import are_weights_spoilt, times_written
+from ampdbg.probes.tensors import are_weights_spoilt
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.watch import Watch
 from ampdbg.quantities import listed
@@ -76,26 +76,6 @@ KNOWN_LATE = "that was known only when its weights had been changed"
 """As on a GPU of a fused optimizer, whose scaler does not wait for its numbers."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A lost step that has ended, and whose weights the scaler has left as they were; ``times`` each had been written
-    by then. Where the script goes on, the next step is taped, and captured with its loss."""
-
-    again: LoopStep
-    made: Investigation | None
-    times: tuple[int, ...]
-
-    @classmethod
-    def now(cls, again: LoopStep, made: Investigation | None) -> _Held:
-        """While the weights are still those of the step."""
-        return cls(again, made, tuple(map(times_written, again.model.parameters())))
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether nobody has written its weights since."""
-        return tuple(map(times_written, self.again.model.parameters())) == self.times
-
-
 class LostSteps:
     """Steps whose forward pass fails before any tape runs: the first of a row, and the one in which a script ends.
 
@@ -129,12 +109,10 @@ class LostSteps:
         self._untold: list[str] = []
         self._not_again: dict[int, str] = {}
         """Why lost steps could not be run again."""
-        self._held: _Held | None = None
         self._given_up: GivenUpLoss | None = None
 
     def _next_begins(self) -> None:
         """Called when another pass begins: the loop itself may have given up one whose loss is not finite."""
-        self._held = None
         step, has_gone = self._watcher.open_step, self.open_pass.has_gone_backward
         loss = None if has_gone else self.open_pass.lost_loss
         if has_gone:
@@ -228,11 +206,11 @@ class LostSteps:
             self._untold.append(f"step {step} was run again: {too}{whole}")
         elif given_gradients(again.played) is not None:
             self._untold.append(LED_BACK.format(step) + whole)
-        # Else the next one, which is taped, can be captured as well.
-        elif is_last_chance or any(is_computed_with(owner) for _, owner in self._poisoned()):
-            self._capture(again, made, scaler)
         else:
-            self._held = _Held.now(again, made)
+            # The next one is taped, and captured whole where it fails too.
+            goes_on = not is_last_chance and not any(is_computed_with(owner) for _, owner in self._poisoned())
+            if self._captures.are_wanted or not goes_on:
+                self._capture(again, made, scaler, stands_in=goes_on)
 
     def _poisoned(self) -> Iterator[tuple[str, torch.nn.Module]]:
         return self.open_pass.buffers.poisoned(self._watcher.models.named_modules())
@@ -262,10 +240,7 @@ class LostSteps:
         self.open_pass.forget()
 
     def _ended_between_steps(self, ending: ScriptEnd) -> None:
-        """Captures the last step if it was lost and can be had still; it may be why the script has ended."""
-        held, self._held = self._held, None
-        if held is not None and held.is_as_it_was:
-            self._capture(held.again, held.made)
+        """Says so where the last step was lost and not captured; it may be why the script has ended."""
         last = self._watcher.log.closed() - 1
         if ending.code == 0 or last < 0 or math.isfinite(self._watcher.log.latest().loss) or self._captures.has(last):
             return
@@ -316,9 +291,16 @@ class LostSteps:
         self._traced.found += [made] * (not too)
         self._watcher.log.break_off(made.replays[0].loss)
 
-    def _capture(self, again: LoopStep, made: Investigation | None, scaler: torch.amp.GradScaler | None = None) -> None:
+    def _capture(
+        self,
+        again: LoopStep,
+        made: Investigation | None,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        stands_in: bool = False,
+    ) -> None:
         loss = math.nan if made is None else made.replays[0].loss
-        again.capture(self._captures, loss, scaler, is_broken_off=scaler is None)
+        again.capture(self._captures, loss, scaler, is_broken_off=scaler is None, stands_in=stands_in)
 
     def _run_again(
         self, tell: Callable[[], None], *, is_lost: bool = False, why: Why = "loss"

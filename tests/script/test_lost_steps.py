@@ -210,6 +210,11 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
     assert "step 5 is not finite; the script waits while it is run again, in FP32 too" in page
     assert [made.step for made in record.investigations] == [5]
+    assert record.script is not None
+    (capture,) = record.script.captures  # which is all that there will ever be of it
+    assert capture.endswith("step-5.safetensors")
+    bisected = start(tmp_path, "bisect", capture)
+    assert "1 of 7 modules needs FP32, in its own lines alone" in " ".join(bisected.stdout.split())
 
 
 @pytest.mark.slow
@@ -228,22 +233,29 @@ def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_i
 
 
 @pytest.mark.slow
-def test_a_step_whose_weights_the_script_has_written_since_is_not_captured(tmp_path: Path) -> None:
+def test_a_lost_step_is_captured_before_the_script_writes_its_weights(tmp_path: Path) -> None:
     record, page, _ = stopped(tmp_path, "model", "writes behind")
     assert where(record) == ("forward-overflow", 5, "attention", OVERFLOW)
-    assert (record.script is not None and record.script.captures) == ()
-    told = "step 5, whose loss is not finite, is the last of the script and was not captured: "
-    assert f"{told}ampdbg run --capture-step 5 does that" in page
-    again, page, _ = stopped(tmp_path, "model", "writes behind", "--capture-step=5")
-    assert again.script is not None
-    assert again.script.captures[0].endswith("step-5.safetensors")
+    assert record.script is not None
+    (capture,) = record.script.captures
+    assert capture.endswith("step-5.safetensors")
     assert "was not captured" not in page
+    start(tmp_path, "replay", capture)
+    assert where(read_record(tmp_path / ".ampdbg" / "latest.json")) == where(record)
 
 
-def test_of_a_first_step_that_is_not_captured_it_is_not_said_to_ask_for_it(tmp_path: Path) -> None:
-    _, page, _ = stopped(tmp_path, "model", "behind the first", "--no-investigate")
-    told = "step 0, whose loss is not finite, is the last of the script and was not captured: "
-    assert f"{told}where the script goes on, a later one is" in page
+@pytest.mark.parametrize(
+    ("how", "step", "what"),
+    [
+        ("behind the first", 0, "where the script goes on, a later one is"),  # there is no asking for step 0
+        ("behind", 5, "ampdbg run --capture-step 5 does that"),
+    ],
+)
+def test_of_a_last_step_that_is_lost_and_not_captured_it_is_said_what_does_that(
+    tmp_path: Path, how: str, step: int, what: str
+) -> None:
+    _, page, _ = stopped(tmp_path, "model", how, "--no-investigate")
+    assert f"step {step}, whose loss is not finite, is the last of the script and was not captured: {what}" in page
 
 
 BESIDE_THE_MODEL = """
