@@ -169,7 +169,8 @@ class Captures:
             self._stand_ins.append(captured.step)
             self._settling.insert(0, path)
             return
-        for step in [step for step in self._stand_ins if 0 < captured.step - step <= LONGEST_TURN]:
+        near = [step for step in self._stand_ins if 0 < captured.step - step <= LONGEST_TURN]
+        for step in near if captured.why == "loss" else ():  # one that was asked for may be of a sound step
             self._stand_ins.remove(step)
             self.drop(step)
         if captured.is_settling and not is_wanted:

@@ -218,6 +218,14 @@ def test_one_lost_step_in_the_middle_of_a_run_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_sound_step_that_was_asked_for_leaves_the_capture_of_a_lost_one(tmp_path: Path) -> None:
+    record, _, _ = stopped(tmp_path, "model", "once", "--capture-step=7")
+    assert record.script is not None
+    steps = [path.rpartition("-step-")[2] for path in record.script.captures]
+    assert steps == ["5.safetensors", "7.safetensors"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["behind", "breaks behind", "behind the first"])
 def test_a_script_that_stops_behind_a_step_whose_loss_is_lost_has_a_capture_of_it(tmp_path: Path, how: str) -> None:
     step = 0 if "first" in how else 5
