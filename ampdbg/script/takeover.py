@@ -240,7 +240,7 @@ class _Taking:
         self._on_tape, self._is_late = 1, False
         self.watcher.optimizers.adopt(self.open_pass.trained)
         model = self.watcher.models.together()
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        device = _device_type(model)
         self._names = CallNames()
         tape = Tape(model, device, self.end, self._names.note, self._capture.own_calls)
         self._entered.enter_context(run_eagerly())
@@ -280,7 +280,7 @@ class _Taking:
     def _take_forward_pass(self) -> None:
         """Takes the pass of this step up to where the captured one was broken off."""
         model = self.watcher.models.together()
-        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        device = _device_type(model)
         for most in range(len(self._capture.head.calls), 0, -1):
             if self.is_used:
                 return
@@ -303,7 +303,7 @@ class _Taking:
         if self.scratch is not None:
             self.scratch.remove_new()  # the script goes on no more: a proof that starts it is to find what it found
         # The script may be within a region of autocast's, as at the next pass of an accumulation.
-        outside = torch.autocast(next(model.parameters()).device.type, enabled=False)
+        outside = torch.autocast(_device_type(model), enabled=False)
         try:
             with self.watcher.paused(), torch.enable_grad(), outside:
                 self._use(self._taken_or_why_not(played, model))
@@ -335,6 +335,10 @@ class _Taking:
             unseen=Unseen(notes=(*before.unseen.notes, *notes)),
         )
         return TakenOver(run, captured, snapshot, capture, record)
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
 
 
 def _of_capture(capture: Capture) -> Record:
