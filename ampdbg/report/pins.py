@@ -13,7 +13,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import Source
-from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep, RootModel
+from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, in_words
 from ampdbg.record.run import Record
 
 from .view import Column, Line, Paragraph, Table, Words, line, more
@@ -89,6 +89,8 @@ def _base(source: Source) -> str:
 
 def _pin(pin: Pin) -> tuple[Line, ...]:
     name = f"{pin.source.file}:{pin.source.line}" if pin.source is not None else pin.name or "the whole model"
+    if pin.source is None and pin.name == OWN:
+        return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
     own = "own lines of " if pin.own and pin.class_name else "own lines" if pin.own else ""
     kind = own + pin.class_name
     return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ampdbg.diagnosis.scale import UNEXPLAINED, of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32
 from ampdbg.levels import format_of_config
+from ampdbg.obstacles import obstacle_in
 from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
@@ -70,7 +71,9 @@ def raised(record: Record) -> Iterator[view.Section]:
     """The error that stopped the run, if one did."""
     if record.error:
         first, *others = record.error.splitlines()
-        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
+        obstacle = obstacle_in(record.error)
+        missing = (line(obstacle.says),) if obstacle is not None else ()
+        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others), *missing))
 
 
 # The headline
@@ -82,7 +85,7 @@ def headline(record: Record) -> view.Headline:
     if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
         tone = "bad"
     early = stopped(record)
-    return view.Headline("stopped", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
+    return view.Headline("warning", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
 
 
 def stopped(record: Record) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ampdbg.quantities import listed
-from ampdbg.record.pins import Trial
+from ampdbg.record.pins import OWN, Trial, in_words
 from ampdbg.record.run import Record
 
 from . import view
@@ -33,7 +33,7 @@ def names_of(record: Record) -> tuple[str, ...]:
 
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
-    return listed([name or "the whole model" for name in pins], most) if pins else "nothing"
+    return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
 
 
 def result_text(trial: Trial) -> str:
