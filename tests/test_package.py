@@ -44,7 +44,8 @@ def installed(dist: Path, tmp_path: Path) -> Path:
     programs = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
     asked = run(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     site = Path(asked.stdout.strip())
-    target = ("--python", programs / "python", "install", "--no-deps", "--no-index", *dist.glob("*.whl"))
+    [wheel] = dist.glob("*.whl")
+    target = ("--python", str(programs / "python"), "install", "--no-deps", "--no-index", str(wheel))
     done = run(sys.executable, "-m", "pip", "--disable-pip-version-check", *target)
     assert done.returncode == 0, done.stderr
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
@@ -75,7 +76,7 @@ def test_the_wheel_passes_the_indexs_check_and_runs_init_and_scan_where_no_check
 def test_mypy_sees_the_package_as_typed(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text("import ampdbg\nreveal_type(ampdbg.scan('run.yaml').verdict)\n", "utf-8")
     (tmp_path / "empty.ini").write_text("[mypy]\n", encoding="utf-8")
-    options = ("--python-executable", installed / "python", "--config-file", tmp_path / "empty.ini")
+    options = ("--python-executable", str(installed / "python"), "--config-file", str(tmp_path / "empty.ini"))
     seen = run(sys.executable, "-m", "mypy", *options, tmp_path / "user.py", cwd=tmp_path)
     assert "import-untyped" not in seen.stdout
     assert "Literal['healthy']" in seen.stdout
