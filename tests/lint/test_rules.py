@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from ampdbg.record.codes import CODES
 
 MARK = re.compile(r"# <- ([\w -]+)")
 EVERYTHING = Settings()
+APEX = Path(__file__).parents[2] / "docs" / "apex.md"
 
 
 def found(text: str) -> list[tuple[int, str]]:
@@ -64,6 +66,13 @@ def test_a_fix_cures_what_it_belongs_to_and_brings_nothing_new(code: str, text: 
     left = sorted(hit.code for hit in before if hit.fix is None)
     assert sorted(code for _, code in found(after)) == left
     assert (after == text) == all(hit.fix is None for hit in before)
+
+
+def test_the_documented_move_from_apex_leaves_nothing_to_find() -> None:
+    before, after = re.findall(r"```python\n(.*?)```", APEX.read_text("utf-8"), re.DOTALL)
+    codes = [code for _, code in found(f"import torch\nfrom apex import amp\n{before}")]
+    assert codes == ["apex-amp"] * 4
+    assert found(f"import torch\n{after}") == []
 
 
 LOOP = """
