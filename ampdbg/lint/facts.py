@@ -81,8 +81,13 @@ class Facts:
         return self._kinds[key]
 
     def _is_made(self, kind: Kind, node: ast.AST) -> bool:
-        values = self.document.values(node)
-        return bool(values) and all(self._makes(kind, value) for value in values)
+        key = self.document.key(node)
+        made = [value for value in self.document.values(node) if not self._is_handed(value, key)]
+        return bool(made) and all(self._makes(kind, value) for value in made)
+
+    def _is_handed(self, value: ast.AST, key: tuple[object, str]) -> bool:
+        """Whether a call is handed a variable: ``amp.initialize`` and its like give back what that was."""
+        return isinstance(value, ast.Call) and key in map(self.document.key, value.args)
 
     def _makes(self, kind: Kind, value: ast.AST) -> bool:
         if isinstance(value, (ast.Name, ast.Attribute)):

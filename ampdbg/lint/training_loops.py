@@ -184,10 +184,11 @@ def training_loops(facts: Facts) -> Iterator[TrainingLoop]:
             continue
         if _touches_gradients(unit):
             continue
+        lists = _lists(facts, calls)
         hidden = [
             LoopCall(node, None)
             for node in document.calls
-            if document.unit(node) is unit and _hides(facts, node, helpers) and _call(facts, node) is None
+            if document.unit(node) is unit and _hides(facts, node, helpers, lists) and _call(facts, node) is None
         ]
         every = tuple(sorted([*calls, *hidden], key=lambda call: _end(call.node)))
         yield TrainingLoop(facts, unit, _smallest(document, unit, calls), every)
@@ -266,8 +267,18 @@ def _scaler_of(facts: Facts, loss: ast.expr) -> ast.expr | None:
     return None
 
 
-def _hides(facts: Facts, node: ast.Call, helpers: set[str]) -> bool:
-    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here."""
+def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
+    """What makes the parameters that are clipped, there or by a name: ``amp.master_params(optimizer)``."""
+    clipped = [argument(call.node, "parameters", 0) for call in calls if call.kind == "clip"]
+    made = [value for one in clipped for value in (facts.document.values(one) if isinstance(one, ast.Name) else [one])]
+    return {node for value in made if value is not None for node in ast.walk(value)}
+
+
+def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST]) -> bool:
+    """Whether a call may do with scaler, optimizer or gradients what cannot be seen here.
+
+    One that lists parameters does nothing to their gradients, unless it is handed the scaler too.
+    """
     name = ast.unparse(node.func).rpartition(".")[2]
     if name in helpers:
         return True
@@ -275,7 +286,8 @@ def _hides(facts: Facts, node: ast.Call, helpers: set[str]) -> bool:
         return False
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     return any(
-        isinstance(one, (ast.Name, ast.Attribute)) and (facts.is_scaler(one) or facts.is_optimizer(one))
+        isinstance(one, (ast.Name, ast.Attribute))
+        and (facts.is_scaler(one) or (node not in lists and facts.is_optimizer(one)))
         for one in given
     )
 

@@ -107,7 +107,7 @@ def train_one_epoch(model, loader, optimizer, scaler, use_amp, clip):
         scaler.step(optimizer)
         scaler.update()
 """,
-        _HEAD
+        _HEAD.replace("    scaler", "    model, optimizer = prepare(model, optimizer)\n    scaler", 1)
         + """
         optimizer.step()  # <- misuse-bare-step
 """,
