@@ -220,10 +220,16 @@ class Document:
         return self._attribute_key(node)
 
     def values(self, node: ast.AST) -> list[ast.AST]:
-        """All that the file assigns to a name or an attribute, without None; imports and parameters as they stand."""
+        """All that the file assigns to a name or an attribute, without None; imports and parameters as they stand.
+
+        Of an item that nothing is assigned to, what the list or dict is made of.
+        """
         found = (
             self.binders(node) if isinstance(node, ast.Name) else self._attributes.get(self._attribute_key(node), [])
         )
+        if isinstance(node, ast.Subscript) and not found:
+            made = [value for value in self.values(node.value) if isinstance(value, (ast.List, ast.Tuple, ast.Dict))]
+            found = [item for one in made for item in (one.values if isinstance(one, ast.Dict) else one.elts)]
         return [value for one in found for value in alternatives(one) if not is_none(value)]
 
     def last_value(self, name: ast.Name) -> ast.AST | None:

@@ -64,7 +64,7 @@ class Facts:
         return self._is("scaler", node)
 
     def is_optimizer(self, node: ast.AST) -> bool:
-        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler as one."""
+        """Whether an expression is an optimizer of torch's kind: made as one, or handed to a scaler or scheduler."""
         return self._is("optimizer", node)
 
     def is_scheduler(self, node: ast.AST) -> bool:
@@ -101,7 +101,7 @@ class Facts:
         key = self.document.key(node)
         if kind == "scaler":
             return key in self._used_as_scalers
-        return kind == "optimizer" and key in self._used_as_optimizers
+        return kind == "optimizer" and key in self._scaled | self._scheduled
 
     @cached_property
     def _used_as_scalers(self) -> set[tuple[object, str]]:
@@ -110,8 +110,17 @@ class Facts:
         scaled = filter(None, (method(loss, "scale") for loss in backward))
         return {self.document.key(one) for one in scaled if isinstance(one, (ast.Name, ast.Attribute))}
 
+    def is_scaled(self, optimizer: ast.AST) -> bool:
+        """Whether a scaler steps or unscales it."""
+        return self.document.key(optimizer) in self._scaled
+
     @cached_property
-    def _used_as_optimizers(self) -> set[tuple[object, str]]:
+    def _scheduled(self) -> set[tuple[object, str]]:
+        schedulers = (call for call in self.document.calls if _SCHEDULERS.match(self.document.call_origin(call)))
+        return {self.document.key(call.args[0]) for call in schedulers if call.args}
+
+    @cached_property
+    def _scaled(self) -> set[tuple[object, str]]:
         handed = (call for call in self.document.calls if method(call, "step", "unscale_") is not None and call.args)
         return {
             self.document.key(call.args[0])
