@@ -232,6 +232,12 @@ class Document:
             found = [item for one in made for item in (one.values if isinstance(one, ast.Dict) else one.elts)]
         return [value for one in found for value in alternatives(one) if not is_none(value)]
 
+    def target(self, value: ast.AST) -> ast.expr | None:
+        """What a value is assigned to, as a whole and alone."""
+        parent = self.parents.get(value)
+        is_alone = isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1
+        return parent.targets[0] if isinstance(parent, ast.Assign) and is_alone else None
+
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""
         below: ast.AST = self.statement(name)

@@ -42,6 +42,13 @@ def method(node: ast.AST, *names: str) -> ast.expr | None:
     return None
 
 
+def unmoved(node: ast.AST) -> ast.AST:
+    """A model as it was made: ``Net()`` of ``Net().to(device).half()``."""
+    while (inner := method(node, "to", "cuda", "train", "eval", "half", "float")) is not None:
+        node = inner
+    return node
+
+
 def constant(node: ast.AST | None) -> object:
     """The value of a constant; ``...`` of anything else."""
     return node.value if isinstance(node, ast.Constant) else ...

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from ampdbg.lint.document import FUNCTIONS, Document
-from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars
+from ampdbg.lint.expressions import argument, constant, is_none, method, number, takes_stars, unmoved
 
 AUTOCASTS = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
 SCALERS = ("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.GradScaler")
@@ -121,12 +121,20 @@ class Facts:
 
     @cached_property
     def _scaled(self) -> set[tuple[object, str]]:
-        handed = (call for call in self.document.calls if method(call, "step", "unscale_") is not None and call.args)
-        return {
-            self.document.key(call.args[0])
-            for call in handed
-            if isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)) and self.is_scaler(call.func.value)  # type: ignore[attr-defined]
-        }
+        return {self.document.key(call.args[0]) for call, _ in self.scaler_calls("step", "unscale_")}
+
+    def scaler_calls(self, *names: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Every call of these methods of a scaler that is given something, ``scaler.step(optimizer)``, and the scaler."""
+        for call in self.document.calls:
+            owner = method(call, *names) if call.args else None
+            if owner is not None and self.is_scaler(owner):
+                yield call, owner
+
+    def scaler_of(self, loss: ast.expr) -> ast.expr | None:
+        """The scaler that has scaled a loss, here or wherever its name was assigned."""
+        values = self.document.values(loss) if isinstance(loss, ast.Name) else [loss]
+        by = [owner for value in values if (owner := method(value, "scale")) is not None and self.is_scaler(owner)]
+        return by[0] if by and len(by) == len(values) else None
 
     @cached_property
     def scalers(self) -> list[ast.Call]:
@@ -227,10 +235,7 @@ class Facts:
     ) -> Iterator[ast.ClassDef]:
         """The class of the file that a call makes, or that a variable holds an instance of."""
         made = [node] if is_made else self.document.values(node) if isinstance(node, (ast.Name, ast.Attribute)) else []
-        for value in made:
-            whole = value
-            while (inner := method(whole, "to", "cuda", "train", "eval", "half", "float")) is not None:
-                whole = inner
+        for whole in map(unmoved, made):
             if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in classes:
                 yield classes[whole.func.id]
 
@@ -262,10 +267,8 @@ class Facts:
         found: dict[tuple[object, str], str] = {}
         for call in self.document.calls:
             origin = self.document.call_origin(call)
-            parent = self.document.parents.get(call)
-            if origin.startswith("torch.nn.") and isinstance(parent, ast.Assign) and len(parent.targets) == 1:
-                target = parent.targets[0]
-                if isinstance(target, (ast.Name, ast.Attribute)):
-                    key = self.document.key(target)
-                    found[key] = "" if found.get(key, origin) != origin else origin
+            target = self.document.target(call) if origin.startswith("torch.nn.") else None
+            if isinstance(target, (ast.Name, ast.Attribute)):
+                key = self.document.key(target)
+                found[key] = "" if found.get(key, origin) != origin else origin
         return found

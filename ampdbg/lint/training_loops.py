@@ -11,7 +11,7 @@ from functools import cached_property
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
-from ampdbg.lint.expressions import argument, constant, method
+from ampdbg.lint.expressions import argument, constant
 from ampdbg.lint.facts import Facts
 
 STEPS = ("step", "bare step")
@@ -250,21 +250,9 @@ def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
 
 def _backward(facts: Facts, node: ast.Call, loss: ast.expr) -> LoopCall | None:
     """A loss goes backward, scaled in place or before."""
-    if (scaler := _scaler_of(facts, loss)) is not None:
+    if (scaler := facts.scaler_of(loss)) is not None:
         return LoopCall(node, "backward", scaler=ast.unparse(scaler))
     return LoopCall(node, "backward") if not node.args else LoopCall(node, None)
-
-
-def _scaler_of(facts: Facts, loss: ast.expr) -> ast.expr | None:
-    """The scaler that has scaled a loss, here or where the name was assigned."""
-    by = method(loss, "scale")
-    if by is not None:
-        return by if facts.is_scaler(by) else None
-    if isinstance(loss, ast.Name):
-        by_name = [method(value, "scale") for value in facts.document.values(loss)]
-        scalers = [one for one in by_name if one is not None and facts.is_scaler(one)]
-        return scalers[0] if scalers and len(scalers) == len(by_name) else None
-    return None
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:

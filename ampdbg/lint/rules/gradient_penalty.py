@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ampdbg.lint.expressions import argument, constant, method
+from ampdbg.lint.expressions import argument, constant
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 
@@ -30,11 +30,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_scaled(facts: Facts, outputs: ast.expr) -> bool:
     parts = outputs.elts if isinstance(outputs, (ast.List, ast.Tuple)) else [outputs]
-    values = [
-        value for part in parts for value in (facts.document.values(part) if isinstance(part, ast.Name) else [part])
-    ]
-    scalers = [method(value, "scale") for value in values]
-    return bool(scalers) and all(one is not None and facts.is_scaler(one) for one in scalers)
+    return bool(parts) and all(facts.scaler_of(part) is not None for part in parts)
 
 
 _HEAD = """

@@ -17,10 +17,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """The last step of each scaler that the file keeps to itself and never updates."""
     document = facts.document
     steps: dict[tuple[object, str], list[ast.Call]] = {}
-    for call in document.calls:
-        owner = method(call, "step")
-        if owner is not None and call.args and facts.is_scaler(owner):
-            steps.setdefault(document.key(owner), []).append(call)
+    for call, scaler in facts.scaler_calls("step"):
+        steps.setdefault(document.key(scaler), []).append(call)
     for key, calls in steps.items():
         if not _is_updated(facts, key[1]) and not _leaves(facts, key):
             last = calls[-1]

@@ -27,12 +27,10 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         return any(word in text for word in ("get_scale", "found_inf", "._scale", "step_was_skipped"))
 
     firsts: dict[ast.stmt, ast.stmt] = {}  # the first step of each block, by the block's first statement
-    for call in document.calls:
-        scaler = method(call, "step")
-        if scaler is None or not call.args or not facts.is_scaler(scaler) or asks(document.unit(call)):
-            continue
-        statement = document.statement(call)
-        firsts.setdefault(document.block(statement)[0], statement)
+    for call, _ in facts.scaler_calls("step"):
+        if not asks(document.unit(call)):
+            statement = document.statement(call)
+            firsts.setdefault(document.block(statement)[0], statement)
     for first in firsts.values():
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:

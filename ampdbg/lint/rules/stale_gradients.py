@@ -20,7 +20,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
     """In every loop that goes backward by a scaler."""
     for loop in facts.document.find(*LOOPS):
         calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
-        backward = [call for call in calls if _is_scaled_backward(facts, call)]
+        losses = {call: method(call, "backward") for call in calls}
+        backward = [call for call, loss in losses.items() if loss is not None and facts.scaler_of(loss) is not None]
         clears = [call for call in calls if method(call, "zero_grad") is not None] + [
             node for node in ast.walk(loop) if isinstance(node, ast.Assign) and _clears(node)
         ]
@@ -28,12 +29,6 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         if innermost and clears:
             yield from _after_taken_steps(facts, loop, clears)
             yield from _left_behind(facts, loop, backward[0], clears)
-
-
-def _is_scaled_backward(facts: Facts, call: ast.Call) -> bool:
-    loss = method(call, "backward")
-    scaler = method(loss, "scale") if loss is not None else None
-    return scaler is not None and facts.is_scaler(scaler)
 
 
 def _clears(node: ast.Assign) -> bool:
