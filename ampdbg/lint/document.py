@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from ampdbg.lint.expressions import alternatives, is_none
+from ampdbg.lint.expressions import alternatives, is_none, method
 from ampdbg.syntax_tree import syntax_tree
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -92,6 +92,10 @@ class Document:
     def calls(self) -> list[ast.Call]:
         """Every call."""
         return self.find(ast.Call)
+
+    def owners(self, *names: str) -> list[ast.expr]:
+        """What the methods of these names are called on."""
+        return [owner for call in self.calls if (owner := method(call, *names)) is not None]
 
     # What is around a node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 
 
@@ -35,7 +36,12 @@ def takes_stars(call: ast.Call) -> bool:
     return any(isinstance(one, ast.Starred) for one in call.args) or any(one.arg is None for one in call.keywords)
 
 
-def method(node: ast.AST, *names: str) -> ast.expr | None:
+def given(call: ast.Call) -> list[ast.expr]:
+    """Every argument, by its place or its name."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def method(node: ast.AST | None, *names: str) -> ast.expr | None:
     """What a method of one of these names is called on; None for any other node."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
         return node.func.value
@@ -70,6 +76,8 @@ def _number(node: ast.AST | None) -> float:
             return float(value)
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_number(inner)
+        case ast.Attribute(attr="inf"):
+            return math.inf
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             made = _number(left) ** _number(right)
             return float(made) if isinstance(made, float) else _refuse()

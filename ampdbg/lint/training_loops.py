@@ -11,7 +11,7 @@ from functools import cached_property
 from ampdbg.call_order import Call, CallKind, CallOrder
 from ampdbg.lint.branches import TooManyWays, Values, Way, changed_names, lasting, rounds
 from ampdbg.lint.document import FUNCTIONS, LOOPS, Document
-from ampdbg.lint.expressions import argument, constant
+from ampdbg.lint.expressions import argument, constant, given
 from ampdbg.lint.facts import Facts
 
 STEPS = ("step", "bare step")
@@ -250,9 +250,9 @@ def _scalers(facts: Facts, node: ast.Call, scaler: str) -> LoopCall | None:
 
 def _backward(facts: Facts, node: ast.Call, loss: ast.expr) -> LoopCall | None:
     """A loss goes backward, scaled in place or before."""
-    if (scaler := facts.scaler_of(loss)) is not None:
+    if scaler := facts.scaler_of(loss):
         return LoopCall(node, "backward", scaler=ast.unparse(scaler))
-    return LoopCall(node, "backward") if not node.args else LoopCall(node, None)
+    return LoopCall(node, None if node.args else "backward")
 
 
 def _lists(facts: Facts, calls: Sequence[LoopCall]) -> set[ast.AST]:
@@ -272,12 +272,8 @@ def _hides(facts: Facts, node: ast.Call, helpers: set[str], lists: set[ast.AST])
         return True
     if facts.document.call_origin(node).startswith(("torch.", "print")) or name in _HARMLESS:
         return False
-    given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return any(
-        isinstance(one, (ast.Name, ast.Attribute))
-        and (facts.is_scaler(one) or (node not in lists and facts.is_optimizer(one)))
-        for one in given
-    )
+    names = [one for one in given(node) if isinstance(one, (ast.Name, ast.Attribute))]
+    return any(map(facts.is_scaler, names)) or (node not in lists and any(map(facts.is_optimizer, names)))
 
 
 _HARMLESS = frozenset("print isinstance len id get_lr state_dict load_state_dict adjust_learning_rate set_lr".split())

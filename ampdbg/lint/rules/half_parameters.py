@@ -6,13 +6,13 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.formats import FLOAT16
-from ampdbg.lint.expressions import argument, constant, method, number, takes_stars, unmoved
+from ampdbg.lint.expressions import argument, given, method, number, takes_stars, unmoved
 from ampdbg.lint.facts import Facts
 from ampdbg.lint.rule import Rule, RuleHit
 
 SCALED, EPS = "misuse-half-parameters", "optimizer-underflow"
-ADAMS = {f"torch.optim.{name}": 3 for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
-"""Those of torch's optimizers that divide by a root and an eps, and the place of the eps among their arguments."""
+ADAMS = frozenset(f"torch.optim.{name}" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax"))
+"""Those of torch's optimizers that divide by a root and an eps, which is the fourth of their arguments."""
 DEFAULT_EPS = 1e-8
 
 
@@ -29,7 +29,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
             continue
         if _is_scaled(facts, call):
             yield RuleHit(SCALED, made_half)
-        elif origin in ADAMS and not takes_stars(call) and _eps(call, ADAMS[origin]) < FLOAT16.underflow_threshold:
+        elif origin in ADAMS and not takes_stars(call) and _eps(call) < FLOAT16.underflow_threshold:
             message = "the optimizer's eps is zero in float16, which the parameters are in: an update of 0/0 is NaN"
             yield RuleHit(EPS, call, message)
 
@@ -47,8 +47,7 @@ def _made_half(facts: Facts, model: ast.expr, before: ast.Call) -> ast.AST | Non
             continue
         name = call.func.attr  # type: ignore[attr-defined]
         if name == "to":
-            dtypes = [facts.dtype(one) for one in [*call.args, *(keyword.value for keyword in call.keywords)]]
-            name = next((one for one in dtypes if one), "")
+            name = next(filter(None, map(facts.dtype, given(call))), "")
         if name in ("half", "float16"):
             found = call if _is_unconditional(facts, call, before) else None
         elif name:
@@ -89,12 +88,10 @@ def _is_on(facts: Facts, scaler: ast.expr) -> bool:
     return bool(values) and all(isinstance(one, ast.Call) and facts.is_surely_on(one) for one in values)
 
 
-def _eps(call: ast.Call, place: int) -> float:
-    given = argument(call, "eps", place)
-    if given is None:
-        return DEFAULT_EPS
-    value = number(given)
-    return 1.0 if value is None or (constant(given) is ... and value is None) else value
+def _eps(call: ast.Call) -> float:
+    eps = argument(call, "eps", 3)
+    value = number(eps) if eps is not None else DEFAULT_EPS
+    return 1.0 if value is None else value
 
 
 _HEAD = """

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from ampdbg.lint.edits import below
-from ampdbg.lint.expressions import method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Fix, Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Fix, Rule, RuleHit
 
 CODE = "misuse-no-update"
 
@@ -27,8 +26,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_updated(facts: Facts, scaler: str) -> bool:
     """By this name, or another that ends alike."""
-    names = (method(call, "update") for call in facts.document.calls)
-    ends = (ast.unparse(name).rpartition(".")[2] for name in names if name is not None)
+    ends = (ast.unparse(name).rpartition(".")[2] for name in facts.document.owners("update"))
     return scaler.rpartition(".")[2] in ends
 
 
@@ -63,26 +61,14 @@ def _fix(facts: Facts, calls: list[ast.Call]) -> Fix | None:
     return Fix((below(document, last, f"{scaler}.update()"),))
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-        scaler.scale(loss).backward()
-"""
-
 RULE = Rule(
     (CODE,),
     ("GradScaler",),
     check,
-    invalid=(_HEAD + "        scaler.step(optimizer)  # <- misuse-no-update\n",),
+    invalid=(f"{LOOP}{BACKWARD}        scaler.step(optimizer)  # <- misuse-no-update\n",),
     valid=(
-        _HEAD + "        scaler.step(optimizer)\n        scaler.update()\n",
-        _HEAD + "        scaler.step(optimizer)\n        after_step(scaler)\n",
+        LOOP + BACKWARD + STEP,
+        f"{LOOP}{BACKWARD}        scaler.step(optimizer)\n        after_step(scaler)\n",
         """
 import torch
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ampdbg.lint.document import Document
 from ampdbg.lint.expressions import argument, method
 from ampdbg.lint.facts import Facts
-from ampdbg.lint.rule import Rule, RuleHit
+from ampdbg.lint.rule import BACKWARD, LOOP, STEP, Rule, RuleHit
 
 CODE = "misuse-unsaved-scaler"
 
@@ -16,15 +16,14 @@ CODE = "misuse-unsaved-scaler"
 def check(facts: Facts) -> Iterator[RuleHit]:
     """Every ``torch.save`` of an optimizer's state beside a scaler, in files that never take the scaler's."""
     document = facts.document
-    owners = [owner for call in document.calls if (owner := method(call, "state_dict")) is not None]
-    if any(facts.is_scaler(owner) or "scaler" in ast.unparse(owner).lower() for owner in owners):
+    if any(facts.is_scaler(one) or "scaler" in ast.unparse(one).lower() for one in document.owners("state_dict")):
         return
     for call in document.calls:
         if document.call_origin(call) != "torch.save":
             continue
         saved = [node for piece in _pieces(document, argument(call, "obj", 0)) for node in ast.walk(piece)]
-        owners = [owner for node in saved if (owner := method(node, "state_dict")) is not None]
-        optimizers = [owner for owner in owners if facts.is_optimizer(owner)]
+        owners = filter(None, (method(node, "state_dict") for node in saved))
+        optimizers = list(filter(facts.is_optimizer, owners))
         made = any(facts.is_surely_on(one) for one in facts.scalers if document.unit(one) is document.unit(call))
         if any(made or facts.is_scaled(one) for one in optimizers) and not any(_may_hold(facts, one) for one in saved):
             yield RuleHit(CODE, call)
@@ -46,20 +45,7 @@ def _may_hold(facts: Facts, node: ast.AST) -> bool:
     return is_unknown or (isinstance(node, (ast.Name, ast.Attribute)) and facts.is_scaler(node))
 
 
-_HEAD = """
-import torch
-
-def train(model, optimizer, loader, path):
-    scaler = torch.amp.GradScaler("cuda")
-    for x in loader:
-        optimizer.zero_grad()
-        with torch.autocast("cuda"):
-            loss = model(x)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-"""
-
+_HEAD = LOOP + BACKWARD + STEP
 _SAVE = 'torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
 _FOUND = f"    {_SAVE}  # <- misuse-unsaved-scaler\n"
 
