@@ -239,8 +239,9 @@ class Document:
     def target(self, value: ast.AST) -> ast.expr | None:
         """What a value is assigned to, as a whole and alone."""
         parent = self.parents.get(value)
-        is_alone = isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1
-        return parent.targets[0] if isinstance(parent, ast.Assign) and is_alone else None
+        if isinstance(parent, ast.Assign) and parent.value is value and len(parent.targets) == 1:
+            return parent.targets[0]
+        return None
 
     def last_value(self, name: ast.Name) -> ast.AST | None:
         """What a name was assigned last, on every way to where it is read; None where that is not one statement."""

@@ -193,11 +193,8 @@ class Facts:
         """The autocast that a ``with`` enters, also by a name that holds one."""
         if made := self.autocast(manager):
             return made
-        if isinstance(manager, (ast.Name, ast.Attribute)):
-            values = self.document.values(manager)
-            found = [self.autocast(value) for value in values]
-            return found[0] if len(found) == 1 else None
-        return None
+        found = list(map(self.autocast, self.document.values(manager)))
+        return found[0] if len(found) == 1 else None
 
     @cached_property
     def _lowered(self) -> dict[ast.ClassDef, AutocastUse]:
@@ -223,7 +220,7 @@ class Facts:
         self, node: ast.AST, classes: dict[str, ast.ClassDef], *, is_made: bool = False
     ) -> Iterator[ast.ClassDef]:
         """The class of the file that a call makes, or that a variable holds an instance of."""
-        made = [node] if is_made else self.document.values(node) if isinstance(node, (ast.Name, ast.Attribute)) else []
+        made = [node] if is_made else self.document.values(node)
         for whole in map(unmoved, made):
             if isinstance(whole, ast.Call) and isinstance(whole.func, ast.Name) and whole.func.id in classes:
                 yield classes[whole.func.id]

@@ -30,12 +30,8 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 def _is_module(facts: Facts, call: ast.Call) -> bool:
     """``criterion(p, y)`` or ``nn.BCELoss()(p, y)``."""
     document = facts.document
-    if document.call_origin(call.func) == MODULE:
-        return True
-    if not isinstance(call.func, (ast.Name, ast.Attribute)):
-        return False
-    values = document.values(call.func)
-    return bool(values) and all(document.call_origin(value) == MODULE for value in map(unmoved, values))
+    values = document.values(call.func) or [call.func]
+    return all(document.call_origin(value) == MODULE for value in map(unmoved, values))
 
 
 def _runs_under_autocast(facts: Facts, call: ast.Call) -> bool:

@@ -87,8 +87,7 @@ def _is_product(facts: Facts, node: ast.Call) -> bool:
     document = facts.document
     if document.call_origin(node) in PRODUCTS:
         return True
-    called = node.func
-    return isinstance(called, (ast.Name, ast.Attribute)) and facts.modules.get(document.key(called)) in PRODUCT_MODULES
+    return facts.modules.get(document.key(node.func)) in PRODUCT_MODULES
 
 
 RULE = Rule(
