@@ -254,10 +254,9 @@ class Document:
             block = self.block(outer)
             for one in reversed(block[: block.index(outer)]):
                 if _assigns(one, name.id):
-                    is_plain = isinstance(one, ast.Assign) and any(
-                        name.id == getattr(to, "id", "") for to in one.targets
-                    )
-                    return one.value if is_plain and isinstance(one, ast.Assign) else None
+                    if isinstance(one, ast.Assign) and name.id in [getattr(to, "id", "") for to in one.targets]:
+                        return one.value
+                    return None
         return None
 
     # Where it stands

@@ -232,7 +232,7 @@ class Facts:
             return region.is_half
         function, owner = self.document.function(node), self.document.class_of(node)
         is_own = function is not None and function.name not in ("__init__", "extra_repr", "reset_parameters")
-        return is_own and owner is not None and owner in self._lowered and not self._is_cast_up(node)
+        return is_own and owner in self._lowered and not self._is_cast_up(node)
 
     def _is_cast_up(self, node: ast.AST) -> bool:
         return any(

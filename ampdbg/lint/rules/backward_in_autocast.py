@@ -26,8 +26,7 @@ def check(facts: Facts) -> Iterator[RuleHit]:
 
 def _is_in_function(facts: Facts, call: ast.Call) -> bool:
     """Whether it is the backward of an autograd.Function, or a module's own method."""
-    owner = facts.document.class_of(call)
-    bases = [facts.document.origin(base) for base in owner.bases] if owner is not None else []
+    bases = map(facts.document.origin, getattr(facts.document.class_of(call), "bases", ()))
     is_self = ast.unparse(call.func) in ("self.backward", "super().backward", "self.model.backward")
     return is_self or any(base.startswith("torch.autograd") for base in bases)
 

@@ -35,12 +35,12 @@ def check(facts: Facts) -> Iterator[RuleHit]:
         block = document.block(first)
         for statement in block[block.index(first) + 1 :]:
             moved = statement.value if isinstance(statement, ast.Expr) else None
-            if facts.is_scheduler(method(moved, "step")) and not _is_told(moved):
+            if facts.is_scheduler(method(moved, "step")) and not _is_placed(moved):
                 yield RuleHit(CODE, statement, MESSAGE, severity="info")
 
 
-def _is_told(call: ast.expr | None) -> bool:
-    """Whether the scheduler is told a score or the place it is to move to: then it counts no steps."""
+def _is_placed(call: ast.expr | None) -> bool:
+    """Whether the scheduler is given a score, or the place it is to move to: then it counts no steps."""
     return isinstance(call, ast.Call) and not all(map(is_none, given(call)))
 
 

@@ -61,7 +61,7 @@ def _asks_for_no_skip(facts: Facts, test: ast.expr) -> bool:
     """``scaler.get_scale() >= before``: True where the step was taken, and not otherwise."""
     if not isinstance(test, ast.Compare) or len(test.ops) > 1:
         return False
-    # get_scale() before update() is the old scale, after it the new one: which is which is told by the names.
+    # get_scale() before update() is the old scale, after it the new one: the names say which is which.
     is_left, is_right = (facts.is_scaler(method(side, "get_scale")) for side in (test.left, test.comparators[0]))
     return (is_left or is_right) and isinstance(test.ops[0], (ast.GtE if is_left else ast.LtE, ast.Eq))
 
