@@ -161,7 +161,7 @@ def test_commands_and_options_that_a_page_names_exist(page: str) -> None:
     typed += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE))
     for verb, given in re.findall(r"ampdbg ([a-z][a-z0-9-]*)([^\n#|>&]*)", "\n".join(typed)):
         assert verb in COMMANDS
-        assert set(re.findall(r"--[a-z][a-z0-9-]+", given)) - {"--its", "--own", "--arguments"} <= options_of(verb)
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", given)) - {"--its", "--arguments"} <= options_of(verb)
     alone = {option for code in typed for option in re.findall(r"^(--[a-z][a-z0-9-]+)", code)}
     assert alone <= {option for verb in COMMANDS for option in options_of(verb)}
 
