@@ -6,6 +6,8 @@ pages of docs/ between two comments, where GitHub shows them too: `make docs` ru
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -152,9 +154,12 @@ def exit_code_table() -> str:
 def function_table() -> str:
     """Every public function of the package, and the first line of what it says of itself."""
     rows = []
-    for name in ampdbg._HOMES:
-        first = (inspect.getdoc(getattr(ampdbg, name)) or "").partition("\n\n")[0]
-        rows.append(f"| `ampdbg.{name}` | {_escaped(re.sub(':func:|`(?=`)', '', ' '.join(first.split())))} |")
+    for name, home in ampdbg._HOMES.items():
+        function = getattr(importlib.import_module(home, "ampdbg"), name)
+        first = (inspect.getdoc(function) or "").partition("\n\n")[0]
+        # A package of that name takes its place in `ampdbg` as soon as it is imported.
+        named = f"ampdbg{home}.{name}" if importlib.util.find_spec(f"ampdbg.{name}") else f"ampdbg.{name}"
+        rows.append(f"| `{named}` | {_escaped(re.sub(':func:|`(?=`)', '', ' '.join(first.split())))} |")
     return _table("| function | what it does |", rows)
 
 
