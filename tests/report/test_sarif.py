@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.report.records import healthy, run
 from tests.report.runs import RECORDS, RUNS
 from tests.test_escapes import HOSTILE, record_of
 
-SCHEMA = json.loads((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json.gz").read_bytes()))
 LOOK = Look(80, color=False, unicode=True)
 
 
