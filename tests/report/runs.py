@@ -1,11 +1,15 @@
 """The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-golden``.
 
-Their records are kept beside the pages, so that a page holds only sentences that the program says. Whoever changes
-what a run finds, or how a page says it, refreshes both and reads the difference.
+Their records are packed into one file beside the pages, so that a page holds only sentences that the program says.
+Whoever changes what a run finds, or how a page says it, refreshes both and reads the difference of the pages;
+``test_outcomes.py`` says in words what each run finds.
 """
 
 from __future__ import annotations
 
+import functools
+import gzip
+import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,25 +22,17 @@ import ampdbg
 from ampdbg.errors import AmpdbgError
 from ampdbg.escapes import harmless
 from ampdbg.observer import Observer
-from ampdbg.record.file import LATEST, read_record
-from ampdbg.record.run import Environment, Record
+from ampdbg.record.file import LATEST, from_json, read_record, to_json
+from ampdbg.record.run import Record
 from tests.commands.program import start
+from tests.report.records import ENVIRONMENT
 from tests.script.scripts import PLAIN
 
 ROOT = Path(__file__).parents[2]
-RECORDS = Path(__file__).parent / "golden" / "records"
-STAMP = re.compile(r"\d{8}T\d{6}Z")
+PACKED = Path(__file__).parent / "golden" / "records.json.gz"
+"""One JSON object: each record by the name of its run."""
 
-ENVIRONMENT = Environment(
-    ampdbg="0.1.0",
-    python="3.12.4",
-    torch="2.6.0",
-    platform="Linux-x86_64",
-    device="cpu",
-    device_name="",
-    policy="cuda",
-    emulated=True,
-)
+STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 
 @contextmanager
@@ -141,6 +137,31 @@ RUNS: dict[str, Callable[[], Record]] = {
 """One for each kind of page, by the name of its golden file."""
 
 
+@functools.cache
+def _packed() -> dict[str, Any]:
+    return json.loads(gzip.decompress(PACKED.read_bytes())) if PACKED.exists() else {}
+
+
+def json_of(name: str) -> str:
+    """The record of a run, as the packed file has it."""
+    return json.dumps(_packed()[name])
+
+
+@functools.cache
+def record_of(name: str) -> Record:
+    """The record of a run, as the packed file has it."""
+    return from_json(json_of(name))
+
+
+def keep(name: str) -> None:
+    """Makes a run again and packs its record: the same bytes wherever the records are the same."""
+    every = {**_packed(), name: json.loads(to_json(remade(name)))}
+    text = json.dumps(every, separators=(",", ":"), sort_keys=True)
+    PACKED.write_bytes(gzip.compress(text.encode(), mtime=0))
+    _packed.cache_clear()
+    record_of.cache_clear()
+
+
 def remade(name: str) -> Record:
     """The record of a run of now."""
     return settled(RUNS[name]())
@@ -148,7 +169,9 @@ def remade(name: str) -> Record:
 
 def settled(record: Record) -> Record:
     """The record with what differs between two runs or machines fixed."""
-    record = harmless(record, str(ROOT), but="\n")
+    # A diff names the files from the folder that holds them and the config: here the root of the disk.
+    text = to_json(harmless(record, str(ROOT), but="\n")).replace(f"{ROOT.as_posix().lstrip('/')}/", "")
+    record = from_json(text)
     if record.script is not None:
         captures = tuple(STAMP.sub("20250102T030405Z", capture) for capture in record.script.captures)
         record = replace(record, script=replace(record.script, captures=captures))

@@ -13,14 +13,14 @@ from cmarkgfm.cmark import Options
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from ampdbg.report.formats import written
 from ampdbg.report.formats.markdown import MOST_CHARACTERS, escaped
 from ampdbg.report.view import Look, Typed
 from tests.report.records import run
-from tests.report.runs import RECORDS, RUNS
+from tests.report.runs import RUNS
+from tests.report.runs import record_of as packed_record
 from tests.test_escapes import HOSTILE, record_of
 
 LOOK = Look(80, color=False, unicode=True)
@@ -103,7 +103,7 @@ OURS |= {"br", "sub", "span"}
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
-    text = markdown(read_record(RECORDS / f"{name}.json"))
+    text = markdown(packed_record(name))
     page = Reader(rendered(text))
     assert len(text) < 20_000
     assert set(page.tags) <= OURS
@@ -112,7 +112,7 @@ def test_every_report_is_short_and_of_our_own_tags(name: str) -> None:
 
 
 def test_the_story_is_open_and_the_rest_is_folded() -> None:
-    page = rendered(markdown(read_record(RECORDS / "scan_forward_overflow.json")))
+    page = rendered(markdown(packed_record("scan_forward_overflow")))
     opened = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
     assert "reaches 8,747,140 in FP32" in opened
     assert "ampdbg bisect config.yaml" in opened
@@ -121,7 +121,7 @@ def test_the_story_is_open_and_the_rest_is_folded() -> None:
 
 
 def test_a_patch_is_a_diff_that_can_be_copied() -> None:
-    page = rendered(markdown(read_record(RECORDS / "suggestion.json")))
+    page = rendered(markdown(packed_record("suggestion")))
     (diff,) = re.findall(r'<pre lang="diff"><code>(.*?)</code></pre>', page, flags=re.DOTALL)
     assert "\n+                scores = q.float() @ k.float().transpose(-2, -1)" in html.unescape(diff)
 

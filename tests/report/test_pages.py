@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.record.file import read_record, write_record
 from ampdbg.record.run import Record, Verdict
 from tests.conftest import Golden
 from tests.report.pages import rendered
-from tests.report.runs import RECORDS, RUNS, remade
+from tests.report.runs import RUNS, keep, record_of
 
 GOLDEN = Path(__file__).parent / "golden"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -21,16 +20,11 @@ TO_COPY = ("ampdbg ", "Record: ", "All of it: ")
 """How the lines begin that are never cut nor wrapped."""
 
 
-def record_of(name: str) -> Record:
-    return read_record(RECORDS / f"{name}.json")
-
-
 @pytest.fixture
 def record(name: str, request: pytest.FixtureRequest) -> Record:
     """The record of a run; it is made again where golden files are."""
     if request.config.getoption("--update-golden"):
-        RECORDS.mkdir(parents=True, exist_ok=True)
-        write_record(remade(name), RECORDS / f"{name}.json")
+        keep(name)
     return record_of(name)
 
 

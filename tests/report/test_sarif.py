@@ -12,14 +12,14 @@ import pytest
 from jsonschema import Draft4Validator
 
 from ampdbg.record.codes import CODES
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.formats.sarif import Alert, alerts, log, to_json
 from ampdbg.report.view import Look, Typed
 from tests.report.records import healthy, run
-from tests.report.runs import RECORDS, RUNS
+from tests.report.runs import RUNS
+from tests.report.runs import record_of as packed_record
 from tests.test_escapes import HOSTILE, record_of
 
 SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json.gz").read_bytes()))
@@ -57,7 +57,7 @@ OVERFLOW = Finding(
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_record_makes_a_valid_log(name: str) -> None:
-    assert mistakes(written_log(read_record(RECORDS / f"{name}.json"))) == []
+    assert mistakes(written_log(packed_record(name))) == []
 
 
 def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:

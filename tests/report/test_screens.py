@@ -17,14 +17,13 @@ from ampdbg.diagnosis.comparison import Comparison
 from ampdbg.lint import engine
 from ampdbg.lint.settings import Settings
 from ampdbg.machine.facts import Machine
-from ampdbg.record.file import read_record
 from ampdbg.record.run import Record
 from ampdbg.report import comparison, doctor, lint
 from ampdbg.report.formats.text import draw, write
 from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
 from tests.machine.test_judgments import CPU_TORCH
-from tests.report.runs import RECORDS
+from tests.report.runs import record_of
 from tests.report.test_cost import on_gpu
 
 GOLDEN = Path(__file__).parent / "golden" / "screens"
@@ -35,13 +34,18 @@ TO_COPY = r"  .*\bampdbg |Record: |All of it: |    "
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def made(name: str) -> Record:
-    return read_record(RECORDS / f"{name}.json")
+def screen(record: Callable[[], Record]) -> Callable[[Look], str]:
+    """The screen of a record, which is read when its test runs: --update-golden may have made it again."""
+
+    def drawn(look: Look) -> str:
+        made = record()
+        return write(made, Typed("config.yaml", f".ampdbg/20250102T030405Z-{made.command}.json"), look)
+
+    return drawn
 
 
-def told(record: Record) -> Callable[[Look], str]:
-    path = f".ampdbg/20250102T030405Z-{record.command}.json"
-    return lambda look: write(record, Typed("config.yaml", path), look)
+def of_run(name: str) -> Callable[[Look], str]:
+    return screen(lambda: record_of(name))
 
 
 def linted(look: Look) -> str:
@@ -51,21 +55,21 @@ def linted(look: Look) -> str:
 
 
 def compared(look: Look) -> str:
-    then, now = replace(made("ranges_overflow"), sites=(), findings=()), made("ranges_overflow")
-    calm = replace(then, sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
+    now = record_of("ranges_overflow")
+    calm = replace(now, findings=(), sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
     return draw(comparison.page(Comparison(calm, now, 1.0), "then.json", "now.json"), look, is_brief=True)
 
 
 SCREENS: dict[str, Callable[[Look], str]] = {
-    "scan": told(made("scan_forward_overflow")),
-    "ranges": told(made("ranges_overflow")),
-    "bisect": told(made("bisect_example")),
-    "suggest-fp32": told(made("suggestion")),
-    "replay": told(made("replay")),
+    "scan": of_run("scan_forward_overflow"),
+    "ranges": of_run("ranges_overflow"),
+    "bisect": of_run("bisect_example"),
+    "suggest-fp32": of_run("suggestion"),
+    "replay": of_run("replay"),
     "lint": linted,
-    "run": told(made("run")),
-    "cost": told(made("cost")),
-    "cost_gpu": told(on_gpu()),
+    "run": of_run("run"),
+    "cost": of_run("cost"),
+    "cost_gpu": screen(on_gpu),
     "compare": compared,
     "explain": lambda look: as_text("forward-overflow", look),
     "doctor": lambda look: draw(doctor.page(Machine(CPU_TORCH)), look),

@@ -11,8 +11,7 @@ import pytest
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.record.run import GroupOverflow, Record, Step
 from tests.report.pages import rendered
-from tests.report.runs import RUNS
-from tests.report.test_pages import record_of
+from tests.report.runs import RUNS, record_of
 
 PAGES = [Path(__file__).parent / "golden" / f"{name}.txt" for name in RUNS]
 

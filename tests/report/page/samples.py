@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ampdbg.formats import Exponents, headroom_bits, scale_ceiling, scale_floor
-from ampdbg.record.file import read_record
 from ampdbg.record.findings import Finding, Listing, Source
 from ampdbg.record.pins import FileDiff, Handover, PatchUnit, Pin, PinCost, Proof, ProofStep, Search, Trial
 from ampdbg.record.run import Record, Site
 from ampdbg.report.formats import written
 from ampdbg.report.view import Look, Typed
 from tests.report.records import run, skipped_step
-from tests.report.runs import RECORDS
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -39,10 +37,6 @@ HOSTILE = (
 
 def html(record: Record, folder: str = "/home/me") -> str:
     return written(record, Typed("config.yaml", ".ampdbg/r.json", folder), Look(80, color=False, unicode=True), "html")
-
-
-def golden_record(name: str) -> Record:
-    return read_record(RECORDS / f"{name}.json")
 
 
 def unpacked(page: str, name: str) -> bytes:

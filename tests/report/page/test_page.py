@@ -20,10 +20,10 @@ from ampdbg.record.pins import FileDiff, Trial
 from ampdbg.record.run import Record
 from ampdbg.report.formats import html as page_format
 from ampdbg.report.formats.html import MOST_BYTES, NOT_EXACT, NOT_WHOLE, SCRIPTS
-from tests.report.page.samples import HOSTILE, Parsed, data_of, golden_record, hostile, html, large, unpacked
+from tests.report.page.samples import HOSTILE, Parsed, data_of, hostile, html, large, unpacked
 from tests.report.pages import rendered
 from tests.report.records import healthy, healthy_step, run, skipped_step
-from tests.report.runs import RUNS
+from tests.report.runs import RUNS, record_of
 from tests.strategies import records
 
 
@@ -34,7 +34,7 @@ def words(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_says_what_the_terminal_says(name: str) -> None:
-    record = golden_record(name)
+    record = record_of(name)
     shown = " ".join(words(Parsed(html(record)).text))
     for line in rendered(record, width=400).splitlines():
         # What the script draws, and what stands in another order.
@@ -47,7 +47,7 @@ def test_it_says_what_the_terminal_says(name: str) -> None:
 
 
 def test_headline_findings_and_patch_stand_in_the_page_itself() -> None:
-    record = golden_record("suggestion")
+    record = record_of("suggestion")
     page = html(record)
     shown = Parsed(page).text
     assert record.handover is not None
@@ -96,13 +96,13 @@ def test_data_for_the_script_is_harmless_too() -> None:
 
 def test_a_patch_that_is_shown_with_escapes_is_not_offered_for_copying() -> None:
     assert NOT_EXACT in html(hostile())
-    page = html(golden_record("suggestion"))
+    page = html(record_of("suggestion"))
     assert NOT_EXACT not in page
     assert NOT_WHOLE not in page
 
 
 def test_a_patch_that_is_cut_is_not_offered_for_copying() -> None:
-    record = golden_record("suggestion")
+    record = record_of("suggestion")
     assert record.handover is not None
     long = FileDiff("x.py", "utf-8", "+x = 1\n" * 20_000)
     page = html(replace(record, handover=replace(record.handover, files=(long,))))
@@ -111,7 +111,7 @@ def test_a_patch_that_is_cut_is_not_offered_for_copying() -> None:
 
 
 def test_the_sites_carry_the_windows_of_the_record() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     sites = data_of(html(record))["sites"]
     whole = window(record.sites)
     assert 2.0 ** sites["window"]["floor"] == whole.floor
@@ -126,7 +126,7 @@ def test_the_sites_carry_the_windows_of_the_record() -> None:
 
 
 def test_the_tree_holds_the_windows_of_the_modules() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     data = data_of(html(record))
     tree = data["modules"]
     rows = {data["names"][name]: at for at, name in enumerate(tree["name"])}
@@ -141,7 +141,7 @@ def test_the_tree_holds_the_windows_of_the_modules() -> None:
 
 
 def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
-    record = golden_record("ranges_example")
+    record = record_of("ranges_example")
     page = html(record)
     levels, sites = unpacked(page, "levels"), data_of(page)["sites"]
     start = 0
@@ -157,7 +157,7 @@ def test_the_spread_of_a_sites_values_is_a_byte_for_each_exponent() -> None:
 
 def test_a_page_takes_little_room() -> None:
     assert len(html(healthy()).encode()) < 200_000
-    assert len(html(golden_record("ranges_example")).encode()) < 200_000
+    assert len(html(record_of("ranges_example")).encode()) < 200_000
 
 
 def test_twenty_thousand_sites_take_two_megabytes_and_more_are_left_out_with_a_word() -> None:
@@ -225,21 +225,21 @@ def test_infinite_and_missing_numbers_are_words_alone() -> None:
 
 
 def test_a_record_of_before_shows_the_lines_that_it_has() -> None:
-    record = replace(golden_record("ranges_example"), listings=())
+    record = replace(record_of("ranges_example"), listings=())
     (file,) = data_of(html(record))["files"]
     known = {(one.source.line, one.source.text) for one in record.sites if one.source}
     assert {(first, text) for first, texts in file["pieces"] for text in texts} == known
 
 
 def test_a_record_of_version_1_makes_a_page() -> None:
-    old = json.loads(to_json(golden_record("scan_forward_overflow")))
+    old = json.loads(to_json(record_of("scan_forward_overflow")))
     old["version"] = 1
     del old["listings"]
     assert "forward-overflow" in Parsed(html(from_json(json.dumps(old)))).text
 
 
 def test_all_trials_are_listed() -> None:
-    record = replace(golden_record("bisect_example"))
+    record = replace(record_of("bisect_example"))
     trials = tuple(Trial((f"layer{number}",), False, "the loss is NaN") for number in range(90))
     text = Parsed(html(replace(record, trials=trials))).text
     assert all(f"layer{number}" in text for number in range(90))
