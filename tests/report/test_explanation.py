@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,6 @@ def plain(code: str, width: int = 80) -> str:
 
 def listing(width: int = 80, *, color: bool = False, unicode: bool = True) -> str:
     return as_text(None, Look(width, color, unicode))
-
-
-def test_the_list_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / "codes.txt", listing())
-
-
-def test_an_explanation_looks_as_in_its_golden_file(golden: Callable[[Path, str], None]) -> None:
-    golden(GOLDEN / "explained_forward-overflow.txt", plain("forward-overflow"))
 
 
 def test_the_list_names_each_family_and_has_a_line_for_each_code() -> None:

@@ -1,109 +1,141 @@
-"""Golden pages of real runs, in every look; ``pytest --update-golden`` makes the runs again."""
+"""Golden pages and screens, of real runs and of what is no run, in every look; ``pytest --update-golden`` makes them.
+
+``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ampdbg.commands.explain import as_text
+from ampdbg.diagnosis.comparison import Comparison
+from ampdbg.lint import engine
+from ampdbg.lint.settings import Settings
+from ampdbg.machine.facts import Machine
 from ampdbg.record.run import Record, Verdict
+from ampdbg.report import comparison, doctor, lint
+from ampdbg.report.formats.text import draw, write
+from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
-from tests.report.pages import rendered
+from tests.machine.test_judgments import CPU_TORCH
 from tests.report.runs import RUNS, keep, record_of
+from tests.report.test_cost import ON_CPU, on_gpu
 
 GOLDEN = Path(__file__).parent / "golden"
+LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+TO_COPY = re.compile(r" *(ampdbg |Record: |All of it: )|    ")
+"""How the lines begin that are never cut nor wrapped: commands, paths, and code."""
 
-TO_COPY = ("ampdbg ", "Record: ", "All of it: ")
-"""How the lines begin that are never cut nor wrapped."""
+LOOK = Look(80, color=False, unicode=True)
+
+Screen = Callable[[Look], str]
 
 
-@pytest.fixture
-def record(name: str, request: pytest.FixtureRequest) -> Record:
-    """The record of a run; it is made again where golden files are."""
-    if request.config.getoption("--update-golden"):
+def page(record: Callable[[], Record], *, verbose: bool) -> Screen:
+    """The page of a record, which is read when its test runs: --update-golden may have made it again."""
+
+    def drawn(look: Look) -> str:
+        path = "r" if verbose else f"20250102T030405Z-{record().command}"
+        return write(record(), Typed("config.yaml", f".ampdbg/{path}.json", verbose=verbose), look)
+
+    return drawn
+
+
+def linted(look: Look) -> str:
+    found = engine.lint([str(LINTED)], Settings())
+    findings = tuple(replace(one, path="train.py") for one in found.findings)
+    return draw(lint.page(replace(found, findings=findings), "train.py", 0), look)
+
+
+def compared(look: Look) -> str:
+    now = record_of("ranges_overflow")
+    calm = replace(now, findings=(), sites=tuple(replace(site, overflow="", headroom_bits=4.0) for site in now.sites))
+    return draw(comparison.page(Comparison(calm, now, 1.0), "then.json", "now.json"), look, is_brief=True)
+
+
+RECORDS: dict[str, Callable[[], Record]] = {name: partial(record_of, name) for name in RUNS}
+RECORDS |= {"cost_cpu": lambda: ON_CPU, "cost_gpu": on_gpu}
+PAGES = {name: page(record, verbose=True) for name, record in RECORDS.items()}
+STORIES = {f"stories/{name}": page(RECORDS[name], verbose=False) for name in (*RUNS, "cost_gpu")}
+"""What a command prints that is not asked for all."""
+
+SCREENS: dict[str, Screen] = {
+    **PAGES,
+    **STORIES,
+    "codes": partial(as_text, None),
+    "compare": compared,
+    "doctor": lambda look: draw(doctor.page(Machine(CPU_TORCH)), look),
+    "explain": partial(as_text, "forward-overflow"),
+    "lint": linted,
+}
+COLOURED = ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion", "cost"]
+COLOURED = [*(f"stories/{name}" for name in COLOURED), "compare", "doctor", "explain", "lint"]
+"""One of each kind of page."""
+
+WIDE = [
+    "scan_runaway_scale",
+    "ranges_example",
+    "bisect_example",
+    *(name for name in COLOURED if name != "explain"),
+    "stories/run",
+    "stories/replay",
+    "stories/cost_gpu",
+]
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_is_its_golden_file(name: str, golden: Golden, request: pytest.FixtureRequest) -> None:
+    if name in RUNS and request.config.getoption("--update-golden"):
         keep(name)
-    return record_of(name)
+    text = SCREENS[name](LOOK)
+    golden(GOLDEN / f"{name}.txt", text)
+    assert name not in STORIES or text.count("\n") <= 24
 
 
-def page(record: Record, *, width: int = 80, color: bool = False, unicode: bool = True) -> str:
-    return rendered(record, config="config.yaml", folder="", width=width, color=color, unicode=unicode)
+@pytest.mark.parametrize("name", WIDE)
+def test_a_wide_terminal_is_used(name: str, golden: Golden) -> None:
+    golden(GOLDEN / f"{name}_140.txt", SCREENS[name](replace(LOOK, width=140)))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_page_of_a_run_is_its_golden_file(name: str, record: Record, golden: Golden) -> None:
-    golden(GOLDEN / f"{name}.txt", page(record))
+@pytest.mark.parametrize("name", COLOURED)
+def test_what_matters_has_a_colour(name: str, golden: Golden) -> None:
+    golden(GOLDEN / f"{name}.ansi", SCREENS[name](replace(LOOK, color=True)))
 
 
-def story(name: str, *, width: int = 80, color: bool = False, unicode: bool = True) -> str:
-    """What a command prints that is not asked for all."""
-    path = f".ampdbg/20250102T030405Z-{record_of(name).command}.json"
-    return rendered(
-        record_of(name), folder="", width=width, color=color, unicode=unicode, record_path=path, verbose=False
-    )
+@pytest.mark.parametrize("name", SCREENS)
+def test_it_fits_except_for_what_is_there_to_copy(name: str) -> None:
+    for width in (40, 60, 80, 140) if name in STORIES else (60, 80, 140):
+        lines = SCREENS[name](replace(LOOK, width=width)).splitlines()
+        assert [line for line in lines if len(line) > width and not TO_COPY.match(line)] == []
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_story_of_a_run_fits_one_screen(name: str, golden: Golden) -> None:
-    text = story(name)
-    golden(GOLDEN / "stories" / f"{name}.txt", text)
-    assert text.count("\n") <= 24
-
-
-@pytest.mark.parametrize("name", ["scan_forward_overflow", "ranges_example", "bisect_example", "suggestion"])
-def test_a_story_in_a_wide_terminal_and_in_colour(name: str, golden: Golden) -> None:
-    golden(GOLDEN / "stories" / f"{name}_140.txt", story(name, width=140))
-    for width in (80, 140):
-        golden(GOLDEN / "stories" / f"{name}_{width}.ansi", story(name, width=width, color=True))
-        plain = ANSI.sub("", story(name, width=width, color=True))
-        assert [line.rstrip() for line in plain.splitlines()] == story(name, width=width).splitlines()
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_story_is_told_in_40_columns_and_in_ascii(name: str) -> None:
-    lines = story(name, width=40).splitlines()
-    assert max(len(line) for line in lines if not line.lstrip().startswith(TO_COPY)) <= 40
-    assert story(name, unicode=False).isascii()
+@pytest.mark.parametrize("name", SCREENS)
+def test_without_unicode_it_is_drawn_in_ascii_and_colour_changes_no_character(name: str) -> None:
+    assert SCREENS[name](replace(LOOK, unicode=False)).isascii()
+    colored = SCREENS[name](replace(LOOK, color=True))
+    assert "\x1b[" in colored
+    assert [line.rstrip() for line in ANSI.sub("", colored).splitlines()] == SCREENS[name](LOOK).splitlines()
 
 
 @pytest.mark.parametrize("name", ["scan_forward_overflow", "bisect_example", "scan_true_nan"])
 def test_a_story_says_nothing_else_than_the_whole_page(name: str) -> None:
-    whole = " ".join(page(record_of(name), width=200).split())
-    told = [line.strip() for line in story(name, width=200).splitlines() if "✗" in line or "Remedy" in line]
-    assert told
-    assert all(" ".join(line.split())[:20] in whole for line in told)
-
-
-@pytest.mark.parametrize("name", ["scan_runaway_scale", "ranges_example", "bisect_example"])
-def test_a_wide_terminal_is_used(name: str, golden: Golden) -> None:
-    golden(GOLDEN / f"{name}_140.txt", page(record_of(name), width=140))
-
-
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("width", [60, 80, 140])
-def test_it_fits_except_for_what_is_there_to_copy(name: str, width: int) -> None:
-    lines = page(record_of(name), width=width).splitlines()
-    assert max(len(line) for line in lines if not line.lstrip().startswith(TO_COPY)) <= width
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_without_unicode_it_is_drawn_in_ascii(name: str) -> None:
-    assert page(record_of(name), unicode=False).isascii()
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_colour_changes_no_character(name: str) -> None:
-    colored = page(record_of(name), color=True)
-    assert "\x1b[" in colored
-    plain = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
-    assert plain == page(record_of(name)).splitlines()
+    whole, story = (SCREENS[path](replace(LOOK, width=200)) for path in (name, f"stories/{name}"))
+    said = [" ".join(line.split()) for line in story.splitlines() if "✗" in line or "Remedy" in line]
+    assert said
+    assert all(line[:20] in " ".join(whole.split()) for line in said)
 
 
 @pytest.mark.parametrize("verdict", ["healthy", "precision", "other", "inconclusive"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_record_that_has_lost_its_findings_has_a_page(name: str, verdict: Verdict) -> None:
-    told = page(replace(record_of(name), findings=(), verdict=verdict))
-    assert told.strip()
-    assert "{" not in told.partition("\n")[0]
+    lost = replace(record_of(name), findings=(), verdict=verdict)
+    text = page(lambda: lost, verbose=True)(LOOK)
+    assert text.strip()
+    assert "{" not in text.partition("\n")[0]
