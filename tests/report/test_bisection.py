@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ampdbg.config.yaml_document import read_yaml
 from ampdbg.quantities import number
-from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel, Search, Trial
+from ampdbg.record.pins import Outcome, Pin, PinSite, RootModel
 from ampdbg.record.replays import Investigation
 from ampdbg.record.run import Record, ScriptRun
 from ampdbg.report.bisection import ENDINGS
@@ -21,7 +21,6 @@ from ampdbg.report.pins import pin_lines, pins_yaml
 from tests.report.bisections import ATTENTION, BISECTIONS, BLOCK, FOUND, OVERFLOW, TRIALS, found, searched, trial
 from tests.report.pages import rendered
 from tests.report.records import healthy_step, interrupted, skipped_step
-from tests.strategies import pins, records, searches, trials
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -204,22 +203,6 @@ def test_the_lines_to_paste_are_the_pins_in_yaml(already: list[str], names: list
 
 def test_the_whole_model_is_pinned_by_the_pattern_of_every_name() -> None:
     assert pins_yaml([""], {}) == ["precision:", "  pins:", '    - "*"']
-
-
-@given(
-    records(),
-    st.lists(trials, max_size=25),
-    st.lists(pins, max_size=20),
-    searches,
-    st.sampled_from(typing.get_args(Outcome)),
-)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_can_be_drawn(
-    record: Record, made: list[Trial], chosen: list[Pin], search: Search, outcome: Outcome
-) -> None:
-    record = replace(record, trials=tuple(made), pins=tuple(chosen), search=replace(search, outcome=outcome))
-    assert plain(record)
-    plain(record, unicode=False, width=40)
 
 
 def test_costs_that_were_not_measured_are_left_open() -> None:

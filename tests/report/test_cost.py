@@ -6,15 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record
 from tests.report.pages import rendered
 from tests.report.records import run
-from tests.strategies import compared, records
 
 MB = 10**6
 HALF = {"float16": 98, "float32": 2}
@@ -157,10 +154,3 @@ AT_O1 = "ampdbg scan config.yaml --set precision.level=O1"
 )
 def test_the_next_command_is_about_what_does_not_train(levels: tuple[LevelCost, ...], command: str) -> None:
     assert rendered(replace(ON_CPU, costs=Costs(levels))).splitlines()[-1] == f"  {command}"
-
-
-@given(records(), compared | st.none())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_can_be_drawn(record: Record, costs: Costs | None) -> None:
-    assert rendered(replace(record, command="cost", costs=costs))
-    rendered(replace(record, command="cost", costs=costs), unicode=False, width=40)

@@ -67,22 +67,3 @@ def test_colour_changes_no_character(code: str) -> None:
 def test_without_unicode_it_is_ascii() -> None:
     assert listing(unicode=False).isascii()
     assert as_text("unknown", Look(80, color=False, unicode=False)).isascii()
-
-
-def test_blocks_are_paragraphs_items_and_code() -> None:
-    text = "One\nparagraph.\n\n- first\n  item\n- second\n\n```python\nif x:\n\n    y()\n```\n\nEnd."
-    assert list(blocks(text)) == [
-        ("paragraph", "One paragraph."),
-        ("item", "first item"),
-        ("item", "second"),
-        ("code", "if x:\n\n    y()"),
-        ("paragraph", "End."),
-    ]
-
-
-def test_a_list_may_follow_its_paragraph_at_once() -> None:
-    assert list(blocks("These do not:\n\n- a\n- b - c")) == [
-        ("paragraph", "These do not:"),
-        ("item", "a"),
-        ("item", "b - c"),
-    ]

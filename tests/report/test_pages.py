@@ -6,26 +6,32 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ampdbg.commands.explain import as_text
 from ampdbg.diagnosis.comparison import Comparison
 from ampdbg.lint import engine
 from ampdbg.lint.settings import Settings
 from ampdbg.machine.facts import Machine
+from ampdbg.record.pins import Outcome
 from ampdbg.record.run import Record, Verdict
 from ampdbg.report import comparison, doctor, lint
 from ampdbg.report.formats.text import draw, write
 from ampdbg.report.view import Look, Typed
 from tests.conftest import Golden
 from tests.machine.test_judgments import CPU_TORCH
+from tests.report.pages import rendered
 from tests.report.runs import RUNS, keep, record_of
 from tests.report.test_cost import ON_CPU, on_gpu
+from tests.strategies import pins, records, searches, trials
 
 GOLDEN = Path(__file__).parent / "golden"
 LINTED = Path(__file__).parents[1] / "lint" / "fixtures" / "clip_before_unscale.in.py"
@@ -139,3 +145,25 @@ def test_a_record_that_has_lost_its_findings_has_a_page(name: str, verdict: Verd
     text = page(lambda: lost, verbose=True)(LOOK)
     assert text.strip()
     assert "{" not in text.partition("\n")[0]
+
+
+COMMANDS = ("scan", "run", "replay", "ranges", "bisect", "suggest-fp32", "cost")
+
+
+searched = st.builds(
+    lambda record, command, made, chosen, search: replace(
+        record, command=command, trials=tuple(made), pins=tuple(chosen), search=search
+    ),
+    records(),
+    st.sampled_from(COMMANDS),
+    st.lists(trials, max_size=25),
+    st.lists(pins, max_size=20),
+    st.none() | st.builds(replace, searches, outcome=st.sampled_from(typing.get_args(Outcome))),
+)
+
+
+@given(searched)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_every_record_has_a_page(record: Record) -> None:
+    assert rendered(record).strip()
+    rendered(record, unicode=False, width=40, order="execution", top=1)

@@ -8,18 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 
 from ampdbg.diagnosis.ranges import diagnose_ranges
-from ampdbg.formats import Exponents, headroom_bits
+from ampdbg.formats import headroom_bits
 from ampdbg.quantities import number
 from ampdbg.record.findings import Source
 from ampdbg.record.replays import Replay
 from ampdbg.record.run import AutocastError, Record, ScriptRun, Site, Step, Unseen
-from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT
-from tests.strategies import records
 
 Order = Literal["tightest", "execution"]
 
@@ -92,10 +89,6 @@ def plain(
     width: int = 80,
 ) -> str:
     return rendered(record, width=width, unicode=unicode, order=order, top=top)
-
-
-def test_without_unicode_it_is_drawn_in_ascii() -> None:
-    assert plain(overflowing(), unicode=False).isascii()
 
 
 def rows(text: str) -> list[str]:
@@ -217,27 +210,3 @@ def test_what_was_not_measured_is_not_said_to_fit() -> None:
 def test_notes_are_printed() -> None:
     record = replace(healthy(), unseen=Unseen(notes=("module 'a' is compiled; its eager code was analysed",)))
     assert "Note: module 'a' is compiled; its eager code was analysed\n" in plain(record)
-
-
-@given(records())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_every_record_can_be_drawn(record: Record) -> None:
-    assert plain(record)
-    plain(record, unicode=False, width=40, order="execution", top=1)
-
-
-BARS = {
-    "lost": ((-30, (1,)), "█│          │ "),
-    "the smallest subnormal": ((-24, (1,)), " │█         │ "),
-    "the largest": ((15, (1,)), " │         █│ "),
-    "overflow": ((16, (1,)), " │          │█"),
-    "a millionth": ((0, (1, 0, 0, 0, 1_000_000)), " │      ▁█  │ "),
-    "a thousandth": ((0, (1, 0, 0, 0, 1000)), " │      ▄█  │ "),
-    "nothing": ((0, ()), " │          │ "),
-}
-
-
-@pytest.mark.parametrize(("histogram", "bar"), BARS.values(), ids=BARS)
-def test_the_bar_shows_where_values_lie(histogram: tuple[int, tuple[int, ...]], bar: str) -> None:
-    assert exponent_bar(Exponents(*histogram)) == bar
-    assert len(bar) == BAR_WIDTH
