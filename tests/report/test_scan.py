@@ -184,7 +184,7 @@ CAPTURES = tuple(f".ampdbg/captures/20261124T235949Z-step-{step}.safetensors" fo
 
 def typed_next(record: Record, typed: Typed) -> str | None:
     command = next_command(record, typed)
-    return command and command.command
+    return command.command if command else None
 
 
 def of_captures(step: int, replayed: int, *investigations: Investigation) -> str | None:
