@@ -12,11 +12,10 @@ import gzip
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ampdbg
 from ampdbg.errors import AmpdbgError
@@ -35,27 +34,20 @@ PACKED = Path(__file__).parent / "golden" / "records.json.gz"
 STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 
-@contextmanager
-def case(name: str) -> Iterator[Path]:
-    """The config of a case of the zoo."""
-    from tests.zoo.test_zoo import config_of
-
-    with tempfile.TemporaryDirectory() as folder:
-        yield config_of(ROOT / "tests" / "zoo" / "cases" / f"{name}.py", Path(folder))
-
-
 def zoo(command: str, name: str, **how: Any) -> Callable[[], Record]:
     """A run of one command on a case of the zoo; what stops it with an error leaves the record of the steps before."""
 
     def run() -> Record:
-        with case(name) as config:
+        from tests.zoo.test_zoo import config_of
+
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(ROOT / "tests" / "zoo" / "cases" / f"{name}.py", Path(folder))
             try:
-                record: Record = getattr(ampdbg, command)(config, device="cpu", **how)
+                return cast("Record", getattr(ampdbg, command)(config, device="cpu", **how))
             except AmpdbgError as error:
                 if not isinstance(error.record, Record):
                     raise
                 return error.record
-        return record
 
     return run
 

@@ -19,21 +19,25 @@ BMM, CAST = "aten.bmm.default", "aten._to_copy.default"
 
 @dataclass(frozen=True)
 class Outcome:
+    """What is compared of a record.
+
+    ``findings``: code, severity, step, phase, module, op, line and, of what follows from another finding, which.
+    ``steps``: how many, how many of them were skipped, and the loss scale of the last.
+    ``pins``: name, and phase, op and line of each op that it keeps in FP32.
+    ``search``: strategy, outcome, step, whether the set is minimal, trials, and further batches that it cures.
+    ``patch``: files, places in them, whether it is proven, and by how many checks.
+    ``levels``: name, verdict, skipped steps, by how much the batch may grow, and code and module of its finding.
+    ``ranges``: the lines where an overflow starts; the lowest loss scale that would work, and the highest.
+    """
+
     verdict: str = "precision"
     findings: tuple[tuple[Any, ...], ...] = ()
-    """Code, severity, step, phase, module, op, line and, of what follows from another finding, which."""
-    steps: tuple[int, int, float] | None = (6, 6, 2048.0)
-    """How many, how many of them were skipped, and the loss scale of the last."""
+    steps: tuple[Any, ...] = (6, 6, 2048.0)
     pins: tuple[tuple[Any, ...], ...] = ()
-    """Name, and phase, op and line of each op that it keeps in FP32."""
     search: tuple[Any, ...] = ()
-    """Strategy, outcome, step, whether the set is minimal, trials, and further batches that it cures."""
     patch: tuple[Any, ...] = ()
-    """Files, places in them, whether it is proven, and by how many checks."""
     levels: tuple[tuple[Any, ...], ...] = ()
-    """Name, verdict, skipped steps, by how much the batch may grow, and code and module of its finding."""
     ranges: tuple[Any, ...] = ()
-    """The lines where an overflow starts; the lowest loss scale that would work, and the highest."""
     interrupted: bool = False
     captures: int = 0
 
@@ -44,40 +48,28 @@ def line_of(it: Finding | PinSite | Site) -> int | None:
 
 def outcome(record: Record) -> Outcome:
     made, patch, proof, costs = record.search, record.handover, record.verification, record.costs
-    scales = [step.scale for step in record.steps]
-    measured = window(record.sites)
+    scales, measured = [step.scale for step in record.steps], window(record.sites)
+    skipped = sum(step.skipped for step in record.steps)
+    findings = (
+        ((one.code, one.severity, one.step, one.phase, one.module, one.op, line_of(one)), one.root)
+        for one in record.findings
+    )
+    levels = (
+        ((one.name, one.verdict, one.skipped, one.fit and one.fit.times), one.finding)
+        for one in (costs.levels if costs else ())
+    )
+    search = made and (made.strategy, made.outcome, made.step, made.minimal, len(record.trials), made.further_healthy)
+    starts = [line_of(site) for site in record.sites if site.overflow == "starts"]
+    places = [*(file.path for file in patch.files), *(unit.title for unit in patch.units)] if patch else []
     return Outcome(
         verdict=record.verdict,
-        findings=tuple(
-            (one.code, one.severity, one.step, one.phase, one.module, one.op, line_of(one))
-            + (() if one.root is None else (one.root,))
-            for one in record.findings
-        ),
-        steps=(len(scales), sum(step.skipped for step in record.steps), scales[-1]) if scales else None,
+        findings=tuple(facts if root is None else (*facts, root) for facts, root in findings),
+        steps=(len(scales), skipped, scales[-1]) if scales else (),
         pins=tuple((pin.name, *((site.phase, site.op, line_of(site)) for site in pin.sites)) for pin in record.pins),
-        search=(made.strategy, made.outcome, made.step, made.minimal, len(record.trials), made.further_healthy)
-        if made
-        else (),
-        patch=(
-            *(file.path for file in patch.files),
-            *(unit.title for unit in patch.units),
-            proof.passed,
-            len(proof.steps),
-        )
-        if patch and proof
-        else (),
-        levels=tuple(
-            (one.name, one.verdict, one.skipped, one.fit and one.fit.times)
-            + ((one.finding.code, one.finding.module) if one.finding else ())
-            for one in (costs.levels if costs else ())
-        ),
-        ranges=(
-            *(line_of(site) for site in record.sites if site.overflow == "starts"),
-            measured.floor,
-            measured.ceiling,
-        )
-        if record.sites
-        else (),
+        search=search or (),
+        patch=(*places, proof.passed, len(proof.steps)) if proof else (),
+        levels=tuple((*facts, found.code, found.module) if found else facts for facts, found in levels),
+        ranges=(*starts, measured.floor, measured.ceiling) if record.sites else (),
         interrupted=record.interrupted,
         captures=len(record.script.captures) if record.script else 0,
     )
@@ -92,6 +84,10 @@ RANDOM = ("unknown", "error", 2, "forward", "", "", None)
 OF_SCRIPT = ("forward-overflow", "error", 0, "forward", "attention", BMM, 16)
 CAUSED = (SCORES, COLLAPSE)
 SCORES_PIN = ("attn:own", ("forward", BMM, 33))
+UNDERFLOW = ("gradient-underflow", "error", 5, "forward", "", "", None)
+NO_SCALE = ("no-usable-scale", "warning", 0, "backward", "first", "aten.sum.dim_IntList", 29)
+OF_LOSSES = ("forward-overflow", "error", 0, "forward", "", "aten.mul.Tensor", 39)
+OF_DATA = ("data-range", "error", 2, "data", "head", CAST, 28)
 IN_BLOCKS = tuple(
     ("forward-overflow", "warning", 0, "forward", f"blocks.{block}.attn", BMM, line)
     for block in (0, 1)
@@ -103,14 +99,12 @@ OUTCOMES = {
     "scan_calibration": Outcome("inconclusive", (SETTLES,), (12, 12, 32.0)),
     "scan_forward_overflow": Outcome(findings=CAUSED),
     "scan_gradient_overflow": Outcome(findings=(GRADIENT, COLLAPSE)),
-    "scan_gradient_underflow": Outcome(
-        findings=(("gradient-underflow", "error", 5, "forward", "", "", None),), steps=(6, 0, 1.0)
-    ),
+    "scan_gradient_underflow": Outcome(findings=(UNDERFLOW,), steps=(6, 0, 1.0)),
     "scan_runaway_scale": Outcome(
         findings=((*GRADIENT[:-1], 36), ("scale-runaway", "error", 29, "backward", "", "", None, 0)),
         steps=(30, 22, 2.0**-6),
     ),
-    "scan_mask_constant": Outcome("other", (("mask-constant", "error", 0, "forward", "attn", "", 26),), steps=None),
+    "scan_mask_constant": Outcome("other", (("mask-constant", "error", 0, "forward", "attn", "", 26),), steps=()),
     "scan_bad_batch": Outcome("other", (("data-nonfinite", "error", 2, "data", "", "", None),), (6, 2, 16384.0)),
     "scan_bad_weights": Outcome("other", (("weights-nonfinite", "error", 0, "forward", "", "", None), COLLAPSE)),
     "scan_poisoned_buffer": Outcome(
@@ -122,20 +116,13 @@ OUTCOMES = {
     ),
     "scan_true_nan": Outcome("other", (LOGARITHM, COLLAPSE)),
     "scan_not_reproduced": Outcome("inconclusive", (RANDOM,), (6, 2, 16384.0)),
-    "scan_several_losses": Outcome(
-        findings=(("forward-overflow", "error", 0, "forward", "", "aten.mul.Tensor", 39), COLLAPSE)
-    ),
+    "scan_several_losses": Outcome(findings=(OF_LOSSES, COLLAPSE)),
     "scan_interrupted": Outcome("inconclusive", (SETTLES,), (3, 3, 16384.0), interrupted=True),
     "ranges_overflow": Outcome(
-        "inconclusive", (("forward-overflow", "warning", *SCORES[2:]),), None, ranges=(33, 1.0, 256.0)
+        "inconclusive", (("forward-overflow", "warning", *SCORES[2:]),), (), ranges=(33, 1.0, 256.0)
     ),
-    "ranges_no_scale": Outcome(
-        "inconclusive",
-        (("no-usable-scale", "warning", 0, "backward", "first", "aten.sum.dim_IntList", 29),),
-        None,
-        ranges=(2048.0, 2.0),
-    ),
-    "ranges_example": Outcome("inconclusive", IN_BLOCKS, None, ranges=(49, 50, 49, 50, 4096.0, 65536.0)),
+    "ranges_no_scale": Outcome("inconclusive", (NO_SCALE,), (), ranges=(2048.0, 2.0)),
+    "ranges_example": Outcome("inconclusive", IN_BLOCKS, (), ranges=(49, 50, 49, 50, 4096.0, 65536.0)),
     "bisect_found": Outcome(findings=CAUSED, pins=(SCORES_PIN,), search=("guided", "found", 0, True, 6, 3)),
     "bisect_gradients": Outcome(
         findings=(GRADIENT, COLLAPSE),
@@ -161,7 +148,7 @@ OUTCOMES = {
     "bisect_fp32_fails": Outcome("other", (LOGARITHM, COLLAPSE), search=("guided", "fp32-fails", None, False, 0, 0)),
     "bisect_no_pin_helps": Outcome(
         "other",
-        (("data-range", "error", 2, "data", "head", CAST, 28),),
+        (OF_DATA,),
         (6, 1, 32768.0),
         search=("guided", "no-pin-helps", None, False, 0, 0),
     ),
@@ -176,7 +163,7 @@ OUTCOMES = {
     ),
     "cost": Outcome(
         "inconclusive",
-        steps=None,
+        steps=(),
         levels=(
             ("FP32", "healthy", 0, 2),
             *(
