@@ -94,6 +94,12 @@ IN_BLOCKS = tuple(
     for line in (49, 50)
 )
 
+
+def failing(skipped: int) -> tuple[Any, ...]:
+    """A level at which the example overflows."""
+    return "precision", skipped, 4, "forward-overflow", "blocks.0.attn"
+
+
 OUTCOMES = {
     "scan_healthy": Outcome("healthy", (SETTLES,), (6, 1, 512.0)),
     "scan_calibration": Outcome("inconclusive", (SETTLES,), (12, 12, 32.0)),
@@ -147,10 +153,7 @@ OUTCOMES = {
     ),
     "bisect_fp32_fails": Outcome("other", (LOGARITHM, COLLAPSE), search=("guided", "fp32-fails", None, False, 0, 0)),
     "bisect_no_pin_helps": Outcome(
-        "other",
-        (OF_DATA,),
-        (6, 1, 32768.0),
-        search=("guided", "no-pin-helps", None, False, 0, 0),
+        "other", (OF_DATA,), (6, 1, 32768.0), search=("guided", "no-pin-helps", None, False, 0, 0)
     ),
     "bisect_not_reproduced": Outcome(
         "inconclusive", (RANDOM,), (6, 2, 16384.0), search=("guided", "not-reproduced", 2, False, 0, 0)
@@ -166,10 +169,9 @@ OUTCOMES = {
         steps=(),
         levels=(
             ("FP32", "healthy", 0, 2),
-            *(
-                (level, "precision", skipped, 4, "forward-overflow", "blocks.0.attn")
-                for level, skipped in (("O1", 8), ("O2", 8), ("O3", 0))
-            ),
+            ("O1", *failing(8)),
+            ("O2", *failing(8)),
+            ("O3", *failing(0)),
             ("bfloat16", "healthy", 0, 4),
         ),
     ),

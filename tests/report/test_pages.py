@@ -202,8 +202,8 @@ searched = st.builds(
     ),
     records(),
     st.sampled_from(COMMANDS),
-    st.lists(trials, max_size=25),
-    st.lists(pins, max_size=20),
+    st.lists(trials, max_size=15),
+    st.lists(pins, max_size=8),
     st.none() | st.builds(replace, searches, outcome=st.sampled_from(typing.get_args(Outcome))),
 )
 

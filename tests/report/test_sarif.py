@@ -18,9 +18,9 @@ from ampdbg.report.formats import written
 from ampdbg.report.formats.sarif import Alert, alerts, log, to_json
 from ampdbg.report.view import Look, Typed
 from tests.report.records import healthy, run
-from tests.report.runs import RUNS
-from tests.report.runs import record_of as packed_record
-from tests.test_escapes import HOSTILE, record_of
+from tests.report.runs import RUNS, record_of
+from tests.test_escapes import HOSTILE
+from tests.test_escapes import record_of as hostile_record
 
 SCHEMA = json.loads(gzip.decompress((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json.gz").read_bytes()))
 LOOK = Look(80, color=False, unicode=True)
@@ -50,7 +50,7 @@ OVERFLOW = Finding("forward-overflow", "error", 3, "forward", SAYS, REMEDY, "blo
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_record_makes_a_valid_log(name: str) -> None:
-    assert mistakes(written_log(packed_record(name))) == []
+    assert mistakes(written_log(record_of(name))) == []
 
 
 def test_a_log_with_every_code_and_one_of_another_version_is_valid() -> None:
@@ -125,7 +125,7 @@ def test_no_message_holds_a_placeholder_or_a_link() -> None:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_names_of_the_users_world_are_data(text: str) -> None:
-    document = written_log(record_of(text))
+    document = written_log(hostile_record(text))
     assert mistakes(document) == []
     for string in strings(document):
         assert string.replace("\n", "").isprintable()

@@ -15,16 +15,7 @@ from ampdbg.report.scan import GroupHits, group_hits, next_command, overflows
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS
 from tests.report.pages import rendered
-from tests.report.records import (
-    NAMES,
-    calibration,
-    collapse,
-    healthy,
-    healthy_step,
-    overflow,
-    run,
-    skipped_step,
-)
+from tests.report.records import NAMES, calibration, collapse, healthy, healthy_step, overflow, run, skipped_step
 
 # Groups
 
