@@ -209,7 +209,7 @@ searched = st.builds(
 
 
 @given(searched)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_record_has_a_page(record: Record) -> None:
     assert rendered(record).strip()
     rendered(record, unicode=False, width=40, order="execution", top=1)
