@@ -16,7 +16,6 @@ from ampdbg.lint.settings import Settings
 from tests.commands.program import ROOT, Here, imported_by, start_anew
 from tests.report.test_sarif import mistakes
 
-
 CLIPS = """\
 import torch
 
