@@ -16,11 +16,11 @@ from ampdbg.record.file import to_json
 from tests.commands.program import Here, start
 from tests.commands.suggestions import proven
 from tests.report import bisections
-from tests.report.runs import RECORDS
+from tests.report.runs import json_of
 
 RUNS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
 WHOLE = [
-    *(json.loads((RECORDS / f"{name}.json").read_text(encoding="utf-8")) for name in RUNS),
+    *(json.loads(json_of(name)) for name in RUNS),
     *(json.loads(to_json(record)) for record in (bisections.found(), proven())),
 ]
 VALUES: tuple[Any, ...] = (

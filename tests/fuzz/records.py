@@ -15,7 +15,7 @@ from ampdbg.record.file import to_json
 from tests.commands.suggestions import proven
 from tests.fuzz.configs import VALID, changed, edited
 from tests.report import bisections
-from tests.report.runs import RECORDS
+from tests.report.runs import json_of
 
 SCANS = ("scan_runaway_scale", "scan_bad_batch", "scan_poisoned_buffer", "scan_several_losses", "scan_mask_constant")
 RUNS = (*SCANS, "run", "replay", "cost", "suggestion_capture")
@@ -45,7 +45,7 @@ def whole(folder: Path) -> tuple[Any, ...]:
     (folder / "c.yaml").write_text(json.dumps(VALID[1]), encoding="utf-8")
     own = [getattr(ampdbg, verb)(folder / "c.yaml") for verb in ("scan", "ranges", "bisect")]
     texts = [to_json(record) for record in (*own, *own, bisections.found(), proven())]
-    texts += [(RECORDS / f"{name}.json").read_text(encoding="utf-8") for name in RUNS]
+    texts += map(json_of, RUNS)
     return tuple(map(json.loads, texts))
 
 
