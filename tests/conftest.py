@@ -27,6 +27,9 @@ Golden = Callable[[Path, str], None]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write what is produced into the golden files")
+    parser.addoption(
+        "--update-records", action="store_true", help="with it: make the runs again whose pages are golden"
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-golden``.
+"""The runs whose pages are golden: cases of the zoo and examples, run in this process by ``pytest --update-records``.
 
 Their records are packed into one file beside the pages, so that a page holds only sentences that the program says.
 Whoever changes what a run finds, or how a page says it, refreshes both and reads the difference of the pages;
@@ -148,7 +148,7 @@ def record_of(name: str) -> Record:
 
 def keep(name: str) -> None:
     """Makes a run again and packs its record; the file stays as it is where the record does."""
-    assert "PYTEST_XDIST_WORKER" not in os.environ, "all records are one file: --update-golden without --numprocesses"
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "all records are one file: --update-records without --numprocesses"
     every = {**_packed(), name: json.loads(to_json(remade(name)))}
     if every != _packed():
         text = json.dumps(every, separators=(",", ":"), sort_keys=True)

@@ -1,4 +1,4 @@
-"""Golden pages and screens, of real runs and of what is no run, in every look; ``pytest --update-golden`` makes them.
+"""Golden pages and screens, of real runs and of what is no run, in every look; ``pytest --update-golden`` draws them.
 
 ``init`` and ``schema`` print text that no width changes, and ``report`` the screen of the command whose record it has.
 """
@@ -99,7 +99,7 @@ WIDE = [
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_a_screen_is_its_golden_file(name: str, golden: Golden, request: pytest.FixtureRequest) -> None:
-    if name in RUNS and request.config.getoption("--update-golden"):
+    if name in RUNS and request.config.getoption("--update-records"):
         keep(name)
     text = SCREENS[name](LOOK)
     golden(GOLDEN / f"{name}.txt", text)

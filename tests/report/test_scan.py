@@ -214,7 +214,9 @@ def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, ty
     assert typed_next(replace(record, steps=record.steps[:40]), script) is None
     tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be run again",)))
     assert typed_next(tried, script) is None
-    assert typed_next(replace(record, environment=replace(environment, policy="none")), script) is None
+    in_fp32 = replace(record, environment=replace(environment, policy="none"))
+    emulate = f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
+    assert typed_next(in_fp32, script) == (None if emulated else emulate)
 
 
 def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:
