@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 
-from ampdbg.config.file import load_config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -49,16 +48,16 @@ def loss(model, batch):
 
 
 def scanned(folder: Path, gain: float, check: str, precision: str = "float16", replays: int = 2) -> Record:
-    (folder / "w.py").write_text(WORKLOAD, encoding="utf-8")
-    settings = {
-        "model": {"target": "w.py:Net", "args": {"gain": gain, "check": check}},
-        "data": {"target": "w.py:data"},
-        "step": {"target": "w.py:loss"},
-        "train": {"steps": 6},
-        "precision": {"dtype": precision},
-    }
-    (folder / "c.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    return diagnose(train(load_config(folder / "c.yaml"), replays=replays))
+    config = written(
+        folder,
+        WORKLOAD,
+        model=("Net", {"gain": gain, "check": check}),
+        data="data",
+        step="loss",
+        train={"steps": 6},
+        precision={"dtype": precision},
+    )
+    return diagnose(train(config, replays=replays))
 
 
 def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
