@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampdbg.config.file import load_config
 from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.pinning.bisection import bisect_run
@@ -15,6 +14,7 @@ from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import prepared
 from ampdbg.replay.snapshot import take_snapshot
 from ampdbg.training.loop import profile_ranges, train
+from tests.written import written
 
 WORKLOAD = """
 import torch
@@ -120,18 +120,13 @@ ALONE = [
     for kind in kinds
 ]
 
-FAILING, HEALTHY = "1.0e+6", "1.0"
+FAILING, HEALTHY = 1e6, 1.0
 
 
-def config(folder: Path, kinds: list[str], factor: str, place: str) -> Config:
-    (folder / "work.py").write_text(WORKLOAD)
-    arguments = f"kinds: {kinds}, place: {place}"
-    (folder / "config.yaml").write_text(
-        f"model: {{target: work.py:Net, args: {{{arguments}, factor: {factor}}}}}\n"
-        f"data: {{target: work.py:data, args: {{{arguments}}}}}\n"
-        "step: {target: work.py:step}\ntrain: {steps: 2, device: cpu}\n"
-    )
-    return load_config(folder / "config.yaml")
+def config(folder: Path, kinds: list[str], factor: float, place: str) -> Config:
+    arguments = {"kinds": kinds, "place": place}
+    model, train = ("Net", {**arguments, "factor": factor}), {"steps": 2, "device": "cpu"}
+    return written(folder, WORKLOAD, model=model, data=("data", arguments), step="step", train=train)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -171,9 +166,7 @@ def data():
 def test_the_gradient_of_complex_weights_keeps_its_imaginary_part(
     scale: float, is_finite: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "net.py").write_text(COMPLEX, encoding="utf-8")
-    (tmp_path / "c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:data}\n", encoding="utf-8")
-    with prepared(load_config(tmp_path / "c.yaml", ())) as run:
+    with prepared(written(tmp_path, COMPLEX, model="Net", data="data")) as run:
         snapshot = take_snapshot(run.workload.model, 0, (next(run.workload.batches()),))
         replayed = replay_step(run, snapshot, Manner("float32", scale), keep_gradients=True)
     [gradient] = replayed.gradients.values()
