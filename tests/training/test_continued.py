@@ -16,6 +16,7 @@ from ampdbg.record.run import Record, Step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.training.fp32_twin import fp32_losses
 from ampdbg.training.loop import accumulate_gradients, batches_of_steps, take_step, train
+from tests.siblings import slow_but_for
 from tests.written import written
 
 WORKLOAD = """
@@ -65,6 +66,7 @@ def faint(model, batch):
 """
 
 BEFORE, AFTER = 7, 8
+QUICK = ("AdamW", "two optimizers", "a scheduler", "O3 in bfloat16")
 
 
 def config(folder: Path, *overrides: str, **keys: Any) -> Any:
@@ -116,7 +118,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but_for(QUICK, VARIANTS))
 def test_what_goes_on_from_a_checkpoint_is_bit_by_bit_the_uninterrupted_run(name: str, tmp_path: Path) -> None:
     whole = config(tmp_path, **VARIANTS[name])
     torch.save(checkpoint_after(whole, BEFORE), tmp_path / "run.pt")

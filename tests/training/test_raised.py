@@ -10,6 +10,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
+from tests.siblings import slow_but_for
 from tests.written import written
 
 WORKLOAD = """
@@ -69,21 +70,19 @@ def test_an_overflow_that_makes_the_code_raise_is_named(tmp_path: Path) -> None:
     assert record.error.splitlines()[0].endswith("raised AssertionError: what comes out is wrong")
 
 
-@pytest.mark.parametrize(
-    ("gain", "check", "precision"),
-    [
-        (1.0, "always", "float16"),  # in FP32 too
-        (1.0, "half", "float16"),  # only in FP16, and no op goes wrong
-        (600.0, "dtypes", "float16"),  # torch itself says what is wrong
-        (1e30, "finite", "float32"),  # nothing is half
-        (1e30, "finite", "float16"),  # FP32 is not finite either
-    ],
-)
-def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(
-    tmp_path: Path, gain: float, check: str, precision: str
-) -> None:
+OTHER = {
+    "in FP32 too": (1.0, "always", "float16"),
+    "only in FP16, and no op goes wrong": (1.0, "half", "float16"),
+    "torch itself says what is wrong": (600.0, "dtypes", "float16"),
+    "nothing is half": (1e30, "finite", "float32"),
+    "FP32 is not finite either": (1e30, "finite", "float16"),
+}
+
+
+@pytest.mark.parametrize("case", slow_but_for(["in FP32 too", "FP32 is not finite either"], OTHER))
+def test_any_other_error_is_the_users_own_and_the_steps_before_it_are_kept(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserCodeError) as raised:
-        scanned(tmp_path, gain, check, precision)
+        scanned(tmp_path, *OTHER[case])
     record = raised.value.record
     assert isinstance(record, Record)
     assert [step.step for step in record.steps] == [0, 1, 2]
