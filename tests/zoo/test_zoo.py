@@ -21,6 +21,7 @@ from ampdbg.training.loop import train
 from tests.siblings import slow_but_for
 from tests.zoo.case import HERE, Case
 
+USUAL = Path(__file__).parent / "case.py"
 FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
 
 
@@ -40,13 +41,15 @@ ONE_OF_EACH = {case.code: name for name, case in CASES.items()}.values()
 
 
 def config_of(file: Path, folder: Path) -> Path:
-    """A config from the names that the file defines: Model, batches, and loss or step where it has them."""
-    case = CASES[file.stem]
-    targets = {"model": "Model", "data": "batches", "loss": "loss", "step": "step"}
-    keys: dict[str, Any] = {
-        key: {"target": f"{file}:{name}"} for key, name in targets.items() if hasattr(MODULES[file.stem], name)
-    }
-    keys["train"] = {"steps": case.steps}
+    """A config from the names that the file defines: Model, batches, and loss or step, or the usual ones."""
+    case, module = CASES[file.stem], MODULES[file.stem]
+    usual = {"batches"} if hasattr(module, "step") else {"batches", "loss"}
+    keys: dict[str, Any] = {"train": {"steps": case.steps}}
+    for key, name in {"model": "Model", "data": "batches", "loss": "loss", "step": "step"}.items():
+        if getattr(module, name, None) is not None:
+            keys[key] = {"target": f"{file}:{name}"}
+        elif not hasattr(module, name) and name in usual:
+            keys[key] = {"target": f"{USUAL}:{name}"}
     for key, value in case.config.items():
         keys[key] = {**keys.get(key, {}), **value} if isinstance(value, dict) else value
     path = folder / "config.yaml"

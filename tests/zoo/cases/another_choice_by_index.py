@@ -21,11 +21,6 @@ class Model(nn.Module):
         return torch.stack([row(x).float() for row in self.rows]), torch.cat([first, 1 - first])
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     x, y = batch
     output, matched = model(x)

@@ -29,9 +29,4 @@ class Model(nn.Module):
         return self.head(self.body(x).relu())
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
 loss = F.mse_loss

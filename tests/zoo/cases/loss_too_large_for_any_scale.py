@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
     code="gradient-overflow",
@@ -26,9 +26,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def batches(weight: float = 1e6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    draws = [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
+def batches(weight: float = 1e6) -> list[Pair]:
+    draws = pairs()
     return [(x, torch.cat([y, torch.full_like(y, weight)], dim=1)) for x, y in draws]
 
 

@@ -29,11 +29,6 @@ class Model(nn.Module):
         return self.first(x) * self.large  # <- here
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     x, y = batch
     return {"first": (model(x).float() - y).mean(), "second": F.mse_loss(model.second(x), y) * model.small}

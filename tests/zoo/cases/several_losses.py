@@ -29,11 +29,6 @@ class Model(nn.Module):
         return self.body(x)
 
 
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(3)]
-
-
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     out = model(batch[0])
     penalty = (out * model.penalty).mean()  # <- here

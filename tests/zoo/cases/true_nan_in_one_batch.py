@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.case import Case
@@ -31,7 +30,3 @@ def batches(offset: float = -2.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     made = [(torch.rand(8, 4, generator=generator) + 2, torch.randn(8, 1, generator=generator)) for _ in range(6)]
     made[2][0][4] = offset
     return made
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(output, target)
