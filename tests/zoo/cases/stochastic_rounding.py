@@ -10,7 +10,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    steps=60,
+    steps=20,
     config={
         "precision": {"dtype": "bfloat16"},
         "optimizer": {"target": f"{__file__}:Stochastic", "args": {"lr": 1e-4}},
