@@ -19,7 +19,7 @@ from ampdbg.pinning import bisection
 from ampdbg.record.file import read_record, write_record
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Verdict
-from tests.commands.program import Here, imported_by, start
+from tests.commands.program import Here
 from tests.report.bisections import BISECTIONS, OVERFLOW, TRIALS, found, nothing_to_pin, search_interrupted
 
 NET = """
@@ -225,27 +225,6 @@ def test_a_watched_loop_cannot_be_run_again(
         assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"
 
 
-EITHER = "give either a config or a module file: CONFIG, or --module FILE.py\n"
-WRONG = {
-    "neither": ((), f"error: got nothing to run; {EITHER}"),
-    "both": (
-        ("config.yaml", "--module", "model.py"),
-        f"error: got both config.yaml and --module model.py; {EITHER}",
-    ),
-    "no such record": (("r.json",), "error: r.json: cannot be read: No such file or directory\n"),
-    "an unknown strategy": (("config.yaml", "--strategy", "random"), "'guided', 'ddmin'"),
-    "no trials": (("config.yaml", "--max-trials", "0"), "--max-trials"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_call_is_refused(name: str, here: Here) -> None:
-    arguments, message = WRONG[name]
-    result = here("bisect", *arguments)
-    assert (result.code, result.stdout) == (2, "")
-    assert message in result.stderr
-
-
 def test_a_damaged_record_is_named(here: Here) -> None:
     Path("r.json").write_text('{"format": "ampdbg.record", ', encoding="utf-8")
     with pytest.raises(RecordError, match=r"r\.json: not a record: "):
@@ -256,12 +235,6 @@ def test_a_damaged_record_is_named(here: Here) -> None:
 def test_what_is_no_path_is_refused(function: Callable[[Any], object]) -> None:
     with pytest.raises(ConfigError, match="got a config of type int; allowed: the path of a config, a record"):
         function(5)
-
-
-def test_a_usage_error_answers_without_torch(tmp_path: Path) -> None:
-    result = start(tmp_path, "bisect", flags=("-X", "importtime"))
-    assert result.code == 2
-    assert "torch" not in imported_by(result)
 
 
 # The whole way, with real experiments

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.file import to_json
-from tests.commands.program import Here, start
+from tests.commands.program import Here
 from tests.commands.suggestions import proven
 from tests.report import bisections
 from tests.report.runs import RECORDS
@@ -100,9 +99,3 @@ def test_every_command_that_reads_a_record_names_its_path_and_the_key(here: Here
     assert result.stderr.startswith(
         'error: r.json: a damaged record: search.tried: got "often"; needed: a valid integer'
     )
-
-
-def test_help_does_not_wait_for_pydantic(tmp_path: Path) -> None:
-    result = start(tmp_path, "--help", flags=("-X", "importtime"))
-    assert result.code == 0
-    assert not [line for line in result.stderr.splitlines() if "pydantic" in line]

@@ -276,9 +276,3 @@ def test_each_question_is_answered_or_says_what_it_raised(
         ["b", None, "Torch not compiled with CUDA enabled"],
         ["c", 3, ""],
     ]
-
-
-def test_it_takes_no_argument(here: Here) -> None:
-    result = here("doctor", "now")
-    assert (result.code, result.stdout) == (2, "")
-    assert "now" in result.stderr

@@ -24,14 +24,6 @@ def test_without_a_record_it_shows_the_latest(here: Here) -> None:
     assert "Record: .ampdbg/latest.json" in result.stdout
 
 
-def test_without_any_record_it_says_how_to_make_one(here: Here) -> None:
-    result = here("report")
-    assert (result.code, result.stdout) == (2, "")
-    assert result.stderr == (
-        "error: no record given, and none here (.ampdbg/latest.json); make one with: ampdbg scan CONFIG\n"
-    )
-
-
 def test_showing_a_failure_again_is_no_failure(here: Here) -> None:
     write_record(collapse(), Path("r.json"))
     assert here("report", "r.json").code == 0
