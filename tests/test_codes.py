@@ -43,9 +43,7 @@ CATALOGUE = ("record/codes.py", "record/misuse_codes.py")
 RULES = "lint/rules/"
 """A rule may read from source code what a diagnosis sees in a run."""
 
-IN_TWO_MODULES = {
-    "mask-constant": "found by an op's numbers, and by the error of torch",
-}
+IN_TWO_MODULES = {"mask-constant": "found by an op's numbers, and by the error of torch"}
 
 
 def words(source: str) -> set[str]:

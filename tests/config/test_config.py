@@ -114,8 +114,7 @@ def test_a_quoted_number_stays_a_string_in_args_and_is_read_where_a_number_is_ne
 
 
 @pytest.mark.parametrize(
-    ("written", "scale"),
-    [("1024", 1024.0), ("1e3", 1000.0), ("{init: 8}", LossScale(init=8.0)), ("{}", LossScale())],
+    ("written", "scale"), [("1024", 1024.0), ("1e3", 1000.0), ("{init: 8}", LossScale(init=8.0)), ("{}", LossScale())]
 )
 def test_a_number_is_a_static_scale_and_a_mapping_a_dynamic_one(
     folder: Path, written: str, scale: LossScale | float
@@ -219,11 +218,7 @@ SECTIONS = st.fixed_dictionaries(
         "loss": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
         "step": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
         "optimizer": st.fixed_dictionaries(
-            {
-                "target": st.just("math:prod"),
-                "args": ARGS,
-                "groups": st.sampled_from(["parameter", "module", "single"]),
-            }
+            {"target": st.just("math:prod"), "args": ARGS, "groups": st.sampled_from(["parameter", "module", "single"])}
         ),
         "checkpoint": st.none(),
         "scheduler": st.none() | st.fixed_dictionaries({"target": st.just("math:prod"), "args": ARGS}),
@@ -315,10 +310,7 @@ def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
             "--set model={a: 1, a: 2, target: 'math:pi'}: model.a is given twice",
         ),
         ("s\udce9ed=3", "as a key; allowed: the names of"),
-        (
-            "trian.steps=3",
-            "precision, train. Did you mean 'train'?",
-        ),
+        ("trian.steps=3", "precision, train. Did you mean 'train'?"),
     ],
 )
 def test_a_mistake_in_set_names_the_option(folder: Path, override: str, expected: str) -> None:
@@ -464,8 +456,7 @@ def test_the_names_that_a_file_defines(tmp_path: Path, source: str, names: list[
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["from x import *", "globals()['a'] = 1", "exec('a = 1')", "def __getattr__(name): ...", "def (", "\x00"],
+    "source", ["from x import *", "globals()['a'] = 1", "exec('a = 1')", "def __getattr__(name): ...", "def (", "\x00"]
 )
 def test_what_only_running_the_file_can_tell_is_left_to_the_import(tmp_path: Path, source: str) -> None:
     (tmp_path / "x.py").write_text(source)

@@ -78,11 +78,7 @@ def test_the_dispatcher_is_no_frame_of_interest(tmp_path: Path) -> None:
 
 
 def test_a_call_that_does_not_fit_shows_only_the_error(tmp_path: Path) -> None:
-    text = shown(
-        tmp_path,
-        "data.target=net.py:named",
-        net="named = [({'a': 1}, 0)]\n",
-    )
+    text = shown(tmp_path, "data.target=net.py:named", net="named = [({'a': 1}, 0)]\n")
     assert "TypeError" in text
     assert str(Path(ampdbg.__file__).parent) not in text
 

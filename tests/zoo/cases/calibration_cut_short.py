@@ -7,10 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("scale-calibration",),
-    steps=6,
-)
+CASE = Case(follows=("scale-calibration",), steps=6)
 
 
 class Model(nn.Module):

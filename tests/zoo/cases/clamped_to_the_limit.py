@@ -8,12 +8,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="",
-    op="aten.add.Tensor",
-    step=0,
-    twin=("model.args.bias=1.0",),
+    code="forward-overflow", verdict="precision", module="", op="aten.add.Tensor", step=0, twin=("model.args.bias=1.0",)
 )
 
 

@@ -8,12 +8,7 @@ from torch import nn
 from tests.zoo.case import Case, Pair, pairs
 
 CASE = Case(
-    code="eps-underflow",
-    verdict="precision",
-    module="",
-    op="aten.div.Tensor",
-    step=0,
-    twin=("model.args.eps=1.0e-5",),
+    code="eps-underflow", verdict="precision", module="", op="aten.div.Tensor", step=0, twin=("model.args.eps=1.0e-5",)
 )
 
 

@@ -14,10 +14,7 @@ CASE = Case(
     severity="warning",
     steps=12,
     says=("norm.weight, of which no entry ever moves", "of the gradient's part and 100% of the weight decay"),
-    config={
-        "precision": {"dtype": "bfloat16"},
-        "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}},
-    },
+    config={"precision": {"dtype": "bfloat16"}, "optimizer": {"target": "torch.optim:AdamW", "args": {"lr": 1e-4}}},
     twin=("model.args.dtype=float32",),
 )
 

@@ -8,10 +8,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("silent-overflow",),
-    config={"precision": {"loss_scale": 1.0}},
-)
+CASE = Case(follows=("silent-overflow",), config={"precision": {"loss_scale": 1.0}})
 
 
 class Model(nn.Module):

@@ -9,9 +9,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    follows=("gradient-growth",),
-    steps=60,
-    config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}},
+    follows=("gradient-growth",), steps=60, config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.0}}}
 )
 
 

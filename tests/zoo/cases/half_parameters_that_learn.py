@@ -11,7 +11,7 @@ CASE = Case(
     config={
         "precision": {"level": "O0"},
         "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 0.05, "momentum": 0.9}},
-    },
+    }
 )
 
 

@@ -9,11 +9,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="infinite-loss",
-    verdict="other",
-    step=0,
-    says=("1 of 2 samples",),
-    twin=("loss.args.zero_infinity=true",),
+    code="infinite-loss", verdict="other", step=0, says=("1 of 2 samples",), twin=("loss.args.zero_infinity=true",)
 )
 
 

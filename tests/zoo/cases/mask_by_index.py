@@ -17,13 +17,7 @@ def says() -> str:
     return "the code writes a constant of magnitude 1e9"
 
 
-CASE = Case(
-    code="mask-constant",
-    verdict="other",
-    step=0,
-    says=(says(),),
-    twin=("model.args.fill=-10000.0",),
-)
+CASE = Case(code="mask-constant", verdict="other", step=0, says=(says(),), twin=("model.args.fill=-10000.0",))
 
 
 class Model(nn.Module):

@@ -7,13 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="mask-constant",
-    verdict="other",
-    module="attn",
-    step=0,
-    twin=("model.args.fill=-10000.0",),
-)
+CASE = Case(code="mask-constant", verdict="other", module="attn", step=0, twin=("model.args.fill=-10000.0",))
 
 
 class Attention(nn.Module):

@@ -7,13 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case, Pair, pairs
 
-CASE = Case(
-    code="forward-overflow",
-    verdict="precision",
-    module="layers.4",
-    step=0,
-    twin=("model.args.gain=1.0",),
-)
+CASE = Case(code="forward-overflow", verdict="precision", module="layers.4", step=0, twin=("model.args.gain=1.0",))
 
 
 class Layer(nn.Module):

@@ -10,11 +10,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="unknown",
-    verdict="inconclusive",
-    step=2,
-    says=("none of 3 replays",),
-    twin=("model.args.fails_at=99",),
+    code="unknown", verdict="inconclusive", step=2, says=("none of 3 replays",), twin=("model.args.fails_at=99",)
 )
 
 

@@ -7,13 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="precision-loss",
-    verdict="precision",
-    module="",
-    phase="forward",
-    twin=("model.args.fp32=true",),
-)
+CASE = Case(code="precision-loss", verdict="precision", module="", phase="forward", twin=("model.args.fp32=true",))
 
 
 class Model(nn.Module):

@@ -8,11 +8,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="precision-loss",
-    verdict="precision",
-    module="positions",
-    phase="forward",
-    twin=("model.args.fp32=true",),
+    code="precision-loss", verdict="precision", module="positions", phase="forward", twin=("model.args.fp32=true",)
 )
 
 

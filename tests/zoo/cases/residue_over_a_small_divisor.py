@@ -11,10 +11,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    follows=("scale-calibration",),
-    steps=8,
-)
+CASE = Case(follows=("scale-calibration",), steps=8)
 
 
 class Model(nn.Module):

@@ -8,12 +8,7 @@ from torch import nn
 from tests.zoo.case import Case
 
 CASE = Case(
-    code="true-nan",
-    verdict="other",
-    module="",
-    op="aten._softmax.default",
-    step=0,
-    twin=("model.args.masked=2",),
+    code="true-nan", verdict="other", module="", op="aten._softmax.default", step=0, twin=("model.args.masked=2",)
 )
 
 

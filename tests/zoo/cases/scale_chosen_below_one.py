@@ -7,9 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case, Pair, pairs
 
-CASE = Case(
-    config={"precision": {"loss_scale": 0.25}},
-)
+CASE = Case(config={"precision": {"loss_scale": 0.25}})
 
 
 class Model(nn.Module):

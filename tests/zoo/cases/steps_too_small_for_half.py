@@ -12,10 +12,7 @@ CASE = Case(
     verdict="other",
     phase="optimizer",
     says=("6 steps lose", "of the updates' energy"),
-    config={
-        "precision": {"level": "O0"},
-        "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}},
-    },
+    config={"precision": {"level": "O0"}, "optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1e-5}}},
     twin=("precision.level=O1", "model.args.half=false"),
 )
 

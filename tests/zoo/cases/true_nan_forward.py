@@ -7,13 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="true-nan",
-    verdict="other",
-    op="aten.log.default",
-    step=0,
-    twin=("model.args.clamp=1.0e-4",),
-)
+CASE = Case(code="true-nan", verdict="other", op="aten.log.default", step=0, twin=("model.args.clamp=1.0e-4",))
 
 
 class Model(nn.Module):

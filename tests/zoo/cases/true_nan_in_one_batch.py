@@ -7,13 +7,7 @@ from torch import nn
 
 from tests.zoo.case import Case
 
-CASE = Case(
-    code="true-nan",
-    verdict="other",
-    op="aten.sqrt.default",
-    step=2,
-    twin=("data.args.offset=2.0",),
-)
+CASE = Case(code="true-nan", verdict="other", op="aten.sqrt.default", step=2, twin=("data.args.offset=2.0",))
 
 
 class Model(nn.Module):
