@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 HERE = "# <- here"
 """Marks the line of a case's file that the finding must name."""
@@ -52,3 +53,39 @@ def batches() -> list[Pair]:
 
 def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output.float(), target)
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+class OneLayerTimes50(OneLayer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * 50.0
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class HalfLayers(nn.Module):
+    def __init__(self, half: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 16)
+        self.head = nn.Linear(16, 1)
+        if half:
+            self.half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x.to(self.body.weight.dtype)).relu())

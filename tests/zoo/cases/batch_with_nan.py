@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from tests.zoo.case import Case, Pair, pairs
+from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(
     code="data-nonfinite",
@@ -15,15 +12,7 @@ CASE = Case(
     says=("sample 5", "[0]"),
     twin=("data.args.value=1.0",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
+Model = OneLayer
 
 
 def batches(value: float = float("nan")) -> list[Pair]:

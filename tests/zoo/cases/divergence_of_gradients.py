@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayer
 
 CASE = Case(
     code="divergence",
@@ -14,12 +11,4 @@ CASE = Case(
     config={"optimizer": {"target": "torch.optim:SGD", "args": {"lr": 1.5}}},
     twin=("optimizer.args.lr=0.05",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
+Model = OneLayer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.zoo.case import Case
+from tests.zoo.case import Case, TwoLayers
 
 CASE = Case(
     code="gradient-underflow",
@@ -14,16 +13,7 @@ CASE = Case(
     config={"precision": {"loss_scale": 1}},
     twin=("precision.loss_scale=65536",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
+Model = TwoLayers
 
 
 def step(model: Model, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

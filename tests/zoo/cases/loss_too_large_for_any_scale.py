@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from tests.zoo.case import Case, Pair, pairs
+from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(
     code="gradient-overflow",
@@ -15,15 +14,7 @@ CASE = Case(
     steps=30,
     twin=("data.args.weight=1.0",),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
+Model = OneLayer
 
 
 def batches(weight: float = 1e6) -> list[Pair]:

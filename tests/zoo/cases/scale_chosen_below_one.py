@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from tests.zoo.case import Case, Pair, pairs
+from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(config={"precision": {"loss_scale": 0.25}})
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x)
+Model = OneLayer
 
 
 def batches(weight: float = 1.0) -> list[Pair]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from tests.zoo.case import Case
+from tests.zoo.case import Case, OneLayerTimes50
 
 CASE = Case(
     code="scale-oscillation",
@@ -17,12 +14,4 @@ CASE = Case(
     twin=("precision.loss_scale.growth_interval=2000",),
     says=("grows after every taken step (growth_interval=1)", "of 30 steps"),
 )
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x) * 50.0
+Model = OneLayerTimes50
