@@ -74,8 +74,11 @@ class Faked:
         return self.record
 
 
+Fake = Callable[[Record], Faked]
+
+
 @pytest.fixture
-def fake(here: Here) -> Callable[[Record], Faked]:
+def fake(here: Here) -> Fake:
     def put(record: Record) -> Faked:
         faked = Faked(record)
         here.monkeypatch.setattr(bisection, "bisect_run", faked)
@@ -90,7 +93,7 @@ def written(source: str = NET) -> None:
     Path("config.yaml").write_text(CONFIG, encoding="utf-8")
 
 
-def test_the_report_goes_to_stdout_and_the_trials_to_stderr(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_the_report_goes_to_stdout_and_the_trials_to_stderr(here: Here, fake: Fake) -> None:
     fake(found())
     result = here("bisect", "config.yaml")
     assert result.code == 1
@@ -103,46 +106,42 @@ CODES = dict.fromkeys(BISECTIONS, 1) | {"nothing_to_pin": 0, "search_interrupted
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_each_end_has_its_exit_code_and_leaves_a_record(name: str, here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_each_end_has_its_exit_code_and_leaves_a_record(name: str, here: Here, fake: Fake) -> None:
     record = BISECTIONS[name]()
     fake(record)
     assert here("bisect", "config.yaml", "--quiet", "--record", "r.json").code == CODES[name]
     assert read_record(Path("r.json")).search == record.search
 
 
-def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_a_run_that_was_interrupted_before_its_search_is_told(here: Here, fake: Fake) -> None:
     fake(replace(nothing_to_pin(), search=None, interrupted=True))
     result = here("bisect", "config.yaml", "--quiet")
     assert result.code == 130
     assert result.stdout.startswith("! Interrupted after 50 of 50 steps, in the search that follows.")
 
 
-def test_json_is_the_record(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_the_record_is_printed_kept_and_drawn_again(here: Here, fake: Fake) -> None:
     fake(found())
     result = here("bisect", "config.yaml", "--quiet", "--json", "--record", "r.json")
     assert json.loads(result.stdout) == json.loads(Path("r.json").read_text(encoding="utf-8"))
+    page = here("bisect", "config.yaml", "--quiet", "--record", "r.json").stdout
+    assert here("report", "r.json").stdout == page
 
 
-def test_the_record_renders_again(here: Here, fake: Callable[[Record], Faked]) -> None:
-    fake(found())
-    first = here("bisect", "config.yaml", "--quiet", "--record", "r.json").stdout
-    assert here("report", "r.json").stdout == first
-
-
-def test_the_options_reach_the_search(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_the_options_reach_the_search(here: Here, fake: Fake) -> None:
     faked = fake(found())
     here("bisect", "config.yaml", "--strategy", "ddmin", "--max-trials", "7", "--steps", "9", "--set", "train.seed=4")
     assert (faked.options["strategy"], faked.options["max_trials"]) == ("ddmin", 7)
     assert (faked.configs[0].train.steps, faked.configs[0].train.seed) == (9, 4)
 
 
-def test_from_python_no_file_is_written(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_from_python_no_file_is_written(here: Here, fake: Fake) -> None:
     faked = fake(found())
     assert replace(ampdbg.bisect("config.yaml"), listings=()) == replace(faked.record, listings=())
     assert not Path(".ampdbg").exists()
 
 
-def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Fake) -> None:
     def fails(config: Config, **options: Any) -> Record:
         error = AmpdbgError("stopped")
         error.record = replace(found(), search=None, findings=(), verdict="inconclusive")
@@ -159,7 +158,7 @@ def test_an_error_in_mid_run_carries_the_diagnosed_steps(here: Here, fake: Calla
 # Where the config comes from
 
 
-def test_a_record_is_run_again_with_its_config(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_a_record_is_run_again_with_its_config(here: Here, fake: Fake) -> None:
     faked = fake(found())
     config = load_config(Path("config.yaml"), ("train.clip_grad_norm=2.5", "precision.loss_scale=1024"))
     write_record(replace(found(), config=config.resolved()), Path("r.json"))
@@ -170,7 +169,7 @@ def test_a_record_is_run_again_with_its_config(here: Here, fake: Callable[[Recor
     assert "optimizer" not in faked.configs[0].model_fields_set  # it would come before the model's own
 
 
-def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Fake) -> None:
     fake(found())
     write_record(replace(found(), config=load_config(Path("config.yaml")).resolved()), Path("r.json"))
     Path("model.py").unlink()
@@ -182,7 +181,7 @@ def test_a_record_from_another_folder_says_where_to_run_it(here: Here, fake: Cal
     )
 
 
-def test_a_module_file_needs_no_config(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_a_module_file_needs_no_config(here: Here, fake: Fake) -> None:
     faked = fake(nothing_to_pin())
     result = here(*MODULE, "--set", "model.args.gain=2.0")
     assert faked.configs[0].step is not None
@@ -190,14 +189,14 @@ def test_a_module_file_needs_no_config(here: Here, fake: Callable[[Record], Fake
     assert "  ampdbg bisect --module model.py --set model.args.gain=2.0 --steps 500\n" in result.stdout
 
 
-def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fake: Fake) -> None:
     fake(search_interrupted())
     given = ("config.yaml", "--set", "model.args={gain: 2}", "--steps", "5", "--device", "cpu", "--seed", "4")
     result = here("bisect", *given, "--quiet", "--max-trials", "3")
     assert result.stdout.splitlines()[-1].strip() == shlex.join(["ampdbg", "bisect", *given])
 
 
-def test_a_python_file_is_given_as_a_module(here: Here, fake: Callable[[Record], Faked]) -> None:
+def test_a_python_file_is_given_as_a_module(here: Here, fake: Fake) -> None:
     fake(found())
     Path("my model.py").touch()
     result = here("bisect", "my model.py")
@@ -215,7 +214,7 @@ def watched(verdict: Verdict, *findings: Finding) -> None:
 
 @pytest.mark.parametrize(("verdict", "findings"), [("other", (CLIPPED,)), ("precision", (OVERFLOW,)), ("healthy", ())])
 def test_a_watched_loop_cannot_be_run_again(
-    verdict: Verdict, findings: tuple[Finding, ...], here: Here, fake: Callable[[Record], Faked]
+    verdict: Verdict, findings: tuple[Finding, ...], here: Here, fake: Fake
 ) -> None:
     fake(found())
     watched(verdict, *findings)

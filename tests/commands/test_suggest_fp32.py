@@ -416,13 +416,6 @@ def test_what_no_pin_cures_has_no_patch_but_the_reason(name: str, form: str, her
     assert "Other remedies\n  clamp inside the root\n" in result.stderr
 
 
-def test_a_healthy_run_has_nothing_to_pin(here: Here, fake: Fake) -> None:
-    fake(record=nothing_to_pin())
-    result = here("suggest-fp32", "config.yaml")
-    assert (result.code, result.stdout) == (0, "")
-    assert "✓ Nothing to pin" in result.stderr
-
-
 @pytest.mark.parametrize("form", ["diff", "module", "yaml", "json"])
 def test_a_patch_that_failed_its_proof_is_not_handed_over(form: str, here: Here, fake: Fake) -> None:
     fake(record=replace(proven(), verification=FAILED))
@@ -441,10 +434,17 @@ def test_where_a_part_of_a_failed_patch_was_refused_its_modules_are_pinned_by_na
     assert result.stderr.rstrip().endswith("ampdbg suggest-fp32 config.yaml --format module")
 
 
-def test_an_interrupt_hands_nothing_over(here: Here, fake: Fake) -> None:
-    fake(record=search_interrupted())
+@pytest.mark.parametrize(
+    ("record", "code", "said"),
+    [(nothing_to_pin(), 0, "✓ Nothing to pin"), (search_interrupted(), 130, "! Interrupted")],
+)
+def test_a_healthy_run_and_an_interrupted_one_hand_nothing_over(
+    record: Record, code: int, said: str, here: Here, fake: Fake
+) -> None:
+    fake(record=record)
     result = here("suggest-fp32", "config.yaml")
-    assert (result.code, result.stdout) == (130, "")
+    assert (result.code, result.stdout) == (code, "")
+    assert said in result.stderr
 
 
 # Where the config comes from

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ampdbg.config.file import load_config
-from ampdbg.config.schema import Config, LossScale, OptimizerSpec, Precision, TargetSpec, Train
+from ampdbg.config.schema import Config, LossScale, TargetSpec
 from ampdbg.config.targets import defined_names, parse_target
 from ampdbg.errors import ConfigError
 from ampdbg.formats import FLOAT32
@@ -55,20 +55,11 @@ def message(folder: Path, *overrides: str, text: str | None = None) -> str:
 # --- what a config means ---
 
 
-def test_everything_but_model_and_data_has_a_default(folder: Path) -> None:
-    config = load(folder)
-    assert config.model == TargetSpec(target="workload.py:Net")
-    assert config.data.args == {"size": 8}
-    assert (config.loss, config.step, config.checkpoint) == (None, None, None)
-    assert config.optimizer == OptimizerSpec(target="torch.optim:AdamW", args={}, groups="parameter")
-    assert config.precision == Precision(dtype="float16", level="O1", policy="cuda", loss_scale=LossScale(), pins=())
-    assert config.train == Train(steps=50, accumulate=1, clip_grad_norm=None, seed=0, device="auto")
-    assert config.folder == folder
-
-
 def test_the_resolved_config_names_every_key_and_no_folder(folder: Path) -> None:
     (folder / "w.pt").touch()
-    assert load(folder, "checkpoint=./w.pt").resolved() == {
+    config = load(folder, "checkpoint=./w.pt")
+    assert config.folder == folder
+    assert config.resolved() == {
         "model": {"target": "workload.py:Net", "args": {}},
         "data": {"target": "workload.py:batches", "args": {"size": 8}},
         "loss": None,
@@ -269,20 +260,18 @@ def test_set_key_by_key_gives_the_same(folder: Path, data: dict[str, Any]) -> No
 # --- --set ---
 
 
-def test_set_makes_the_sections_it_needs(folder: Path) -> None:
-    assert load(folder, "precision.loss_scale.init=8").precision.loss_scale == LossScale(init=8.0)
-
-
-def test_a_later_set_wins(folder: Path) -> None:
-    assert load(folder, "train.steps=3", "train.steps=4").train.steps == 4
-
-
-def test_set_reaches_into_args(folder: Path) -> None:
-    assert load(folder, "data.args.size=16", "data.args.kind=a=b").data.args == {"size": 16, "kind": "a=b"}
-
-
-def test_an_empty_value_is_null(folder: Path) -> None:
-    assert load(folder, "train.clip_grad_norm=1", "train.clip_grad_norm=").train.clip_grad_norm is None
+@pytest.mark.parametrize(
+    ("overrides", "section", "key", "value"),
+    [
+        (["precision.loss_scale.init=8"], "precision", "loss_scale", LossScale(init=8.0)),
+        (["train.steps=3", "train.steps=4"], "train", "steps", 4),
+        (["data.args.size=16", "data.args.kind=a=b"], "data", "args", {"size": 16, "kind": "a=b"}),
+        (["train.clip_grad_norm=1", "train.clip_grad_norm="], "train", "clip_grad_norm", None),
+    ],
+    ids=["it makes the sections it needs", "the later wins", "it reaches into args", "an empty value is null"],
+)
+def test_set(folder: Path, overrides: list[str], section: str, key: str, value: object) -> None:
+    assert getattr(getattr(load(folder, *overrides), section), key) == value
 
 
 def test_set_mends_what_is_wrong_in_the_file(folder: Path) -> None:
@@ -370,21 +359,18 @@ def test_where_names_the_line_the_option_or_the_section(folder: Path) -> None:
 # --- the file itself ---
 
 
-def test_a_missing_config_names_those_beside_it(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file in .*\. Did you mean 'config\.yaml'\?"):
-        load_config(folder / "confg.yaml")
-    with pytest.raises(ConfigError, match=r"no such file in .*\. There is config\.yaml\."):
-        load_config(folder / "vit.yaml")
-
-
-def test_a_missing_config_in_a_missing_folder(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vit\.yaml.*, but there is no folder .*none"):
-        load_config(folder / "none" / "vit.yaml")
-
-
-def test_a_folder_is_no_config(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a folder; allowed: a file\. There is config\.yaml\."):
-        load_config(folder)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("confg.yaml", r"no such file in .*\. Did you mean 'config\.yaml'\?"),
+        ("vit.yaml", r"no such file in .*\. There is config\.yaml\."),
+        ("none/vit.yaml", r"vit\.yaml.*, but there is no folder .*none"),
+        ("", r"is a folder; allowed: a file\. There is config\.yaml\."),
+    ],
+)
+def test_a_config_that_is_not_there_names_those_beside_it(folder: Path, given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(folder / given)
 
 
 def test_yaml_nested_beyond_reading_is_refused(folder: Path) -> None:

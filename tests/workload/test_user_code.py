@@ -123,19 +123,9 @@ def test_the_original_exception_is_the_cause(tmp_path: Path) -> None:
     assert type(raised.value.__cause__) is ArithmeticError
 
 
-def test_an_interrupt_passes_through() -> None:
-    with pytest.raises(KeyboardInterrupt), USER.running("training"):
-        raise KeyboardInterrupt
-
-
 def test_an_error_of_ampdbg_passes_through() -> None:
     with pytest.raises(WorkloadError, match=r"^as it was$"), USER.running("training"):
         raise WorkloadError("as it was")
-
-
-def test_an_end_of_iteration_in_user_code_is_an_error_like_any_other() -> None:
-    with pytest.raises(UserCodeError, match=r"^reading raised StopIteration$"), USER.running("reading"):
-        raise StopIteration
 
 
 def test_only_the_first_line_of_a_long_error_is_in_the_message() -> None:
