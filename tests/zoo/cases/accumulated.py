@@ -1,7 +1,5 @@
 """The overflow comes in the second of three accumulated micro-batches."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Half precision makes another choice than FP32: a branch gets no gradient, at any loss scale, and none was flushed."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Half precision matches outputs and targets otherwise than FP32, as DETR's matcher does near ties: none is worse."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

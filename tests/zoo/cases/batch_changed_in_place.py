@@ -1,7 +1,5 @@
 """A step takes the labels out of its batch and scales what it keeps: a replay needs the batch from before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

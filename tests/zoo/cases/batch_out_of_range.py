@@ -1,7 +1,5 @@
 """One sample of one batch is beyond what FP16 can hold."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A NaN in one sample of one batch."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, OneLayer, Pair, pairs
 
 CASE = Case(

@@ -1,7 +1,5 @@
 """A weight so large that squares of what it makes are beyond FP32 too: not FP16 is the cause."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A healthy model whose loss scale has to come down first."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, OneLayerTimes50
 
 CASE = Case(follows=("scale-calibration",), steps=12)

@@ -1,7 +1,5 @@
 """A run that ends while its loss scale is still coming down."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

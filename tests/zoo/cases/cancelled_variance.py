@@ -1,7 +1,5 @@
 """A variance cancels to zero in half: one over it is far larger than in FP32, and a later cast overflows."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Activations are clamped to the largest number of half, and the residual add goes beyond it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

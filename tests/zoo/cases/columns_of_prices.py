@@ -1,7 +1,5 @@
 """Prices as whole numbers, some columns of which the model casts and repeats: they are the batch still."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Increments that are added up in half pass 65504."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

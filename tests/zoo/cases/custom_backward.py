@@ -1,7 +1,5 @@
 """The backward of a custom Function squares a half tensor."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

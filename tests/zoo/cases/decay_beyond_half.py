@@ -1,7 +1,5 @@
 """States that forget at once: a decay below -65,504 is minus infinity, and exp makes the zero of it that FP32 has."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """The same decay is read by a reciprocal as well, which is 0 of an infinity and not in FP32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

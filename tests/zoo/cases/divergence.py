@@ -1,7 +1,5 @@
 """A learning rate that diverges in FP32 too; FP16 only overflows first."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, TwoLayers
 
 CASE = Case(

@@ -1,7 +1,5 @@
 """A linear model that diverges: the gradients overflow while the loss is finite."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, OneLayer
 
 CASE = Case(

@@ -1,7 +1,5 @@
 """Dropout on a small batch: other random numbers would give quite another loss."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

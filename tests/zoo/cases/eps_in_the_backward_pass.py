@@ -1,7 +1,5 @@
 """The derivative of a root divides by an eps that half has flushed to zero."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Half parameters: the eps of Adam is 0 there, and the first update divides by it."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(

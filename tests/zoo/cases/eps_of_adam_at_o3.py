@@ -1,7 +1,5 @@
 """The eps of Adam is 0 in the half weights of O3; O2's master weights are float32."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """An eps of 1e-8 is zero in half, and a row of zeros is divided by it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

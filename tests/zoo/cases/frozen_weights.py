@@ -1,7 +1,5 @@
 """Weights in bfloat16, and an AdamW whose steps are too small for all but the smallest of them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

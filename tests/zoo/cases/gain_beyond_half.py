@@ -1,7 +1,5 @@
 """Activations are multiplied by a number that half cannot hold: a product that overflows, and no mask."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

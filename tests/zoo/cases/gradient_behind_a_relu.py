@@ -1,7 +1,5 @@
 """A gradient overflows where a ReLU is closed: the zero that the ReLU makes of it is FP32's too."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

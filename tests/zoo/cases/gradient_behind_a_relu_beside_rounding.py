@@ -4,8 +4,6 @@ The zero that the ReLU makes of it is FP32's too: at a lower loss scale, where n
 same.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

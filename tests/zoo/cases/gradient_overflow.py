@@ -1,7 +1,5 @@
 """A gradient that is beyond FP16 at every loss scale."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

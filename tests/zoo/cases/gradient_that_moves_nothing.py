@@ -1,7 +1,5 @@
 """Gradients of 1e-15 are flushed to zero at a loss scale of 1; in FP32 they could not move a weight either."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

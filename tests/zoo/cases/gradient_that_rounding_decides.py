@@ -4,8 +4,6 @@ At the first loss scale half's gradient overflows and FP32's, at a crest by chan
 back, and at a lower scale the step is as good as any.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A static loss scale of 1 with a tiny loss: the gradients are flushed to zero."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

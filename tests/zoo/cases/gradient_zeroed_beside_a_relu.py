@@ -1,8 +1,6 @@
 """A gradient overflows where a ReLU is closed, which is harmless, and a larger one where a hook makes a zero of it that
 FP32 does not have."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """Gradients that double now and then: the loss scale follows them with one skip each, and loses nothing."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

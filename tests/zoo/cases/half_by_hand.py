@@ -1,7 +1,5 @@
 """A sum in half that the code asks for itself, where autocast is disabled."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Half parameters, trained with updates that they can hold."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(

@@ -1,7 +1,5 @@
 """A CTC loss that is infinite by design: the target does not fit into the input."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

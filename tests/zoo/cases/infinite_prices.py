@@ -1,7 +1,5 @@
 """The loss is infinite and its gradient a sign: no step is ever skipped."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

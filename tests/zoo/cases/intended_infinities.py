@@ -1,7 +1,5 @@
 """Minus infinity as a mask, the logarithm of zero, finfo.min in half, and a buffer that is a mask."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A layer overflows from the first step on; the inverse of its square is 0: each loss is finite, and no gradient is."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The bias of the keys has no gradient but rounding noise, and tiny gradients beside it are whole."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A loss so large that its gradients only fit half at a loss scale below 1."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.zoo.case import Case, OneLayer, Pair, pairs

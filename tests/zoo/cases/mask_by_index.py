@@ -1,7 +1,5 @@
 """A mask assigned by index: -1e9 is minus infinity before any op sees it, and a row masked throughout turns NaN."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

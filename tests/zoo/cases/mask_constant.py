@@ -1,7 +1,5 @@
 """A constant that half cannot hold is filled into scores."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

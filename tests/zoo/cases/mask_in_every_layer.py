@@ -1,7 +1,5 @@
 """A mask in each of thirty layers, and behind all of them a product that overflows: the masks are harmless."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """A batch that carries a mask of -inf, and missing values as NaN."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

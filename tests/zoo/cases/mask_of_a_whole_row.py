@@ -1,7 +1,5 @@
 """A mask of -1e9 is minus infinity in half, and a row that is masked throughout turns NaN."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Masks beyond half: a buffer, a product, written into scores in FP32, and the lowest number of half twice."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

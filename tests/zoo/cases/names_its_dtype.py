@@ -1,7 +1,5 @@
 """Code that names a dtype: it fails in FP64, and is healthy."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

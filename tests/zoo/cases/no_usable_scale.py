@@ -1,7 +1,5 @@
 """One head overflows above the loss scale that the other needs."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

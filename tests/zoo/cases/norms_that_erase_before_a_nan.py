@@ -1,7 +1,5 @@
 """Norms whose overflow erases itself, in every layer but one: that one makes the loss NaN, and is the cause."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A step that fails by a random number which no replay can bring back."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

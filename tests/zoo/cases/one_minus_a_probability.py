@@ -1,7 +1,5 @@
 """A probability near 1 is 1 in half, and the logarithm of what is left of it that of 0; bfloat16 is coarser still."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """An overflow of FP16 that a ``where`` leaves out of the loss makes gradients NaN; one before it does no harm."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Code with a random generator of its own: no replay is the same again."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """One batch overflows, its step is skipped, and the statistics of a BatchNorm stay infinite."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

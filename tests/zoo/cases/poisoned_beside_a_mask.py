@@ -1,7 +1,5 @@
 """A statistic of a BatchNorm stays infinite after a skipped step, in a model that has a mask of -inf as a buffer."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

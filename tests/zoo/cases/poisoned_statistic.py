@@ -1,7 +1,5 @@
 """A running statistic overflows in half beside the model: no loss and no gradient shows it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Positions above 2048 are counted in half, and neighbours get the same angle."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

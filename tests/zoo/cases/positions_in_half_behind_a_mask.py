@@ -1,7 +1,5 @@
 """Positions are counted in half behind an attention whose mask is the lowest number of its dtype: harmless."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

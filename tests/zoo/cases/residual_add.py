@@ -1,7 +1,5 @@
 """A residual add overflows while all children are finite."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -3,8 +3,6 @@
 What is added to all logits alike does not move their softmax. Nothing that is divided by has rounded to zero.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -4,8 +4,6 @@ No loss scale holds that gradient, and rounding alone leads the others further f
 would be another one with a finite number in its place.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

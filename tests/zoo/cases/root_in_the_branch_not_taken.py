@@ -1,7 +1,5 @@
 """A ``where`` leaves the root of negative numbers out, and its gradient is NaN; one of -inf and 0 beside it is not."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

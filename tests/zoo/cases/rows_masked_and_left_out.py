@@ -1,7 +1,5 @@
 """A softmax over rows of -inf whose NaN is taken out behind it: the loss is finite, and no gradient is."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A softmax over a row of -inf is NaN in every precision: no overflow, though FP16 shows it first."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Nothing runs in half, so the loss scale grows without bound."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A running sum of many small increments in half stands still."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """A static loss scale below 1 that somebody has chosen."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.zoo.case import Case, OneLayer, Pair, pairs

@@ -1,7 +1,5 @@
 """A loss scale that is tried larger after every step, so that every other one is skipped."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, OneLayerTimes50
 
 CASE = Case(

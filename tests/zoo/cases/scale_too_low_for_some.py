@@ -1,7 +1,5 @@
 """A static loss scale so low that half flushes gradients of some layers, which are a small share of all energy."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

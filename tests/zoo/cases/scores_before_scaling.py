@@ -1,7 +1,5 @@
 """The product of queries and keys overflows before it is scaled."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """One of two losses overflows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """An RMS norm whose mean of squares overflows returns zeros: nothing is infinite behind it."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """What a layer gives is transformed in half, as cuFFT does: the sum over a loud signal is beyond it."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

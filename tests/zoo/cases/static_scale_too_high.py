@@ -1,7 +1,5 @@
 """A static loss scale at which every step overflows."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

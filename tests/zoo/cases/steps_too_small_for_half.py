@@ -1,7 +1,5 @@
 """Half parameters: every update is smaller than half a unit in the last place of its weight."""
 
-from __future__ import annotations
-
 from tests.zoo.case import Case, HalfLayers
 
 CASE = Case(

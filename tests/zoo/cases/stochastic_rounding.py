@@ -1,7 +1,5 @@
 """Weights in bfloat16, and an optimizer that rounds each of its small steps up as often as it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A sum over a long sequence, taken by einsum, which autocast runs in half."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The logarithm of a mask in each of thirty layers, infinite by intent, and behind all of them a NaN in FP32 too."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

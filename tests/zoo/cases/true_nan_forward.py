@@ -1,7 +1,5 @@
 """The logarithm of zero times zero is NaN, in every precision."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

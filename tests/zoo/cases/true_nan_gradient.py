@@ -1,7 +1,5 @@
 """The square root of zero has an infinite derivative, in every precision."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """One batch of many takes the square root of a negative number."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

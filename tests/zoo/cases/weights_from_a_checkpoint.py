@@ -1,7 +1,5 @@
 """A weight is NaN before the first step."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

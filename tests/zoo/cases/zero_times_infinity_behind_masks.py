@@ -1,7 +1,5 @@
 """The logarithm of a mask in each layer, infinite by intent, and behind them zero times the logarithm of zero."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
