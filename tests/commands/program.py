@@ -145,6 +145,12 @@ class Here:
         assert isinstance(exit_.value.code, int)
         return Result(exit_.value.code, captured.out, captured.err)
 
+    def refused(self, *arguments: str) -> Result:
+        """What it says of a call that ends with exit code 2 and no result."""
+        result = self(*arguments)
+        assert (result.code, result.stdout) == (2, ""), result
+        return result
+
 
 @contextlib.contextmanager
 def stdout_given_back() -> Iterator[None]:

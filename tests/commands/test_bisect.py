@@ -199,8 +199,7 @@ def test_the_next_command_carries_the_options_that_change_the_run(here: Here, fa
 def test_a_python_file_is_given_as_a_module(here: Here, fake: Fake) -> None:
     fake(found())
     Path("my model.py").touch()
-    result = here("bisect", "my model.py")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("bisect", "my model.py")
     assert result.stderr.startswith(
         "error: my model.py: a Python file, not a config; try: ampdbg bisect --module 'my model.py', or write a config"
     )
@@ -219,8 +218,7 @@ def test_a_watched_loop_cannot_be_run_again(
     fake(found())
     watched(verdict, *findings)
     for command in ("bisect", "suggest-fp32", "scan"):
-        result = here(command, "loop.json")
-        assert (result.code, result.stdout) == (2, "")
+        result = here.refused(command, "loop.json")
         assert result.stderr == "error: loop.json: a watched loop has no config to run again; give a config\n"
 
 
@@ -264,8 +262,7 @@ def test_what_fails_in_fp32_too_has_no_pins(here: Here) -> None:
 
 def test_a_module_file_that_will_not_do_is_refused_in_one_message(here: Here) -> None:
     written("import not_there\n")
-    result = here(*MODULE)
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused(*MODULE)
     assert result.stderr.count("error: ") == 1
     raised = "importing it raised ModuleNotFoundError: No module named 'not_there'"
     assert f"error: --module model.py: {raised}" in result.stderr

@@ -140,8 +140,7 @@ def test_records_of_two_commands_and_what_is_no_record_are_refused(here: Here) -
 
     write_record(healthy(), Path("a.json"))
     write_record(replace(healthy(), command="bisect"), Path("b.json"))
-    result = here("compare", "a.json", "b.json")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("compare", "a.json", "b.json")
     assert result.stderr == (
         "error: a.json is of ampdbg scan and b.json of ampdbg bisect; compare takes two records of one command\n"
     )

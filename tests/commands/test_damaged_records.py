@@ -36,8 +36,7 @@ def test_every_command_that_reads_a_record_names_its_path_and_the_key(here: Here
     data = json.loads(to_json(bisections.found()))
     data["search"]["tried"] = "often"
     (here.folder / "r.json").write_text(json.dumps(data), encoding="utf-8")
-    result = here(*arguments)
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused(*arguments)
     assert result.stderr.startswith(
         'error: r.json: a damaged record: search.tried: got "often"; needed: a valid integer'
     )

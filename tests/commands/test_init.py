@@ -48,8 +48,7 @@ def test_into_another_folder_which_is_made(here: Here) -> None:
 @pytest.mark.parametrize("name", ["ampdbg.yaml", "workload.py"])
 def test_nothing_is_written_over(name: str, here: Here) -> None:
     Path(name).write_text("mine", encoding="utf-8")
-    result = here("init")
-    assert (result.code, result.stdout) == (2, "")
+    result = here.refused("init")
     assert result.stderr.startswith(f"error: {name} is there already; ampdbg init writes over nothing")
     assert [path.name for path in here.folder.iterdir()] == [name]
     assert Path(name).read_text(encoding="utf-8") == "mine"

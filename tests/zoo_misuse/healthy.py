@@ -160,9 +160,8 @@ def unscaled_by_hand(parts: Parts) -> None:
 def unscaled_by_hand_through_data(parts: Parts) -> None:
     for scaler in scaled(parts):
         scale = scaler.get_scale()
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.div_(scale)
+        for gradient in parts.gradients:
+            gradient.data.div_(scale)
         clip_grad_norm_(parts.model.parameters(), 1.0)
         parts.optimizer.step()
 
@@ -258,9 +257,8 @@ def cleared_by_the_model(parts: Parts) -> None:
 
 def cleared_one_by_one(parts: Parts) -> None:
     def clear() -> None:
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.zero_()
+        for gradient in parts.gradients:
+            gradient.zero_()
 
     train_and_clear(parts, clear)
 
@@ -277,9 +275,8 @@ def cleared_unseen(parts: Parts) -> None:
     """Torch does not count what is written through ``data``: only the values tell."""
 
     def clear() -> None:
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.zero_()
+        for gradient in parts.gradients:
+            gradient.data.zero_()
 
     train_and_clear(parts, clear)
 
@@ -363,9 +360,8 @@ def scaled_by_the_first_gradient(parts: Parts) -> None:
         with amp():
             loss = parts.model(x).float().square().mean()
         loss.backward(gradient=torch.tensor(1024.0))
-        for parameter in parts.model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.data.div_(1024.0)
+        for gradient in parts.gradients:
+            gradient.data.div_(1024.0)
         parts.optimizer.step()
 
 

@@ -31,6 +31,11 @@ class Parts:
         return next(self.model.parameters())
 
     @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the model."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Both optimizers."""
         return [self.optimizer, self.other_optimizer]
