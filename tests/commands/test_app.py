@@ -115,8 +115,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_usage_error_exits_2_and_says_what_is_allowed(name: str, here: Here) -> None:
-    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
-    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+    here.stub("c.yaml")
     arguments, message = WRONG[name]
     result = here.refused(*arguments)
     assert result.stderr == message if message.startswith("error: ") else message in result.stderr

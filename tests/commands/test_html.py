@@ -23,8 +23,7 @@ PAGE = "<!doctype html>\n<!-- A report of ampdbg "
 
 @pytest.fixture(autouse=True)
 def _config(here: Here) -> None:
-    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
-    Path("c.yaml").write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+    here.stub("c.yaml")
 
 
 @pytest.fixture

@@ -212,15 +212,6 @@ def test_a_terminal_that_cannot_show_the_chart_gets_ascii(folder: Path) -> None:
     assert result.stdout.isascii()
 
 
-def test_a_users_error_shows_the_users_frames_alone(folder: Path) -> None:
-    result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=0")
-    assert (result.code, result.stdout) == (2, "")
-    assert 'raise KeyError("no such column")' in result.stderr
-    assert str(Path(ampdbg.__file__).parent) not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: ")
-    assert not (folder / ".ampdbg").exists()
-
-
 def test_an_error_in_mid_run_costs_none_of_the_steps_before_it(folder: Path) -> None:
     result = start(folder, "scan", "c.yaml", "--quiet", "--set", "data.args.fail_at=2")
     assert (result.code, result.stdout) == (2, "")

@@ -31,9 +31,7 @@ from tests.report.records import calibration, collapse, healthy, interrupted, ov
 
 @pytest.fixture(autouse=True)
 def _config(here: Here) -> None:
-    Path("net.py").write_text("class Net: ...\ndef batches(): ...\n", encoding="utf-8")
-    for name in ("c.yaml", "my c.yaml"):
-        Path(name).write_text("model: {target: net.py:Net}\ndata: {target: net.py:batches}\n", encoding="utf-8")
+    here.stub("c.yaml", "my c.yaml")
 
 
 @pytest.fixture

@@ -297,11 +297,8 @@ def scheduler_on_skips(parts: Parts) -> None:
 
 
 def scheduler_on_a_first_skip(parts: Parts) -> None:
-    scaler = scaler_of(parts)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(parts.optimizer, 10)
-    for number, x in enumerate(parts.batches):
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean() * (1e38 if number == 2 else 1.0)).backward()
+    for scaler in scaled(parts, infinite=2):
         scaler.step(parts.optimizer)
         scaler.update()
         scheduler.step()  # misuse-scheduler-on-skip
