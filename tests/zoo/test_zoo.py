@@ -46,7 +46,8 @@ ONE_OF_EACH = """
 """A case of each code, the quickest of those that name a line, and one that only looks like a fault."""
 QUICK = [*ONE_OF_EACH, "eps_of_adam", "not_deterministic", "steps_too_small_for_half"]
 STANDS_BESIDE_A_QUICKER_ONE = """
-    another_choice another_choice_by_index gradient_behind_a_relu_beside_rounding residue_over_a_small_divisor
+    another_choice another_choice_by_index calibration gradient_behind_a_relu_beside_rounding
+    residue_over_a_small_divisor
 """.split()
 """What only looks like a fault, and does so as another case does that is quicker."""
 
