@@ -68,7 +68,7 @@ SDPA = NET.replace("self.second(torch.relu(self.first(x)))", "self.second(attend
 def test_fused_attention_is_counted_as_torch_counts_that_of_a_gpu(tmp_path: Path) -> None:
     with prepared(load_config(written(tmp_path, SDPA))) as run:
         flops = used(run).flops["float16"]
-    with prepared(load_config(written(tmp_path), ())) as run:
+    with prepared(load_config(written(tmp_path))) as run:
         without = used(run).flops["float16"]
     product = 2 * (2 * 2) * 4 * 4 * 16  # batch times heads, length, length, head's width
     assert flops - without == 2 * product + 5 * product  # backward it computes the scores again
@@ -90,15 +90,17 @@ CHECKPOINTED = NET.replace(
 )
 
 
-def test_what_belongs_to_no_part_of_the_graph_is_not_counted(tmp_path: Path) -> None:
-    with prepared(load_config(written(tmp_path, DISCARDED))) as run:
-        assert used(run).activations == activations(2)
-
-
-def test_what_a_checkpoint_computes_again_is_not_counted(tmp_path: Path) -> None:
-    with prepared(load_config(written(tmp_path, CHECKPOINTED), ("precision.level=O0",))) as run:
+@pytest.mark.parametrize(
+    ("net", "level", "size"),
+    [
+        pytest.param(DISCARDED, "O1", 2, id="what belongs to no part of the graph"),
         # The checkpoint keeps its input; its result is kept by the layer behind it.
-        assert used(run).activations == activations(4)
+        pytest.param(CHECKPOINTED, "O0", 4, id="what a checkpoint computes again"),
+    ],
+)
+def test_what_autograd_does_not_keep_is_not_counted(net: str, level: str, size: int, tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path, net), (f"precision.level={level}",))) as run:
+        assert used(run).activations == activations(size)
 
 
 CHECKPOINTED_LAYERS = NET.replace(
@@ -110,11 +112,10 @@ CHECKPOINTED_LAYERS = NET.replace(
 )
 
 
-@pytest.mark.parametrize(("net", "casts"), [(CHECKPOINTED_LAYERS, CAST), (NET, CAST)])
-def test_what_a_checkpoint_casts_again_is_no_cast_that_was_kept(net: str, casts: int, tmp_path: Path) -> None:
-    with prepared(load_config(written(tmp_path, net))) as run:
+def test_what_a_checkpoint_casts_again_is_no_cast_that_was_kept(tmp_path: Path) -> None:
+    with prepared(load_config(written(tmp_path, CHECKPOINTED_LAYERS))) as run:
         # Freed memory is used again at random: one pass alone may miss it.
-        assert {used(run).casts for _ in range(20)} == {casts}
+        assert {used(run).casts for _ in range(20)} == {CAST}
 
 
 def test_all_is_undone_where_the_users_code_raises(tmp_path: Path) -> None:

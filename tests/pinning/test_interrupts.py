@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ampdbg.config.schema import Config
 from ampdbg.pinning import pin_set
 from ampdbg.pinning.bisection import bisect_run
-from tests.pinning.spiked import CULPRITS, interrupted_at, names, spiked
+from ampdbg.record.pins import Trial
+from ampdbg.record.run import Record
+from tests.observing import observing
+from tests.pinning.spiked import CULPRITS, names, spiked
 
 
 def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
+
+
+def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
+    """A search with Ctrl-C at the end of the trial of this number, counted from 1."""
+    left = iter(range(number - 1, -1, -1))
+
+    def count(trial: Trial) -> None:
+        if next(left) == 0:
+            raise KeyboardInterrupt
+
+    return bisect_run(config, observer=observing(trial=count), **kwargs)
 
 
 @pytest.mark.slow
@@ -31,6 +47,7 @@ def test_in_the_closing_trials(closing: int, tmp_path: Path) -> None:
     assert record.pins == whole.pins
 
 
+@pytest.mark.slow
 def test_while_its_costs_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pin_set, "step_costs", interrupt)
     record = bisect_run(spiked(tmp_path))

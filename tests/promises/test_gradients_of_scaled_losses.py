@@ -60,14 +60,14 @@ def sparse(folder: Path, level: str, scale: float = 65536.0, **keys: Any) -> Rec
     )
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_a_scan_of_a_sparse_embedding_is_healthy(level: str, tmp_path: Path) -> None:
     record = sparse(tmp_path, level, scale=1024)
     assert (record.verdict, record.findings) == ("healthy", ())
     assert [step.skipped for step in record.steps] == [False] * 4
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
 def test_an_overflow_behind_a_sparse_embedding_is_named(level: str, tmp_path: Path) -> None:
     record = sparse(tmp_path, level, model={"target": "work.py:Net", "args": {"spread": 60000.0}})
     assert record.findings[0].code == "forward-overflow"
