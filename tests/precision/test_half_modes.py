@@ -155,6 +155,7 @@ def test_a_static_scale_of_a_half_model_never_skips_as_in_apex(level: str, scale
         scaler.scale(model(torch.ones(1, 1)).sum() * torch.inf).backward()
         made.step(scaler, [optimizer])
     assert (model.weight.item() != pytest.approx(before, rel=1e-3)) is is_taken
+    assert not isinstance(scale, float) or scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

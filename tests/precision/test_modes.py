@@ -11,7 +11,6 @@ import ampdbg.precision.modes
 from ampdbg.config.schema import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
-from ampdbg.precision.loss_scaler import LossScaler
 from ampdbg.precision.modes import PrecisionMode, mode_of
 
 CPU = torch.device("cpu")
@@ -53,20 +52,6 @@ def test_the_forward_pass_computes_in_the_modes_dtype(level: str, dtype: str, co
 @pytest.mark.parametrize(("level", "dtype"), [("O0", "float16"), ("O1", "float32"), ("O1", "bfloat16")])
 def test_only_float16_has_a_loss_scale(level: str, dtype: str) -> None:
     assert not mode(level, dtype).scaler().is_enabled()
-
-
-def test_a_number_is_a_static_scale_and_overflowing_steps_are_skipped() -> None:
-    made = mode(loss_scale=128.0)
-    scaler = made.scaler()
-    assert isinstance(scaler, LossScaler)
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    for factor, expected in ((1.0, [0.0, 0.0]), (torch.inf, [0.0, 0.0])):
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        made.step(scaler, [optimizer])
-        assert weight.tolist() == expected
-        assert scaler.get_scale() == 128.0
 
 
 def test_gradients_are_clipped_after_they_are_unscaled() -> None:
