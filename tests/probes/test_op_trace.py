@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -199,18 +197,6 @@ def test_a_double_backward_belongs_to_the_forward_line() -> None:
     assert ("", 0, sine) in seen(trace.ops[first:], "sin.default", "backward")
 
 
-class Loop(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(5):
-            x = torch.sinh(x)
-        return x
-
-
-def test_a_loop_runs_its_line_again_and_again() -> None:
-    line = line_of(Loop, "torch.sinh")
-    assert seen(traced(Loop(), torch.zeros(2, requires_grad=True)), "sinh.default") == [("", 0, line)] * 5
-
-
 def test_the_producer_is_the_op_with_finite_inputs_and_an_infinite_output() -> None:
     with placed(nn.Identity(), OpTrace) as trace:
         x = torch.full((3,), 60000.0).half()
@@ -352,39 +338,3 @@ def test_a_trace_that_is_left_in_another_thread_sees_no_more(goes_on: bool) -> N
     model(torch.ones(1, 2))
     assert [one.op for one in trace[0].ops] == ["aten.ones.default", "aten.addmm.default"]
     assert torch._C._len_torch_dispatch_stack() == 0
-
-
-PACKAGE = {
-    "helpers/__init__.py": "def product(a, b):\n    return a @ b\n",
-    "blocks/__init__.py": "from blocks.parts import Block\n",
-    "blocks/maths.py": "from helpers import product\n\ndef squared(x):\n    return product(x, x.mT)\n",
-    "blocks/parts.py": "import torch\nfrom blocks.maths import squared\n\nclass Block(torch.nn.Module):\n"
-    "    def forward(self, x):\n        return squared(x)\n",
-}
-
-
-def test_a_line_is_of_who_has_written_the_forward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = tmp_path / "site-packages"
-    for name, text in PACKAGE.items():
-        (installed / name).parent.mkdir(parents=True, exist_ok=True)
-        (installed / name).write_text(text)
-    monkeypatch.syspath_prepend(str(installed))
-    product, block = importlib.import_module("helpers").product, importlib.import_module("blocks").Block()
-
-    class Net(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = product(x, x.mT)  # the user's own line, and not that of the library
-            return made
-
-    def where(model: nn.Module) -> tuple[str, int]:
-        with placed(model, OpTrace) as trace:
-            model(torch.ones(2, 2))
-        line = next(one.place.line for one in trace.ops if one.op == "aten.mm.default")
-        assert line is not None
-        return Path(line[0]).name, line[1]
-
-    assert where(Net()) == (Path(__file__).name, line_of(Net, "the user's own line"))
-    assert where(block) == ("maths.py", 4)  # of a library's module its own
-    with placed(Net(), OpTrace) as trace:
-        product(torch.ones(2, 2), torch.ones(2, 2))
-    assert [Path(one.place.line[0]).parent.name for one in trace.ops[2:] if one.place.line] == ["helpers"]

@@ -13,7 +13,7 @@ from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
 from ampdbg.search.strategies import best_so_far, delta_debug
 from ampdbg.search.trials import OutOfTrials, Trials
-from tests.search.planted import SMALL, Step, planted, steps, trees
+from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
 
@@ -37,18 +37,12 @@ def test_it_tells_what_dropping_each_pin_does() -> None:
     assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
 
-def test_a_healthy_step_needs_no_pins() -> None:
-    _, trials = planted()
-    found = delta_debug(trials)
-    assert (found.pins, found.healthy, found.minimal) == ((), True, True)
-    assert len(trials.made) == 2
-
-
-def test_where_everything_pinned_fails_one_trial_says_so() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
-    found = delta_debug(trials)
-    assert (found.pins, found.healthy, found.minimal) == ((), False, False)
-    assert len(trials.made) == 1
+@pytest.mark.parametrize(("is_healthy", "trials"), [(True, 2), (False, 1)], ids=["healthy", "failing with all pinned"])
+def test_a_step_that_no_pin_changes_needs_few_trials_and_no_pins(is_healthy: bool, trials: int) -> None:
+    made = Trials(lambda pins: Trial(pins, healthy=is_healthy), TREE)
+    found = delta_debug(made)
+    assert (found.pins, found.healthy, found.minimal) == ((), is_healthy, is_healthy)
+    assert len(made.made) == trials
 
 
 def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
@@ -63,14 +57,10 @@ def test_of_two_sets_that_would_do_the_first_to_run_is_found() -> None:
     assert delta_debug(trials).pins == ("embed",)
 
 
-def test_a_model_of_one_module() -> None:
+def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> None:
     _, trials = planted("", names=[""])
     assert delta_debug(trials).pins == ("",)
-
-
-def test_where_nothing_ran_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))
-    assert not delta_debug(trials).healthy
+    assert not delta_debug(Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))).healthy
 
 
 def test_tied_modules_are_one() -> None:
@@ -80,9 +70,11 @@ def test_tied_modules_are_one() -> None:
     assert found.dropped["embed"] is found.dropped["head"]
 
 
-@given(steps())
+@of_any_size
+@given(data=st.data())
 @settings(max_examples=25)
-def test_the_planted_set_is_found_within_the_bound(step: Step) -> None:
+def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    step = data.draw(steps(sizes))
     (culprits,) = step.ways
     trials = Trials(step, step.tree)
     found = delta_debug(trials)
