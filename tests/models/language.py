@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tests.models.torchvision_on_cpu  # noqa: F401 - transformers imports torchvision where it is there
@@ -26,7 +27,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.models.outliers import Growth, grown
+Growth = Mapping[str, tuple[float, int]]
+"""Outliers as training grows them, by the weight's name: the factor, and how many of its first output features grow."""
 
 VOCABULARY = 512
 WIDTH = 64
@@ -83,6 +85,17 @@ def ready(model: PreTrainedModel, grow: Growth | None, checkpointing: bool) -> n
         # Its later name, activation_checkpointing_enable, is not in the last transformers for Python 3.10.
         model.gradient_checkpointing_enable()
     return grown(model, grow)
+
+
+def grown(model: nn.Module, growth: Growth | None) -> nn.Module:
+    """Multiplies the first output features of each named weight in place and returns the model."""
+    with torch.no_grad():
+        for name, (factor, count) in (growth or {}).items():
+            weight, owner = model.get_parameter(name), model.get_submodule(name.rpartition(".")[0])
+            # transformers' Conv1D, unlike nn.Linear, has its output features last.
+            features = weight.T if type(owner).__name__ == "Conv1D" else weight
+            features[:count] *= factor
+    return model
 
 
 def texts(count: int = 3, size: int = 4, length: int = 24, padding: str = "right") -> list[dict[str, torch.Tensor]]:

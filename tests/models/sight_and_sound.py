@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification, WhisperConfig, WhisperForConditionalGeneration
 
-from tests.models.language import IGNORED, ready
-from tests.models.outliers import Growth, grown
+from tests.models.language import IGNORED, Growth, grown, ready
 
 CLASSES = 10
 PIXELS = 32

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.models.outliers import Growth
 from tests.models.runs import LANGUAGE, SIGHT_AND_SOUND, Workload, scanned
 from tests.models.test_as_initialised import CHECKPOINTED, EAGER, FIRST_T5, assert_healthy, pictured
+
+if TYPE_CHECKING:
+    from tests.models.language import Growth  # and transformers, which takes seconds
 
 WIDTH = 64
 FEW = 4

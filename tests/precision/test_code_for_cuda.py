@@ -41,7 +41,11 @@ AUTOCASTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("autocast", AUTOCASTS.values(), ids=AUTOCASTS.keys())
 def test_every_way_to_say_autocast_casts(autocast: Callable[[], Any]) -> None:
     x = torch.randn(4, 4)
+    assert not torch.is_autocast_enabled()
     with autocast():
+        assert torch.is_autocast_enabled()
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") is torch.float16
         product = x @ x
         assert (product.dtype, product.exp().dtype) == (torch.float16, torch.float32)
     assert (x @ x).dtype is torch.float32
@@ -90,14 +94,6 @@ def test_outside_of_any_region_the_dtype_is_cudas_default_or_what_was_set() -> N
 
 def assert_equal(one: object, other: object) -> None:
     assert one == other
-
-
-def test_what_autocast_says_of_itself_is_what_it_says_on_cuda() -> None:
-    assert not torch.is_autocast_enabled()
-    with torch.autocast("cuda"):
-        assert torch.is_autocast_enabled()
-        assert torch.is_autocast_enabled("cuda")
-        assert torch.get_autocast_dtype("cuda") is torch.float16
 
 
 DEVICES: dict[str, Callable[[], Tensor | nn.Module]] = {
@@ -405,7 +401,8 @@ def test_backward_may_run_in_another_thread() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
-def test_the_default_device_may_be_cuda() -> None:
+@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
+def test_the_default_device_and_tensor_type_may_be_cudas() -> None:
     torch.set_default_device("cuda")
     try:
         assert torch.ones(2).device.type == "cpu"
@@ -413,6 +410,11 @@ def test_the_default_device_may_be_cuda() -> None:
         torch.set_default_device(None)
     with torch.device("cuda"):
         assert nn.Linear(2, 2).weight.device.type == "cpu"
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    try:
+        assert torch.ones(2).dtype is torch.float64
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")
 
 
 def test_a_checkpoint_is_loaded_onto_cuda(tmp_path: Path) -> None:
@@ -461,12 +463,3 @@ def test_the_random_state_of_cuda_is_that_of_the_cpu() -> None:
     with torch.random.fork_rng(devices=[0], device_type="cuda"):
         torch.randn(2)
     assert torch.cuda.initial_seed() == torch.initial_seed()
-
-
-@pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
-def test_the_default_tensor_type_may_be_cudas() -> None:
-    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
-    try:
-        assert torch.ones(2).dtype is torch.float64
-    finally:
-        torch.set_default_tensor_type("torch.FloatTensor")

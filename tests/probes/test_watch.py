@@ -154,29 +154,6 @@ def test_without_a_scaler_that_looks_at_them_all_norms_are_taken(enabled: bool |
     assert all(step.grad_norm is not None for step in watcher.steps)
 
 
-def test_several_optimizers_and_losses_share_a_scaler() -> None:
-    first, second = small_model(), small_model()
-    both = torch.nn.ModuleDict({"first": first, "second": second})
-    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1), torch.optim.Adam(second.parameters())]
-    scaler = GradScaler("cpu", init_scale=8.0)
-    expected = 2 * first(torch.ones(1, 3)).square().mean().item()
-    with watch(both, optimizers) as watcher:
-        for factor in (1.0, 1e38):
-            losses = [first(torch.ones(1, 3)).square().mean(), second(torch.ones(1, 3)).square().mean() * factor]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for loss in losses:
-                scaler.scale(loss).backward()
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-    healthy, skipped = watcher.steps
-    assert watcher.groups == ("group 0", "group 1")
-    assert healthy.loss == pytest.approx(expected)
-    assert [group.index for group in skipped.groups] == [1]
-    assert all(p.name.startswith("second.") for p in skipped.groups[0].parameters)
-
-
 def test_an_optimizer_that_is_not_watched_makes_no_step_and_its_loss_belongs_to_none() -> None:
     [model, other], [optimizer, unwatched] = two_loops()
     scaler = GradScaler("cpu", init_scale=4.0)
