@@ -7,16 +7,41 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ampdbg.config.file import load_config
-from ampdbg.costs.step import bytes_of
+from ampdbg.costs.step import PassUse, bytes_of, use_of_a_pass
 from ampdbg.errors import UserCodeError
 from ampdbg.precision.emulation import is_emulating
-from ampdbg.replay.run import prepared
-from tests.costs.counting import counted, used
+from ampdbg.replay.run import Run, prepared
+from ampdbg.training.loop import batches_of_steps
+from tests.commands.program import ROOT
 from tests.costs.perceptron import BATCH, CLASSES, HIDDEN, NET, WIDTH, activations, written
+from tests.models.runs import SIGHT_AND_SOUND
+
+
+def used(run: Run) -> PassUse:
+    return use_of_a_pass(run.workload, next(batches_of_steps(run))[0], run.mode.forward)
+
+
+def counted(run: Run) -> int:
+    """The same by hooks that only count: every storage that autograd keeps, but for those of the model."""
+    model, kept = run.workload.model, dict[int, torch.UntypedStorage]()
+    batch = [leaf.clone() for leaf in next(batches_of_steps(run))[0]]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with run.mode.forward(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = run.workload.losses(batch)
+    for weight in (*model.parameters(), *model.buffers()):
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    assert losses
+    return sum(storage.nbytes() for storage in kept.values())
+
 
 CAST = HIDDEN * CLASSES * 2
 """The gradient of the input of the second layer needs its weight; nothing needs that of the first."""
@@ -158,3 +183,36 @@ class Meshed(TwoTensor):
 def test_what_a_tensor_holds_beside_tensors_takes_no_memory() -> None:
     part = torch.ones(3)
     assert bytes_of([Meshed(part, part)]) == 3 * 4
+
+
+def exact(config: Path, level: str) -> PassUse:
+    with prepared(load_config(config, (f"precision.level={level}", "train.device=cpu"))) as run:
+        use = used(run)
+        assert use.activations + use.casts == counted(run)
+        return use
+
+
+def timm_vit(folder: Path) -> Path:
+    shape = {"img_size": 32, "patch_size": 4, "depth": 4}
+    config = {
+        "model": {"target": f"{SIGHT_AND_SOUND}:timm_model", "args": {"name": "vit_tiny_patch16_224", **shape}},
+        "data": {"target": f"{SIGHT_AND_SOUND}:picture_pairs"},
+        "loss": {"target": "torch.nn.functional:cross_entropy"},
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder / "c.yaml"
+
+
+@pytest.mark.slow
+def test_o1_keeps_at_most_six_tenths_of_what_fp32_keeps_of_a_timm_vit(tmp_path: Path) -> None:
+    fp32, o1 = (exact(timm_vit(tmp_path), level) for level in ("O0", "O1"))
+    assert 0.5 < o1.activations / fp32.activations <= 0.6
+    assert o1.flops["float16"] == sum(fp32.flops.values())
+
+
+def test_what_the_example_keeps_is_exact(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    kept = {level: exact(ROOT / "configs" / "vit.yaml", level) for level in ("O0", "O1", "O2")}
+    # Attention takes a share here that autocast does not halve: the softmax in FP32, and its copy in half beside it.
+    assert [use.activations for use in kept.values()] == [5_206_532, 3_418_244, 2_604_036]
+    assert [use.casts for use in kept.values()] == [0, 173_312, 0]

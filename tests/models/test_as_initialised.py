@@ -31,7 +31,7 @@ TRANSFORMERS = (
     Workload(LANGUAGE, "opt", "texts", {**EAGER, "do_layer_norm_before": False}, LEFT),
     Workload(LANGUAGE, "bert", "masked_texts", EAGER),
     Workload(LANGUAGE, "bert", "masked_texts", CHECKPOINTED),
-    Workload(LANGUAGE, "bert", "labelled_texts", {"classes": 2}),
+    Workload(LANGUAGE, "bert_of_classes", "labelled_texts", {"num_labels": 2}),
     Workload(SIGHT_AND_SOUND, "vit", "pictures"),
     Workload(SIGHT_AND_SOUND, "vit", "pictures", EAGER),
     Workload(SIGHT_AND_SOUND, "whisper", "recordings"),

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import WorkloadError
-from ampdbg.pinning import bisection
+from ampdbg.pinning import bisection, pin_set
 from ampdbg.pinning.bisection import bisect_run
 from ampdbg.pinning.experiment import Experiment
 from ampdbg.record.pins import Trial
@@ -263,3 +264,55 @@ def test_a_module_whose_name_ends_as_a_pin_of_own_lines_does_is_refused(tmp_path
 @pytest.mark.parametrize("name", ["*", "own", "x:y", "[0]"])
 def test_a_module_whose_name_is_a_pattern_is_pinned_as_it_is(tmp_path: Path, name: str) -> None:
     assert [pin.name for pin in bisected(tmp_path, "named", {"name": name}).pins] == [name]
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted_at(number: int, config: Config, **kwargs: Any) -> Record:
+    """A search with Ctrl-C at the end of the trial of this number, counted from 1."""
+    left = iter(range(number - 1, -1, -1))
+
+    def count(trial: Trial) -> None:
+        if next(left) == 0:
+            raise KeyboardInterrupt
+
+    return bisect_run(config, observer=observing(trial=count), **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closing", [1, 2, 4])
+def test_an_interrupt_in_the_closing_trials_keeps_the_proven_set_and_every_trial(closing: int, tmp_path: Path) -> None:
+    config = spiked(tmp_path)
+    whole = bisect_run(config)
+    trials = len(whole.trials) - 4 + closing
+    record = interrupted_at(trials, config)
+    assert record.interrupted
+    assert [(trial.pins, trial.stage) for trial in record.trials] == [
+        (trial.pins, trial.stage) for trial in whole.trials[:trials]
+    ]
+    assert record.search is not None
+    assert (record.search.outcome, record.search.minimal, record.search.further) == ("found", True, closing - 1)
+    assert record.pins == whole.pins
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_its_costs_are_counted_keeps_the_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pin_set, "step_costs", interrupted)
+    record = bisect_run(spiked(tmp_path))
+    assert record.interrupted
+    assert record.search is not None
+    assert (record.search.minimal, record.search.further_healthy) == (True, 3)
+    assert tuple(pin.name for pin in record.pins) == names(*CULPRITS)
+    assert all(pin.sites and pin.without for pin in record.pins)
+    assert [pin.cost for pin in record.pins] == [None, None]
+
+
+@pytest.mark.slow
+def test_an_interrupt_without_a_set_leaves_nothing_to_measure(tmp_path: Path) -> None:
+    record = interrupted_at(1, spiked(tmp_path, "loss_with_a_spike"))
+    assert record.interrupted
+    assert (record.pins, len(record.trials)) == ((), 1)

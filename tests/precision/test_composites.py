@@ -33,16 +33,12 @@ by_product = pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 @by_product
-def test_an_intermediate_overflows_though_the_final_value_is_finite(product: Callable[..., Tensor]) -> None:
+def test_an_intermediate_overflows_though_the_final_value_is_finite_unless_the_order_keeps_it_small(
+    product: Callable[..., Tensor],
+) -> None:
     assert product(LARGE, LARGE, SMALL).isfinite().all()
     with torch.autocast("cuda"):
         assert product(LARGE, LARGE, SMALL).isinf().all()
-
-
-@pytest.mark.filterwarnings("ignore:.*deprecated")
-@by_product
-def test_in_an_order_that_stays_small_nothing_overflows(product: Callable[..., Tensor]) -> None:
-    with torch.autocast("cuda"):
         torch.testing.assert_close(product(LARGE, SMALL, SMALL).float(), torch.full((2, 2), 1.2e-3), rtol=1e-2, atol=0)
 
 

@@ -241,7 +241,6 @@ def scripted_ops(x: Tensor) -> list[str]:
     return [node.kind() for node in graph.nodes() if node.kind().startswith("aten::")]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 class Latent(torch.Tensor):
     """As of BigGAN-PyTorch: its ``to`` needs an attribute that what is made of it has not."""
 
@@ -257,6 +256,7 @@ def test_a_cast_asks_no_subclass_of_a_tensor() -> None:
         assert torch.nn.Linear(8, 2)(latent[:3]).dtype is torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
 def test_scripted_code_is_cast_as_torch_casts_it_on_cuda() -> None:
     """TorchScript's own pass makes a product float32, on CUDA too, where it does not know the dtype of a factor."""
     x = torch.full((4, 4), 300.0, dtype=torch.float16)

@@ -59,15 +59,6 @@ def close(ours: Tensor, wide: Tensor, error: float) -> bool:
     return ours.dtype is NARROWER[wide.dtype] and float(off) <= error
 
 
-def nodes(output: Tensor) -> list[str]:
-    names: list[str] = []
-    node: Any = output.grad_fn
-    while node is not None:
-        names.append(node.name())
-        node = node.next_functions[0][0] if node.next_functions else None
-    return names
-
-
 def arguments(name: str) -> list[dict[str, Any]]:
     if name[-1] in "2n":
         return [{}, {"s": (4, 8)}, {"s": (16, -1), "dim": (0, 2)}, {"dim": (1,)}]
@@ -87,7 +78,6 @@ def test_a_transform_and_its_gradient_are_those_of_float32_rounded(name: str, em
         exact, ours = (function(x, norm=unscaled, **given) for x in (wide, half))
         # Those of a Hermitian signal of several dims are two transforms, each of which rounds.
         assert close(ours, exact, 2e-3) if name in TWICE else same(ours, exact)
-        assert nodes(ours) == nodes(exact)
         seed = torch.randn_like(exact)
         (expected,) = torch.autograd.grad(exact, wide, seed)
         (gradient,) = torch.autograd.grad(ours, half, seed.to(ours.dtype))

@@ -38,6 +38,15 @@ def record_of(steps: tuple[Step, ...]) -> Record:
     return Record("scan", "2026", environment, {}, "inconclusive", steps, planned_steps=steps[-1].step + 1)
 
 
+def same_of(whole: Record, thinned: Record) -> tuple[Record, str]:
+    """The diagnosed record and its page, which are the same of the steps that are left."""
+    found = [diagnose(record) for record in (whole, thinned)]
+    assert repr(found[0].findings) == repr(found[1].findings)
+    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
+    assert pages[0] == pages[1]
+    return found[1], pages[1]
+
+
 def test_a_short_run_has_every_step() -> None:
     steps = logged(MOST_STEPS - 1, SKIPS)
     assert [step.step for step in steps] == list(range(MOST_STEPS - 1))
@@ -64,12 +73,9 @@ def test_what_is_said_of_it_counts_every_step() -> None:
     )
     thinned = tuple(step for step in whole if step.step % 16 == 0 or any(abs(step.step - skip) < 2 for skip in SKIPS))
     thinned += whole[thinned[-1].step + 1 :]
-    found = [diagnose(record_of(steps)) for steps in (whole, thinned)]
-    assert found[0].findings == found[1].findings
-    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
-    assert pages[0] == pages[1]
-    assert "20,000 steps" in pages[0]
-    assert replace(found[1], steps=()).steps_run == 0
+    record, page = same_of(record_of(whole), record_of(thinned))
+    assert "20,000 steps" in page
+    assert replace(record, steps=()).steps_run == 0
 
 
 @pytest.mark.slow
@@ -82,9 +88,6 @@ def test_what_is_said_of_a_run_that_always_fails_counts_every_step_too() -> None
         log.close(OpenStep(scale=torch.tensor(2.0), skipped=True, number=1))
     thinned = replace(record_of(log.steps), left_out=log.left_out)
     assert len(thinned.steps) < count
-    found = [diagnose(record) for record in (record_of(whole), thinned)]
-    assert repr(found[0].findings) == repr(found[1].findings)
-    assert f"not finite in {count} of {count} steps" in found[0].findings[0].message
-    pages = [written(record, Typed("c.yaml", "", "/"), Look(80, color=False, unicode=True), "text") for record in found]
-    assert pages[0] == pages[1]
-    assert "9,000 skipped" in pages[1]
+    record, page = same_of(record_of(whole), thinned)
+    assert f"not finite in {count} of {count} steps" in record.findings[0].message
+    assert "9,000 skipped" in page
