@@ -72,7 +72,7 @@ def bisected(name: str, folder: Path, overrides: tuple[str, ...] = ()) -> Record
     return bisect_run(load_config(config_of(file_of(name), folder), overrides))
 
 
-QUICK = ("custom_backward", "residual_add", "sum_over_sequence")
+QUICK = ("custom_backward", "residual_add")
 
 
 @pytest.mark.parametrize("name", slow_but_for(QUICK, SETS))

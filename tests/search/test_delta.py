@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
 from ampdbg.search.strategies import best_so_far, delta_debug
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.trials import Trials
 from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
@@ -114,21 +114,6 @@ def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree
     assert not any(healthy(atoms - tree.expand([pin])) for pin in found.pins)
     count = len(tree.atoms)
     assert len(trials.made) <= 2 + count * (math.log2(count) + 2) + count * (count + 1)
-
-
-@given(steps([50]), st.integers(0, 60))
-def test_out_of_trials_the_best_set_so_far_is_returned(step: Step, limit: int) -> None:
-    trials = Trials(step, step.tree, max_trials=limit)
-    try:
-        found = delta_debug(trials)
-        assert found.minimal
-    except OutOfTrials:
-        found = best_so_far(trials)
-        assert not found.minimal
-    assert found.healthy == (limit > 0) == (trials.best is not None)
-    assert found.pins == (trials.best or ())
-    assert len(step.ran) <= limit
-    assert all(pin in found.pins and not trial.healthy for pin, trial in found.dropped.items())
 
 
 def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import GROUPS, best_so_far, guided
+from ampdbg.search.strategies import GROUPS, best_so_far, delta_debug, guided
 from ampdbg.search.trials import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, of_any_size, planted, steps
 
@@ -228,22 +228,24 @@ def test_a_chain_of_masked_culprits_costs_two_trials_each(step: Step) -> None:
     assert len(trials.made) <= 2 * len(culprits) + merged(step.tree, found.pins)
 
 
-@given(steps([50]), st.integers(0, 20), st.integers(0, 10))
-def test_out_of_trials_the_best_set_so_far_is_returned(step: Step, count: int, limit: int) -> None:
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
+@given(step=steps([50]), count=st.integers(0, 20), limit=st.integers(0, 60))
+def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: Step, count: int, limit: int) -> None:
     (culprits,) = step.ways
     candidates = [*culprits, *(atom for atom in step.tree.atoms[:count] if atom not in culprits)]
+    limit = limit // 6 if is_guided else limit
     trials = Trials(step, step.tree, max_trials=limit)
     try:
-        found = guided(trials, candidates)
+        found = guided(trials, candidates) if is_guided else delta_debug(trials)
         assert found.minimal
     except OutOfTrials:
         found = best_so_far(trials)
         assert not found.minimal
-    assert found.healthy == (trials.best is not None)
+    assert found.healthy == (limit > 0) == (trials.best is not None)
     assert found.pins == (trials.best or ())
     assert len(step.ran) <= limit
-    if limit > 0:
-        assert found.healthy
+    assert all(not trial.healthy for trial in found.dropped.values())
+    assert is_guided or found.dropped.keys() <= {*found.pins}
 
 
 def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
