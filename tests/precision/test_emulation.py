@@ -84,6 +84,7 @@ def train_a_little() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast("cuda"):
         loss = model(torch.randn(4, 2, 10, device="cuda")).pow(2).sum()
+    (torch.fft.rfft(torch.randn(8, device="cuda").half()) / 2).abs()  # which has kernels of its own from here on
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
