@@ -27,7 +27,7 @@ Golden = Callable[[Path, str], None]
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays to the end: each look for garbage, or for models, among it would take a third of a second."""
+    """What was imported stays to the end: a look through it, for garbage or for models, takes a third of a second."""
     gc.collect()
     gc.freeze()
 

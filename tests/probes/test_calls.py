@@ -258,7 +258,7 @@ def own_scheduler_of_a_score(optimizer: torch.optim.Optimizer) -> rates.LRSchedu
 
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], int, int]] = {
     "by steps": (lambda optimizer: rates.StepLR(optimizer, 2), (), 1, 3),
-    "told no epoch": (lambda optimizer: rates.StepLR(optimizer, 2), (None,), 1, 3),
+    "given no epoch": (lambda optimizer: rates.StepLR(optimizer, 2), (None,), 1, 3),
     "by a function": (lambda optimizer: rates.LambdaLR(optimizer, lambda step: 0.9**step), (), 1, 3),
     "of the user's own": (own_scheduler, (), 1, 3),
     "by epochs": (lambda optimizer: rates.StepLR(optimizer, 2), (), 3, 0),
@@ -266,7 +266,7 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...], int, int]] = 
     "of the user's own, on a score": (own_scheduler_of_a_score, (1.0,), 1, 0),
     "by a place": (lambda optimizer: rates.CosineAnnealingWarmRestarts(optimizer, 4), (0.5,), 1, 0),
 }
-"""Each with what it is told, after how many steps it moves, and how often it is blamed."""
+"""Each with what it is given, after how many steps it moves, and how often it is blamed."""
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")

@@ -91,7 +91,7 @@ def one_step(
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [False, True])
-def test_healthy_and_skipped_steps_are_told_apart_as_they_end(
+def test_healthy_and_skipped_steps_are_recorded_as_they_end(
     make: Callable[[Any], torch.optim.Optimizer], clip: bool
 ) -> None:
     model, scaler, seen = small_model(), GradScaler("cpu", init_scale=4.0), list[Step]()
