@@ -10,19 +10,20 @@ import pytest
 import ampdbg
 from ampdbg.record.file import read_record
 from tests.commands.program import Here
-from tests.replay.test_shadow import FIVE, OVERFLOWING_LINE, config
+from tests.replay.test_shadow import FIVE, KEYS, OVERFLOWING_LINE
+from tests.written import written
 
 HEALTHY = FIVE.replace("h * 300.0", "h * 1.0")
 
 
 def test_five_overflows_are_named_again_by_report_and_the_exit_code_is_1(here: Here) -> None:
-    config(here.folder)
-    result = here("ranges", "c.yaml", "--quiet", "-v", "--record", "r.json")
+    written(here.folder, FIVE, **KEYS)
+    result = here("ranges", "config.yaml", "--quiet", "-v", "--record", "r.json")
     assert result.code == 1
     assert result.stdout.startswith("! 5 places would overflow in FP16; behind the first inf an FP16 run would hide")
     listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
     assert len(listed) == 5
-    assert all(f"five.py:{OVERFLOWING_LINE}" in line for line in listed)
+    assert all(f"work.py:{OVERFLOWING_LINE}" in line for line in listed)
     assert "h = h * h  # overflows" in result.stdout
     again = here("report", "r.json", "-v").stdout
     rows = [line for line in again.splitlines() if "│" in line]
@@ -30,24 +31,24 @@ def test_five_overflows_are_named_again_by_report_and_the_exit_code_is_1(here: H
 
 
 def test_a_model_within_the_range_exits_with_0_and_names_its_scales(here: Here) -> None:
-    config(here.folder, HEALTHY)
-    result = here("ranges", "c.yaml", "--quiet")
+    written(here.folder, HEALTHY, **KEYS)
+    result = here("ranges", "config.yaml", "--quiet")
     assert (result.code, result.stderr) == (0, "")
     assert result.stdout.startswith("✓ Everything fits FP16 at step 0: ")
     assert "the whole model" in result.stdout
-    assert result.stdout.splitlines()[-1] == "  ampdbg ranges c.yaml --steps 51"
+    assert result.stdout.splitlines()[-1] == "  ampdbg ranges config.yaml --steps 51"
 
 
 def test_the_next_command_carries_the_options_that_change_the_run(here: Here) -> None:
-    config(here.folder)
-    given = "c.yaml --set train.clip_grad_norm=2 --steps 3 --seed 5"
+    written(here.folder, FIVE, **KEYS)
+    given = "config.yaml --set train.clip_grad_norm=2 --steps 3 --seed 5"
     result = here("ranges", *given.split(), "--quiet")
     assert result.stdout.splitlines()[-1] == f"  ampdbg scan {given}"
 
 
 def test_json_is_the_record(here: Here) -> None:
-    config(here.folder)
-    result = here("ranges", "c.yaml", "--quiet", "--json", "--steps", "2", "--record", "r.json")
+    written(here.folder, FIVE, **KEYS)
+    result = here("ranges", "config.yaml", "--quiet", "--json", "--steps", "2", "--record", "r.json")
     data = json.loads(result.stdout)
     assert data == json.loads((here.folder / "r.json").read_text(encoding="utf-8"))
     assert (data["command"], data["planned_steps"], len(data["steps"])) == ("ranges", 2, 1)
@@ -55,8 +56,8 @@ def test_json_is_the_record(here: Here) -> None:
 
 
 def test_order_and_top_choose_what_is_listed(here: Here) -> None:
-    config(here.folder)
-    text = here("ranges", "c.yaml", "--quiet", "--order", "execution", "--top", "2", "-v").stdout
+    written(here.folder, FIVE, **KEYS)
+    text = here("ranges", "config.yaml", "--quiet", "--order", "execution", "--top", "2", "-v").stdout
     assert "Tightest against FP16's limit, in order of execution" in text
     assert len([line for line in text.splitlines() if line.count("│") == 2]) == 2
 
@@ -65,8 +66,8 @@ def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -
     code = HEALTHY.replace(
         "def step(model, batch):", "CALLS = []\n\ndef step(model, batch):\n    CALLS.append(1 / (3 - len(CALLS)))"
     )
-    config(here.folder, code)
-    result = here.refused("ranges", "c.yaml", "--quiet", "--steps", "9", "--record", "r.json")
+    written(here.folder, code, **KEYS)
+    result = here.refused("ranges", "config.yaml", "--quiet", "--steps", "9", "--record", "r.json")
     assert "ZeroDivisionError: division by zero" in result.stderr
     assert result.stderr.splitlines()[-1] == "the 3 steps before it: ampdbg report r.json"
     record = read_record(here.folder / "r.json")
@@ -78,21 +79,21 @@ def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -
 
 
 def test_it_is_a_function_too(tmp_path: Path) -> None:
-    record = ampdbg.ranges(config(tmp_path), overrides=("train.steps=50",))
+    record = ampdbg.ranges(written(tmp_path, FIVE, **KEYS), overrides=("train.steps=50",))
     assert (record.verdict, record.planned_steps) == ("inconclusive", 1)
     assert [finding.code for finding in record.findings if finding.phase == "forward"] == ["forward-overflow"] * 5
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_half_model_has_its_places_named_and_its_healthy_twin_none(level: str, here: Here) -> None:
-    config(here.folder)
-    result = here("ranges", "c.yaml", "--quiet", "--set", f"precision.level={level}")
+    written(here.folder, FIVE, **KEYS)
+    result = here("ranges", "config.yaml", "--quiet", "--set", f"precision.level={level}")
     assert (result.code, result.stdout.partition(" ")[2][:31]) == (1, "5 places would overflow in FP16")
     listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
     assert len(listed) == 5
-    assert all(f"five.py:{OVERFLOWING_LINE}" in line for line in listed)
-    config(here.folder, HEALTHY)
-    healthy = here("ranges", "c.yaml", "--quiet", "--set", f"precision.level={level}")
+    assert all(f"work.py:{OVERFLOWING_LINE}" in line for line in listed)
+    written(here.folder, HEALTHY, **KEYS)
+    healthy = here("ranges", "config.yaml", "--quiet", "--set", f"precision.level={level}")
     assert healthy.code == 0
     assert healthy.stdout.startswith("✓ Everything fits FP16 at step 0: ")
 
@@ -143,18 +144,18 @@ LINES = {
 
 @pytest.mark.parametrize(("line", "verdict", "said"), LINES.values(), ids=LINES)
 def test_a_step_that_is_not_finite_is_not_said_to_fit(here: Here, line: str, verdict: str, said: str) -> None:
-    config(here.folder, BROKEN.replace("LINE", line))
-    result = here("ranges", "c.yaml", "--quiet", "--record", "r.json")
+    written(here.folder, BROKEN.replace("LINE", line), **KEYS)
+    result = here("ranges", "config.yaml", "--quiet", "--record", "r.json")
     record = read_record(here.folder / "r.json")
     assert (result.code, record.verdict, record.findings[0].code) == (1, verdict, "unknown")
     assert said in " ".join(result.stdout.split())
     assert "Loss scales" not in result.stdout
-    assert result.stdout.endswith("Next: see where it begins\n  ampdbg scan c.yaml\n")
+    assert result.stdout.endswith("Next: see where it begins\n  ampdbg scan config.yaml\n")
 
 
 def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_run(here: Here) -> None:
-    config(here.folder, BROKEN.replace("LINE", "torch.fft.fft2(h).real"))
-    result = here("ranges", "c.yaml", "--quiet", "--record", "r.json")
+    written(here.folder, BROKEN.replace("LINE", "torch.fft.fft2(h).real"), **KEYS)
+    result = here("ranges", "config.yaml", "--quiet", "--record", "r.json")
     record = read_record(here.folder / "r.json")
     assert (result.code, record.verdict, record.findings) == (0, "inconclusive", ())
     half = record.checks[1]
@@ -165,7 +166,7 @@ def test_a_transform_without_numbers_is_said_to_be_finite_only_where_fp16_has_ru
 
 
 def test_a_mask_beyond_fp16_is_no_reason_to_doubt(here: Here) -> None:
-    config(here.folder, BROKEN.replace("LINE", "(h + ((1 - torch.eye(32)) * -1e9).to(h.dtype)).softmax(-1)"))
-    result = here("ranges", "c.yaml", "--quiet")
+    written(here.folder, BROKEN.replace("LINE", "(h + ((1 - torch.eye(32)) * -1e9).to(h.dtype)).softmax(-1)"), **KEYS)
+    result = here("ranges", "config.yaml", "--quiet")
     assert result.code == 0
     assert result.stdout.startswith("✓ No op overflows of itself; an input or a constant of the code is beyond FP16")
