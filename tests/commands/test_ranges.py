@@ -79,7 +79,8 @@ def test_a_step_that_raises_leaves_a_record_of_the_steps_before_it(here: Here) -
 
 
 def test_it_is_a_function_too(tmp_path: Path) -> None:
-    record = ampdbg.ranges(written(tmp_path, FIVE, **KEYS), overrides=("train.steps=50",))
+    written(tmp_path, FIVE, **KEYS)
+    record = ampdbg.ranges(tmp_path / "config.yaml", overrides=("train.steps=50",))
     assert (record.verdict, record.planned_steps) == ("inconclusive", 1)
     assert [finding.code for finding in record.findings if finding.phase == "forward"] == ["forward-overflow"] * 5
 
