@@ -1,7 +1,8 @@
-"""The guided search: candidates together, what shows next joins, and each is dropped in turn."""
+"""The guided search, from candidates to what shows next and each dropped in turn; and the blind one, block by block."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Sequence
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import AtomTree, atom_tree
+from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
 from ampdbg.search.strategies import GROUPS, best_so_far, delta_debug, guided
 from ampdbg.search.trials import OutOfTrials, Trials
-from tests.search.planted import SMALL, Step, of_any_size, planted, steps
+from tests.search.planted import SMALL, Step, of_any_size, planted, steps, trees
 
 TREE = atom_tree(SMALL)
 
@@ -28,7 +29,7 @@ def merged(tree: AtomTree, pins: Sequence[str]) -> int:
     return sum(len(tree.under(pin)) > 1 for pin in pins)
 
 
-def test_right_candidates_cost_one_trial_and_one_each() -> None:
+def test_right_candidates_cost_one_trial_and_one_each_which_tells_what_dropping_it_does() -> None:
     _, trials = planted("embed", "head")
     found = guided(trials, ["embed", "head"])
     assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, True)
@@ -37,15 +38,15 @@ def test_right_candidates_cost_one_trial_and_one_each() -> None:
         ("with fewer", ("embed",), False),
         ("with fewer", ("head",), False),
     ]
-
-
-def test_it_tells_what_dropping_each_pin_does() -> None:
-    _, trials = planted("embed", "head")
-    found = guided(trials, ["embed", "head"])
     assert {pin: (trial.pins, trial.healthy, trial.suspects) for pin, trial in found.dropped.items()} == {
         "embed": (("head",), False, ("embed",)),
         "head": (("embed",), False, ("head",)),
     }
+
+
+def test_the_blind_search_tells_what_dropping_each_pin_does_too() -> None:
+    found = delta_debug(planted("embed", "head")[1])
+    assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
 
 def test_of_few_culprits_in_a_large_model_each_is_dropped() -> None:
@@ -86,10 +87,10 @@ def test_where_each_culprit_hides_the_next_they_are_proposed_with_the_pins_in_fo
     ]
 
 
-def test_of_two_sets_that_would_do_the_earlier_candidate_is_kept() -> None:
-    for candidates in (["embed", "head"], ["head", "embed"]):
-        trials = Trials(Step(TREE, [["embed"], ["head"]]), TREE)
-        assert guided(trials, candidates).pins == (candidates[0],)
+def test_of_two_sets_that_would_do_the_earlier_candidate_or_the_first_to_run_is_kept() -> None:
+    trials = [Trials(Step(TREE, [["embed"], ["head"]]), TREE) for _ in range(3)]
+    assert guided(trials[0], ["embed", "head"]).pins == delta_debug(trials[1]).pins == ("embed",)
+    assert guided(trials[2], ["head", "embed"]).pins == ("head",)
 
 
 def test_all_parts_of_a_module_are_told_as_the_module_and_dropped_as_one_too() -> None:
@@ -169,12 +170,14 @@ def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:
     assert (found.pins, found.minimal) == (("head",), True)
 
 
-def test_tied_candidates_are_dropped_as_one() -> None:
-    step = Step(TREE, [["head"]])
-    trials = Trials(step, TREE, together=[("embed", "head")])
-    found = guided(trials, ["head", "embed", "blocks.1"])
+def test_tied_modules_are_dropped_as_one() -> None:
+    together = [("embed", "head")]
+    found = guided(Trials(Step(TREE, [["head"]]), TREE, together=together), ["head", "embed", "blocks.1"])
     assert (found.pins, found.minimal) == (("embed", "head"), True)
     assert [trial.pins for trial in found.dropped.values()] == [(), ()]
+    found = delta_debug(Trials(Step(TREE, [["head", "blocks.1"]]), TREE, together=together))
+    assert (found.pins, found.minimal) == (("embed", "blocks.1", "head"), True)
+    assert found.dropped["embed"] is found.dropped["head"]
 
 
 @of_any_size
@@ -248,16 +251,18 @@ def test_out_of_trials_the_best_set_so_far_is_returned(is_guided: bool, step: St
     assert is_guided or found.dropped.keys() <= {*found.pins}
 
 
-def test_after_an_interrupt_the_best_set_so_far_is_still_there() -> None:
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "blind"])
+def test_after_an_interrupt_the_best_set_so_far_is_still_there(is_guided: bool) -> None:
     def interrupt(trial: Trial) -> None:
-        if len(trial.pins) == 2:
+        if len(trial.pins) == 2 if is_guided else trial.stage == "narrowing" and trial.healthy:
             raise KeyboardInterrupt
 
     trials = Trials(Step(TREE, [["head"]]), TREE, on_trial=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        guided(trials, ["head", "embed", "blocks.1"])
+        guided(trials, ["head", "embed", "blocks.1"]) if is_guided else delta_debug(trials)
     found = best_so_far(trials)
-    assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, False)
+    assert (found.pins, found.healthy, found.minimal) == (trials.made[-1].pins, True, False)
+    assert not is_guided or found.pins == ("embed", "head")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -300,3 +305,83 @@ def test_of_few_pins_those_that_are_known_to_be_needed_are_dropped_alone_all_the
     _, trials = planted("head", "embed")
     result = guided(trials, ["blocks.1", "head", "embed"], fails_alone=lambda part: True)
     assert (result.pins, result.minimal) == (("embed", "head"), True)
+
+
+def test_everything_is_tried_first_then_nothing_then_blocks() -> None:
+    names = ["", *(f"blocks.{block}{part}" for block in range(8) for part in ("", ".attn", ".mlp"))]
+    _, trials = planted("blocks.5.mlp", names=names)
+    found = delta_debug(trials)
+    assert (found.pins, found.healthy, found.minimal) == (("blocks.5.mlp",), True, True)
+    assert [(trial.stage, trial.pins) for trial in trials.made][:4] == [
+        ("everything", ("",)),
+        ("nothing", ()),
+        ("narrowing", (":own", "blocks.0", "blocks.1", "blocks.2", "blocks.3")),
+        ("narrowing", (":own", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "blocks.4", "blocks.5")),
+    ]
+
+
+@pytest.mark.parametrize(("is_healthy", "trials"), [(True, 2), (False, 1)], ids=["healthy", "failing with all pinned"])
+def test_a_step_that_no_pin_changes_needs_few_trials_and_no_pins(is_healthy: bool, trials: int) -> None:
+    made = Trials(lambda pins: Trial(pins, healthy=is_healthy), TREE)
+    found = delta_debug(made)
+    assert (found.pins, found.healthy, found.minimal) == ((), is_healthy, is_healthy)
+    assert len(made.made) == trials
+
+
+def test_where_everything_pinned_fails_an_earlier_healthy_set_is_made_smaller() -> None:
+    trials = Trials(lambda pins: Trial(pins, "head" in pins), TREE)
+    trials.test(["head", "embed"], "earlier")
+    found = delta_debug(trials)
+    assert (found.pins, found.minimal) == (("head",), True)
+
+
+def test_a_model_of_one_module_is_found_and_where_nothing_ran_nothing_is() -> None:
+    _, trials = planted("", names=[""])
+    assert delta_debug(trials).pins == ("",)
+    assert not delta_debug(Trials(lambda pins: Trial(pins, healthy=False), atom_tree([]))).healthy
+
+
+@of_any_size
+@given(data=st.data())
+@settings(max_examples=25)
+def test_the_planted_set_is_found_within_the_bound(sizes: tuple[int, ...], data: st.DataObject) -> None:
+    step = data.draw(steps(sizes))
+    (culprits,) = step.ways
+    trials = Trials(step, step.tree)
+    found = delta_debug(trials)
+    assert (found.pins, found.minimal) == (step.tree.compress(culprits), True)
+    assert set(found.dropped) == set(found.pins)
+    assert len(trials.made) <= 3 * len(culprits) * math.log2(len(step.tree.atoms)) + 10
+
+
+@given(trees([50]), st.data())
+@settings(max_examples=60)
+def test_of_several_ways_to_cure_it_finds_one_and_nothing_besides(tree: AtomTree, data: st.DataObject) -> None:
+    way = st.lists(st.sampled_from(tree.atoms), min_size=1, max_size=5, unique=True)
+    ways = data.draw(st.lists(way, min_size=2, max_size=4))
+    found, again = (delta_debug(Trials(Step(tree, ways), tree)) for _ in range(2))
+    assert tree.expand(found.pins) in [frozenset(way) for way in ways]
+    assert found == again
+
+
+def whimsical(seed: int, share: int, pinned: Atoms) -> bool:
+    """A predicate without any order: so many of 256 sets are healthy."""
+    digest = hashlib.sha256(repr((seed, sorted(pinned))).encode()).digest()
+    return digest[0] < share
+
+
+@given(trees([12]), st.integers(0, 2**32), st.integers(0, 200))
+@settings(max_examples=150)
+def test_where_pins_can_harm_the_set_is_still_healthy_and_minimal(tree: AtomTree, seed: int, share: int) -> None:
+    def healthy(pins: Atoms) -> bool:
+        return len(pins) == len(tree.atoms) or whimsical(seed, share, pins)
+
+    trials = Trials(lambda pins: Trial(pins, healthy(tree.expand(pins))), tree)
+    found = delta_debug(trials)
+    atoms = tree.expand(found.pins)
+    assert found.minimal
+    assert healthy(atoms)
+    assert not any(healthy(atoms - {atom}) for atom in atoms)
+    assert not any(healthy(atoms - tree.expand([pin])) for pin in found.pins)
+    count = len(tree.atoms)
+    assert len(trials.made) <= 2 + count * (math.log2(count) + 2) + count * (count + 1)
