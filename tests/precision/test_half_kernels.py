@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampdbg.precision.half_kernels import EMULATED, find_op, half_kernels
 from ampdbg.precision.half_kernels import ran as half_kernels_that_ran
-from tests.precision.closeness import same_overflow, share_close
-from tests.precision.half_cases import CASES, HalfCase, all_results, exact_results
+from tests.precision.half_cases import CASES, HalfCase, all_results, exact_results, same_overflow, share_close
 
 NATIVE_SHARE = 0.98
 EXACT_SHARE = 0.99

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ampdbg.precision.emulation import cuda_on_cpu
-from tests.precision.closeness import same_overflow, share_close
-from tests.precision.half_cases import ATTENTION, CASES, RECURRENT, HalfCase, all_results
+from tests.precision.half_cases import ATTENTION, CASES, RECURRENT, HalfCase, all_results, same_overflow, share_close
 
 pytestmark = pytest.mark.gpu
 
