@@ -538,6 +538,7 @@ def test_groups_are_counted_before_the_loop_touches_their_gradients(name: str, h
     enabled, bad, micro_batches, expected = PLANTED[name]
     step = overflowing_step(how, enabled, bad, micro_batches)
     assert step.found_inf is bool(expected)
+    assert step.skipped is (enabled and bool(expected))
     assert [(p.name, p.inf, p.nan) for group in step.groups for p in group.parameters] == expected
     assert [group.name for group in step.groups] == [name for name, _, _ in expected]
     if name.startswith("inf"):
