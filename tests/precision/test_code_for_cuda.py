@@ -234,6 +234,11 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True))
 
 
+def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    pairs = [(left.grad, right.grad) for left, right in zip(one.parameters(), other.parameters(), strict=True)]
+    assert all(left is not None and right is not None and torch.equal(left, right) for left, right in pairs)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_inside_autocast_changes_nothing(reentrant: bool) -> None:
     model, x = mlp(), torch.randn(4, 8, requires_grad=True)
@@ -243,10 +248,7 @@ def test_checkpointing_inside_autocast_changes_nothing(reentrant: bool) -> None:
     with torch.autocast("cuda"):
         loss = checkpoint(checkpointed, x, use_reentrant=reentrant).sum()
     loss.backward()
-    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(plain, checkpointed)
 
 
 TWICE: dict[str, Callable[[], tuple[nn.Module, Tensor, float]]] = {
@@ -393,10 +395,7 @@ def test_backward_may_run_in_another_thread() -> None:
             losses.append(model(x).float().sum())
     losses[0].backward()
     in_a_thread(losses[1].backward)
-    for one, other in zip(here.parameters(), there.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert_same_gradients(here, there)
 
 
 @pytest.mark.filterwarnings("ignore:.*set_default_tensor_type.. is deprecated")
