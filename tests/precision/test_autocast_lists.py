@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,57 +153,53 @@ def test_the_banned_ops_raise_cudas_message() -> None:
         assert getattr(module, op)(*args).isfinite().all()
 
 
-def test_autocast_that_is_disabled_inside_casts_nothing() -> None:
-    matrix = torch.randn(4, 4)
-    with cuda_on_cpu(), cuda_autocast(), torch.autocast("cpu", enabled=False):
-        assert (matrix @ matrix).dtype is torch.float32
-        assert matrix.half().exp().dtype is torch.float16
+HALF, BFLOAT16, FLOAT32, FLOAT64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+MATRIX = torch.randn(4, 4)
 
 
-def test_float64_is_never_cast() -> None:
-    matrix = torch.randn(4, 4, dtype=torch.float64)
+def promoted(*operands: torch.dtype) -> torch.Tensor:
+    return torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands])
+
+
+def off(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return make()
+
+
+RESULTS: dict[str, tuple[Callable[[], torch.Tensor], torch.dtype]] = {
+    "float64 in a product": (lambda: MATRIX.double() @ MATRIX.double(), FLOAT64),
+    "float64 in an exponential": (MATRIX.double().exp, FLOAT64),
+    "float64 in a sum": (MATRIX.double().sum, FLOAT64),
+    "an explicit dtype of a sum": (lambda: MATRIX.half().sum(dtype=HALF), HALF),
+    "an explicit dtype of a softmax": (lambda: MATRIX.half().softmax(0, dtype=FLOAT64), FLOAT64),
+    "a product where autocast is off": (lambda: off(lambda: MATRIX @ MATRIX), FLOAT32),
+    "an exponential where autocast is off": (lambda: off(MATRIX.half().exp), HALF),
+    # An op that promotes takes any dtype once it has seen a float32; before that only what autocast lowers to.
+    "three halves": (lambda: promoted(HALF, HALF, HALF), HALF),
+    "a float32 among halves": (lambda: promoted(HALF, FLOAT32, HALF), FLOAT32),
+    "bfloat16 behind a float32": (lambda: promoted(FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
+    "bfloat16 behind half and a float32": (lambda: promoted(HALF, FLOAT32, BFLOAT16), FLOAT32),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_dtype_is_cudas_of(name: str) -> None:
+    make, dtype = RESULTS[name]
     with cuda_on_cpu(), cuda_autocast():
-        assert {(matrix @ matrix).dtype, matrix.exp().dtype, matrix.sum().dtype} == {torch.float64}
-
-
-HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
-
-
-@pytest.mark.parametrize(
-    ("operands", "result"),
-    [
-        ((HALF, HALF, HALF), HALF),
-        ((HALF, FLOAT32, HALF), FLOAT32),
-        ((FLOAT32, BFLOAT16, FLOAT32), FLOAT32),
-        ((HALF, FLOAT32, BFLOAT16), FLOAT32),
-    ],
-)
-def test_an_op_that_promotes_takes_any_dtype_once_it_has_seen_a_float32(
-    operands: tuple[torch.dtype, ...], result: torch.dtype
-) -> None:
-    with cuda_on_cpu(), cuda_autocast():
-        assert torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands]).dtype is result
+        assert make().dtype is dtype
 
 
 @pytest.mark.parametrize("operands", [(BFLOAT16, FLOAT32, FLOAT32), (HALF, BFLOAT16, FLOAT32)])
-def test_before_a_float32_it_takes_only_what_autocast_lowers_to(operands: tuple[torch.dtype, ...]) -> None:
+def test_bfloat16_before_a_float32_is_refused(operands: tuple[torch.dtype, ...]) -> None:
     with cuda_on_cpu(), cuda_autocast(), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
-        torch.addcmul(*[torch.ones(2, dtype=dtype) for dtype in operands])
-
-
-def test_an_explicit_dtype_is_respected() -> None:
-    half = torch.randn(4).half()
-    with cuda_on_cpu(), cuda_autocast():
-        assert half.sum(dtype=torch.float16).dtype is torch.float16
-        assert half.softmax(0, dtype=torch.float64).dtype is torch.float64
+        promoted(*operands)
 
 
 def test_bfloat16_autocast_follows_the_same_lists() -> None:
-    matrix = torch.randn(4, 4)
-    with cuda_on_cpu(), torch.autocast("cpu", dtype=torch.bfloat16):
-        product = matrix @ matrix
-        assert product.dtype is torch.bfloat16
-        assert {product.exp().dtype, product.sum().dtype, product.softmax(0).dtype} == {torch.float32}
+    with cuda_on_cpu(), torch.autocast("cpu", dtype=BFLOAT16):
+        product = MATRIX @ MATRIX
+        assert product.dtype is BFLOAT16
+        assert {product.exp().dtype, product.sum().dtype, product.softmax(0).dtype} == {FLOAT32}
 
 
 TORCH = Path(torch.__file__).parent

@@ -283,16 +283,6 @@ def test_a_sparse_matrix_is_taken_and_refused_as_by_cuda() -> None:
     assert (eye.to_sparse() @ x).dtype is torch.float32
 
 
-def test_sparse_embedding_gradients_stay_sparse() -> None:
-    embedding, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)
-    with torch.autocast("cuda"):
-        loss = head(embedding(torch.tensor([1, 3, 1]))).sum()
-    loss.backward()
-    assert embedding.weight.grad is not None
-    assert embedding.weight.grad.is_sparse
-    assert embedding.weight.grad.coalesce().indices().tolist() == [[1, 3]]
-
-
 def test_modules_made_inside_can_be_copied_and_pickled_and_used_outside() -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.LSTM(4, 2)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -53,16 +53,12 @@ def on_cpu(case: HalfCase, scale: float = 1.0) -> list[Tensor]:
         return all_results(under_autocast(case.call, "cpu"), iter(operands_on("cpu", case, scale)))
 
 
-def rounded(tensor: Tensor) -> Tensor:
-    """To half, where units are counted: gradients of float32 operands come from half ones and lose nothing."""
-    return tensor.half()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_outputs_and_gradients_are_those_of_a_gpu(case: HalfCase) -> None:
+    # Gradients of float32 operands come from half ones, and lose nothing where units are counted in half.
     for ours, theirs in zip(on_cpu(case), on_gpu(case), strict=True):
         assert ours.dtype is theirs.dtype
-        assert case in RECURRENT or share_close(rounded(ours), rounded(theirs), UNITS.get(case.name, 1)) >= SHARE
+        assert case in RECURRENT or share_close(ours.half(), theirs.half(), UNITS.get(case.name, 1)) >= SHARE
 
 
 WITHOUT_CUDNN = "conv2d", "conv2d-dilated", "conv3d"
@@ -75,4 +71,4 @@ def test_the_same_elements_overflow_as_on_a_gpu(case: HalfCase) -> None:
     with torch.backends.cudnn.flags(enabled=case.name not in WITHOUT_CUDNN):
         there = on_gpu(case, case.loud)
     for ours, theirs in zip(on_cpu(case, case.loud), there, strict=True):
-        assert same_overflow(rounded(ours), rounded(theirs))
+        assert same_overflow(ours.half(), theirs.half())

@@ -3,7 +3,7 @@
 Gradients that are sparse, or differentiated once more; several losses and optimizers; replicas in threads. What has its
 test elsewhere is not repeated: clipping, unscaling, accumulation, the order of all calls, and every loop of the
 examples as a healthy one in tests/zoo_misuse; custom_fwd and custom_bwd, checkpointing, regions, code that says
-``cuda`` in tests/precision/test_code_for_cuda.py; the cache of weights in tests/precision/test_weight_cache.py;
+``cuda`` in tests/precision/test_code_for_cuda.py; the cache of weights in tests/precision/test_autocast_values.py;
 PyTorch's own tests of its scaler while watched in tests/probes/test_scaling_parity.py.
 """
 
