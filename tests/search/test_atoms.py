@@ -59,16 +59,9 @@ def test_nothing_else_is_known(name: str) -> None:
         TREE.under(name)
 
 
-PARENTS = {"blocks.0.mlp:own": "blocks.0.mlp", "blocks.0.mlp": "blocks.0", "blocks.0": "blocks", "head": "", ":own": ""}
-
-
-@pytest.mark.parametrize(("name", "parent"), PARENTS.items())
-def test_one_level_up(name: str, parent: str) -> None:
-    assert TREE.parent(name) == parent
-
-
-def test_above_the_root_there_is_nothing() -> None:
-    assert TREE.parent("") is None
+def test_one_level_up_and_above_the_root_nothing() -> None:
+    names = ("blocks.0.mlp:own", "blocks.0.mlp", "blocks.0", "head", ":own", "")
+    assert [TREE.parent(name) for name in names] == ["blocks.0.mlp", "blocks.0", "blocks", "", "", None]
 
 
 def test_a_module_with_children_has_lines_of_its_own() -> None:

@@ -32,8 +32,6 @@ def test_a_trial_says_what_was_seen() -> None:
     )
 
 
-
-
 def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
     _, trials = planted("head")
     bests = []
@@ -41,12 +39,6 @@ def test_the_best_is_the_healthy_set_of_the_fewest_atoms() -> None:
         trials.test(pins, "")
         bests.append(trials.best)
     assert bests == [None, ("blocks.0", "head"), ("embed", "head"), ("embed", "head"), ("head",)]
-
-
-def test_no_pins_may_be_the_best() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=True), TREE)
-    trials.test([], "")
-    assert trials.best == ()
 
 
 def test_beyond_the_limit_only_what_is_known_is_answered() -> None:

@@ -143,13 +143,17 @@ SCALER = {**torch.amp.GradScaler("cpu", init_scale=8.0).state_dict(), "_growth_t
 LINEAR = {"target": "torch.optim.lr_scheduler:LinearLR"}
 
 
-def adamw(lr: float = 0.25, **settings: Any) -> dict[str, Any]:
+def state_of(kind: type[torch.optim.Optimizer], **settings: Any) -> dict[str, Any]:
     """The state of one group of all parameters after a step."""
     model = torch.nn.Sequential(OrderedDict(head=torch.nn.Linear(4, 2)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+    optimizer = kind(model.parameters(), **settings)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     return optimizer.state_dict()
+
+
+def adamw() -> dict[str, Any]:
+    return state_of(torch.optim.AdamW, lr=0.25)
 
 
 def moments(workload: Workload) -> list[float]:
@@ -157,37 +161,26 @@ def moments(workload: Workload) -> list[float]:
     return [round(float(one["exp_avg"].flatten()[0]), 4) for one in state if one]
 
 
+LIGHTNING = {"epoch": 1, "global_step": 7, "lr_schedulers": [], "loops": {"fit_loop": {"state_dict": {}}}}
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "scaler"),
+    "content",
     [
-        ("optimizer", "scaler"),
-        ("optimizer_state_dict", "scaler_state_dict"),
-        ("optim", "grad_scaler"),
-        ("optimizers", "amp_scaler"),
+        {"model": WEIGHTS, "optimizer": adamw(), "scaler": SCALER},
+        {"model_state_dict": WEIGHTS, "optimizer_state_dict": adamw(), "scaler_state_dict": SCALER, "epoch": 3},
+        {"model": WEIGHTS, "optim": adamw(), "grad_scaler": SCALER},
+        {"model": WEIGHTS, "optimizers": adamw(), "amp_scaler": SCALER},
+        {"state_dict": WEIGHTS, "optimizer_states": [adamw()], "MixedPrecision": SCALER, **LIGHTNING},
     ],
 )
-def test_parts_are_found_under_the_names_that_scripts_give_them(tmp_path: Path, optimizer: str, scaler: str) -> None:
-    workload = built(tmp_path, {"model_state_dict": WEIGHTS, optimizer: adamw(), scaler: SCALER, "epoch": 3})
+def test_parts_are_found_under_the_names_that_scripts_and_lightning_give_them(tmp_path: Path, content: Any) -> None:
+    workload = built(tmp_path, content)
     assert moments(workload) == [0.1, 0.1]
     assert {group["lr"] for group in workload.optimizers[0].param_groups} == {0.25}
     assert [group["name"] for group in workload.optimizers[0].param_groups] == ["head.weight", "head.bias"]
     assert workload.scaler_state == SCALER
     assert workload.notes == ()
-
-
-def test_lightnings_checkpoints_are_read(tmp_path: Path) -> None:
-    content = {
-        "epoch": 1,
-        "global_step": 7,
-        "state_dict": WEIGHTS,
-        "optimizer_states": [adamw()],
-        "lr_schedulers": [],
-        "MixedPrecision": SCALER,
-        "loops": {"fit_loop": {"state_dict": {}}},
-    }
-    workload = built(tmp_path, content)
-    assert moments(workload) == [0.1, 0.1]
-    assert workload.scaler_state == SCALER
 
 
 def test_the_scale_of_apex_is_read(tmp_path: Path) -> None:
@@ -255,14 +248,6 @@ def test_a_scheduler_without_a_state_is_told_of(tmp_path: Path) -> None:
 # --- what does not fit ---
 
 
-def sgd(momentum: float = 0.9) -> dict[str, Any]:
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return optimizer.state_dict()
-
-
 def changed(state: dict[str, Any], **group: Any) -> dict[str, Any]:
     return {**state, "param_groups": [{**state["param_groups"][0], **group}]}
 
@@ -280,7 +265,10 @@ def two_groups() -> dict[str, Any]:
 
 GROUPS = "; make it as the training script does: optimizer: {target: FILE.py:NAME}, a function of the model"
 MISFITS: dict[str, tuple[Any, str]] = {
-    "another optimizer": (sgd(), "settings that are missing, or no numbers: betas and eps"),
+    "another optimizer": (
+        state_of(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "settings that are missing, or no numbers: betas and eps",
+    ),
     "more parameters": (
         changed(adamw(), params=[0, 1, 2]),
         f"other parameter groups: one of 3 parameters in the file, 2 of 1 and 1 parameters in the run{GROUPS}",

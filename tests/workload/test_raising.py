@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ampdbg.config.file import load_config
+from ampdbg.config.schema import Config
 from ampdbg.errors import UserCodeError
 from ampdbg.record.run import Record
 from ampdbg.training.loop import train
 from tests.commands.program import start
+from tests.written import written
 
 WORKLOAD = """\
 import asyncio, sys
@@ -120,12 +121,6 @@ def batches():
 
 PLACE
 """
-CONFIG = """\
-model: {target: workload.py:Net}
-data: {target: workload.py:batches}
-optimizer: {target: workload.py:Optimizer}
-train: {steps: 5, device: cpu}
-"""
 PLACES = {
     "boom()": 0,
     **{
@@ -161,18 +156,17 @@ RAISED = {
 }
 
 
-def written(folder: Path, place: str, raising: str) -> Path:
+def raising_at(folder: Path, place: str, raising: str) -> Config:
     """A config whose workload runs ``raising`` at ``place``; in the loop, in a step after the third."""
     after = 3 * (PLACES[place] > 0)
     text = WORKLOAD.replace("RAISING", raising).replace("PLACE", place).replace("AFTER", str(after))
-    (folder / "workload.py").write_text(text, encoding="utf-8")
-    (folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
-    return folder / "config.yaml"
+    keys = {"model": "Net", "data": "batches", "optimizer": "Optimizer", "train": {"steps": 5, "device": "cpu"}}
+    return written(folder, text, **keys)
 
 
 def failed(folder: Path, place: str, raising: str) -> UserCodeError:
     """What training ends with."""
-    config = load_config(written(folder, place, raising))
+    config = raising_at(folder, place, raising)
     with pytest.raises(UserCodeError) as raised:
         train(config, replays=0)
     return raised.value
@@ -211,7 +205,7 @@ def test_an_exception_is_theirs_whatever_it_is(name: str, tmp_path: Path) -> Non
 
 def test_an_inference_mode_that_is_never_left_is_their_error(tmp_path: Path) -> None:
     """In a process of its own: what else ran in this one would be in that mode too."""
-    written(tmp_path, FORWARD, "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
+    raising_at(tmp_path, FORWARD, "sys.entered = torch.inference_mode(); sys.entered.__enter__()")
     result = start(tmp_path, "scan", "config.yaml")
     assert result.code == 2
     assert "raised RuntimeError: " in result.stderr
@@ -227,5 +221,5 @@ def test_a_group_is_shown_with_what_is_in_it(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_is_none(tmp_path: Path) -> None:
-    record = train(load_config(written(tmp_path, FORWARD, "raise KeyboardInterrupt")), replays=0)
+    record = train(raising_at(tmp_path, FORWARD, "raise KeyboardInterrupt"), replays=0)
     assert (record.interrupted, len(record.steps)) == (True, 3)
