@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -607,11 +608,8 @@ def test_loops_in_threads_are_told_apart() -> None:
             for _ in range(3):
                 one_step(models[index], optimizers[index], scaler)
 
-    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
     assert [(len(one.steps), one.misuses) for one in watches] == [(3, ()), (3, ())]
     assert not any(step.skipped for one in watches for step in one.steps)
     assert all("several threads" in one.notes[-1] for one in watches)  # whose order of calls is not judged

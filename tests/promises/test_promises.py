@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -346,19 +347,14 @@ def on_replicas(model: Noting, chunks: list[torch.Tensor]) -> torch.Tensor:
     ``replicate`` copies to GPUs alone, and ``parallel_apply`` asks for their streams: neither runs on a CPU. As there,
     each thread enters autocast if its caller has.
     """
-    results: dict[int, torch.Tensor] = {}
     enabled = torch.is_autocast_enabled("cuda")
 
-    def run(at: int, replica: Noting) -> None:
+    def run(replica: Noting, chunk: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", enabled=enabled):
-            results[at] = replica(chunks[at])
+            return replica(chunk)
 
-    threads = [threading.Thread(target=run, args=(at, replica_of(model))) for at in range(len(chunks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return torch.cat([results[at] for at in range(len(chunks))])
+    with ThreadPoolExecutor(len(chunks)) as threads:
+        return torch.cat(list(threads.map(run, [replica_of(model) for _ in chunks], chunks)))
 
 
 def test_replicas_in_threads_compute_in_half_and_their_gradients_add_up_in_float32() -> None:
