@@ -169,20 +169,11 @@ def test_the_users_own_containers_stay_as_they_are() -> None:
     assert items[0] is T
 
 
-def test_a_packed_sequence_moves_itself() -> None:
-    moved = to_device(pack_sequence([T]), CPU)
-    assert isinstance(moved, PackedSequence)
-
-
-def test_an_object_that_moves_in_place_is_passed_on() -> None:
-    item = InPlace()
-    assert to_device([item], META) == [item]
+def test_what_moves_itself_does_so_and_what_is_no_tensor_is_passed_on() -> None:
+    item, others = InPlace(), ["text", 3, None, Frozen, {4}]
+    assert to_device([item, *others], META) == [item, *others]
     assert item.device == META
-
-
-def test_what_is_no_tensor_is_passed_on() -> None:
-    batch = ["text", 3, None, Frozen, {4}]
-    assert to_device(batch, META) == batch
+    assert isinstance(to_device(pack_sequence([T]), CPU), PackedSequence)
 
 
 def test_leaves_are_named_by_their_path() -> None:
