@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import ampdbg
+from ampdbg.config.schema import Config
 from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import WorkloadError
 from ampdbg.precision.emulation import cuda_on_cpu
@@ -30,12 +31,23 @@ from ampdbg.record.run import Record, Step
 from ampdbg.training.loop import train
 from tests.written import written
 
-NET = {"model": "Net", "data": "data", "step": "step"}
+HEAD = """
+import torch
+from torch import nn
+
+def data():
+    return list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1)))
+"""
+
+
+def config_of(folder: Path, code: str, **keys: Any) -> Config:
+    """That of this code, which defines ``Net`` and ``step``, and ``data`` where it is its own."""
+    return written(folder, HEAD + code, **{"model": "Net", "data": "data", "step": "step", **keys})
 
 
 def scanned(folder: Path, code: str, **keys: Any) -> Record:
-    """What a scan says of this code, which defines ``Net``, ``data`` and ``step``."""
-    return diagnose(train(written(folder, code, **{**NET, **keys})))
+    """What a scan says of it."""
+    return diagnose(train(config_of(folder, code, **keys)))
 
 
 def nonfinite(step: Step) -> dict[str, tuple[int, int]]:
@@ -44,9 +56,6 @@ def nonfinite(step: Step) -> dict[str, tuple[int, int]]:
 
 
 SPARSE = """
-import torch
-from torch import nn
-
 class Net(nn.Module):
     def __init__(self, spread=1.0):
         super().__init__()
@@ -150,9 +159,6 @@ LOW = {"loss_scale": {"init": 1024.0}}
 """A scale that these models train at from the first step on."""
 
 PENALTY = """
-import torch
-from torch import nn
-
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,9 +166,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.outer(self.inner(x).tanh())
-
-def data():
-    return list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1)))
 
 def step(model, batch):
     x = batch.requires_grad_()
@@ -181,7 +184,7 @@ def test_a_gradient_penalty_that_is_unscaled_by_hand_is_healthy(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", [3e6, -3e6])
 def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: float, tmp_path: Path) -> None:
-    written(tmp_path, PENALTY.replace("SCALE", f"({scale})"), **NET, train={"steps": 6})
+    config_of(tmp_path, PENALTY.replace("SCALE", f"({scale})"), train={"steps": 6})
     record = ampdbg.bisect(tmp_path / "config.yaml")
     finding = record.findings[0]
     assert (finding.code, finding.phase, record.verdict) == ("forward-overflow", "forward", "precision")
@@ -196,7 +199,7 @@ def test_an_overflow_in_the_gradient_of_a_penalty_is_named_and_cured(scale: floa
 def test_the_ranges_of_a_penaltys_gradient_are_those_of_the_forward_pass(
     scale: str, starts: int, tmp_path: Path
 ) -> None:
-    written(tmp_path, PENALTY.replace("SCALE", scale), **NET)
+    config_of(tmp_path, PENALTY.replace("SCALE", scale))
     record = ampdbg.ranges(tmp_path / "config.yaml")
     inner = [site for site in record.sites if site.source and "torch.autograd.grad(" in site.source.text]
     assert [(site.phase, site.op, site.overflow) for site in inner] == [
@@ -277,9 +280,6 @@ def test_each_optimizer_decides_for_itself_whether_to_skip() -> None:
 
 
 TWO_LOSSES = """
-import torch
-from torch import nn
-
 class Net(nn.Module):
     def __init__(self, gain=1.0):
         super().__init__()
@@ -287,9 +287,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.calm(x), self.steep(x) * self.gain
-
-def data():
-    return list(torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1)))
 
 def step(model, batch):
     calm, steep = model(batch)
