@@ -362,7 +362,7 @@ def test_a_step_without_an_enabled_scaler_writes_what_it_would_withhold(is_bare:
 
 
 def test_optimizers_that_step_on_one_backward_pass_share_a_step() -> None:
-    (models, optimizers) = two_loops()
+    models, optimizers = two_loops()
     with watch(models, optimizers) as watcher:
         for _ in range(3):
             for optimizer in optimizers:

@@ -29,7 +29,7 @@ def merged(tree: AtomTree, pins: Sequence[str]) -> int:
     return sum(len(tree.under(pin)) > 1 for pin in pins)
 
 
-def test_right_candidates_cost_one_trial_and_one_each_which_tells_what_dropping_it_does() -> None:
+def test_right_candidates_cost_one_trial_and_one_each_which_says_what_dropping_it_does() -> None:
     _, trials = planted("embed", "head")
     found = guided(trials, ["embed", "head"])
     assert (found.pins, found.healthy, found.minimal) == (("embed", "head"), True, True)
@@ -44,7 +44,7 @@ def test_right_candidates_cost_one_trial_and_one_each_which_tells_what_dropping_
     }
 
 
-def test_the_blind_search_tells_what_dropping_each_pin_does_too() -> None:
+def test_the_blind_search_says_what_dropping_each_pin_does_too() -> None:
     found = delta_debug(planted("embed", "head")[1])
     assert {pin: trial.suspects for pin, trial in found.dropped.items()} == {"embed": ("embed",), "head": ("head",)}
 
@@ -145,17 +145,13 @@ def test_where_nothing_is_suspected_all_candidates_are_widened_at_last_to_the_ro
     assert widened == [("blocks.0.mlp",), ("blocks.0",), ("blocks.0", "blocks.1"), ("",)]
 
 
-def test_where_even_the_root_does_not_help_nothing_is_found() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
+def test_where_even_the_root_does_not_help_nothing_is_found_nor_widened_without_candidates_and_suspects() -> None:
+    trials, others = (Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE) for _ in range(2))
     found = guided(trials, ["head"])
     assert (found.pins, found.healthy, found.minimal) == ((), False, False)
     assert trials.made[-1].pins == ("",)
-
-
-def test_without_candidates_and_suspects_there_is_nothing_to_widen() -> None:
-    trials = Trials(lambda pins: Trial(pins, healthy=False, why="nan"), TREE)
-    assert not guided(trials, []).healthy
-    assert len(trials.made) == 1
+    assert not guided(others, []).healthy
+    assert len(others.made) == 1
 
 
 def test_a_candidate_that_does_harm_is_not_in_the_set() -> None:

@@ -81,7 +81,7 @@ def deeply_broken():
 """
 
 
-def test_causes_are_shown_without_plumbing_too_and_be_there_thousands_of_them(tmp_path: Path) -> None:
+def test_causes_are_shown_without_plumbing_too_also_thousands_of_them(tmp_path: Path) -> None:
     text = shown(tmp_path, "model.target=net.py:broken", net=CAUSED)
     assert "The above exception was the direct cause" in text
     assert frames(text)[-1] == "net.py:broken"
