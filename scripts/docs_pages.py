@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from typer.testing import CliRunner
 
 from ampdbg.commands.app import COMMANDS, program
-from ampdbg.config.json_schema import json_schema
+from ampdbg.config.schema import json_schema
 from ampdbg.record.codes import CODES
 from ampdbg.report.explanation import SECTIONS, Explanation, explanations
 

@@ -1,4 +1,4 @@
-"""The house as a whole: class names that are unique, short lists of parameters, files that can be read at once."""
+"""The house as a whole: class names that are unique, short lists of parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ PACKAGE = Path(ampdbg.__file__).parent
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
 
 MOST_PARAMETERS = 8
-MOST_LINES = 450
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -37,8 +36,3 @@ def test_only_the_options_of_a_command_are_many_parameters() -> None:
         if isinstance(node, ast.FunctionDef) and count(node) > MOST_PARAMETERS
     }
     assert {name for name in long if not (name.startswith("commands/") and name.endswith(":command"))} == set()
-
-
-def test_no_file_is_too_long_to_be_read_at_once() -> None:
-    lines = {file: (PACKAGE / file).read_text("utf-8").count("\n") for file in TREES}
-    assert {file: count for file, count in lines.items() if count > MOST_LINES} == {}

@@ -365,3 +365,29 @@ def config_of_script(precision: Precision) -> Config:
     """In the place of a config, for a step of a script: what the targets would name is made by the script itself."""
     script = TargetSpec(target=f"__main__:{THE_SCRIPT}")
     return Config(model=script, data=script, precision=precision, folder=Path.cwd(), start=Path.cwd())
+
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+LIMITS = {"ge": "minimum", "le": "maximum", "gt": "exclusiveMinimum", "lt": "exclusiveMaximum"}
+"""How JSON schema spells a limit that pydantic leaves as it is where a check of ours comes before it."""
+
+
+def json_schema() -> dict[str, Any]:
+    """The keys, their types, limits and defaults; each ``description`` says what is allowed."""
+    schema: dict[str, Any] = _spelled(ConfigFile.model_json_schema())
+    about = "The config of ampdbg, the precision debugger for PyTorch mixed-precision training."
+    return {"$schema": DIALECT, **schema, "title": "ampdbg", "description": about}
+
+
+def _spelled(value: Any, *, is_names: bool = False) -> Any:
+    """Without the titles that only repeat a key, and with limits as the standard spells them."""
+    if isinstance(value, Mapping):
+        return {
+            key if is_names else LIMITS.get(key, key): _spelled(
+                item, is_names=not is_names and key in ("properties", "$defs")
+            )
+            for key, item in value.items()
+            if is_names or key != "title" or not item[:1].isupper()
+        }
+    return [_spelled(item) for item in value] if isinstance(value, list) else value

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ampdbg.agreement import AGREEMENT, LOST_ENERGY, agrees, is_finite, is_same_run, losses_agree, noise_floor
-from ampdbg.diagnosis.oscillation import GROWTH
 from ampdbg.diagnosis.producers import (
     FAR_FROM_FP32,
     Suspect,
@@ -19,6 +18,7 @@ from ampdbg.diagnosis.producers import (
     overflow,
     overflow_in,
 )
+from ampdbg.diagnosis.scale import GROWTH
 from ampdbg.levels import has_static_scale
 from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
