@@ -33,12 +33,12 @@ from ampdbg.proof.jobs import (
     StepUse,
     Trained,
     Tried,
+    load_steps,
     overlaid,
     pinned_by,
     prepared_with,
 )
 from ampdbg.proof.processes import own_stdout
-from ampdbg.proof.step_file import load_steps
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
 from ampdbg.record.replays import Investigation, Producer

@@ -14,8 +14,17 @@ from ampdbg.record.replays import SUM
 from ampdbg.record.run import Record
 
 from . import scan, view
-from .pins import cost_sentence, pin_lines, pin_table, pins_yaml, proof_table, roots_of, roots_paragraph
-from .trials import names_of, trial_table
+from .pins import (
+    cost_sentence,
+    names_of,
+    pin_lines,
+    pin_table,
+    pins_yaml,
+    proof_table,
+    roots_of,
+    roots_paragraph,
+    trial_table,
+)
 from .view import line, ran_on, with_option
 
 MOST_FACTS, MOST_TO_PASTE = 1, 3

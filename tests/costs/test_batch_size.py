@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ampdbg.costs.batch_size import enlarged, largest_batch, shared_dimension
+from ampdbg.costs.levels import enlarged, largest_batch, shared_dimension
 from ampdbg.errors import AmpdbgError
 from ampdbg.record.cost import BatchFit
 

@@ -26,7 +26,7 @@ from ampdbg.record.run import Record
 from ampdbg.report import suggestion, view
 from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
-from ampdbg.report.trials import TRIAL_COLUMNS, trial_table
+from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
 from .charts import Detail, Names, clipped, range_map, timeline
 from .places import listings, module_tree
