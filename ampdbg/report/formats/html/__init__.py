@@ -28,8 +28,7 @@ from ampdbg.report.formats import page_of
 from ampdbg.report.formats.text import SIGNS, blocks, exponent_bar
 from ampdbg.report.pins import TRIAL_COLUMNS, trial_table
 
-from .charts import Detail, Names, clipped, range_map, timeline
-from .places import listings, module_tree
+from .drawn import Detail, Names, clipped, listings, module_tree, range_map, timeline
 
 if TYPE_CHECKING:
     from jinja2 import Environment
