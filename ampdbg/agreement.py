@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ampdbg.record.replays import Investigation, Replay
+from ampdbg.record.run import Investigation, Replay
 
 AGREEMENT = 0.05
 """A loss that differs from FP32's by less than this share agrees with it."""

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding, Source
 from ampdbg.record.pins import Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Search, Trial
-from ampdbg.record.replays import Replay
 from ampdbg.record.run import (
     AutocastError,
+    BatchFit,
+    Costs,
     Environment,
     GroupOverflow,
     HalfUpdates,
+    LevelCost,
     Misuse,
     ParameterCounts,
     Record,
+    Replay,
     Site,
     Step,
+    StepMemory,
     TensorCounts,
     Unseen,
 )

@@ -20,8 +20,7 @@ from ampdbg.diagnosis.diagnose import diagnose
 from ampdbg.errors import AmpdbgError, first_line
 from ampdbg.levels import LEVELS
 from ampdbg.observer import Observer
-from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
-from ampdbg.record.run import Record
+from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
 from ampdbg.replay.copies import altered_batch
 from ampdbg.replay.run import Run, prepared, run_pass
 from ampdbg.training.fp32_twin import Losses, distance, fp32_losses
@@ -199,9 +198,6 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
 
 def _in_a_line(text: str) -> str:
     return "; ".join(filter(None, map(str.strip, text.splitlines())))
-
-
-# What a step takes
 
 
 def _pass(run: Run, batch: Any) -> PassUse:

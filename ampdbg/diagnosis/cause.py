@@ -33,8 +33,7 @@ from ampdbg.diagnosis.tensors import blamed_in_batch, spoilt_weights, weights_no
 from ampdbg.quantities import listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Phase
-from ampdbg.record.replays import Investigation, Producer
-from ampdbg.record.run import Record, Step, TensorCounts
+from ampdbg.record.run import Investigation, Producer, Record, Step, TensorCounts
 
 GREW = 30.0
 """Weights so many times as large as when the run began have been thrown there by single updates; training from scratch
@@ -126,13 +125,8 @@ def _is_of_scale(step: Step, record: Record) -> bool:
 
 def _has_spoilt_weights(made: Investigation, record: Record) -> bool:
     """Whether an earlier step has spoilt the weights, and FP32 comes to nothing with them either."""
-    return not _is_finite_in_fp32(made) and _spoilt_from(record) < made.step
-
-
-def _spoilt_from(record: Record) -> float:
-    """The first step behind which a parameter was not finite."""
     spoilt = (step.step for step in record.steps for counts in step.nonfinite if _is_spoilt(counts))
-    return min(spoilt, default=math.inf)
+    return not _is_finite_in_fp32(made) and min(spoilt, default=math.inf) < made.step
 
 
 def _is_spoilt(counts: TensorCounts) -> bool:
@@ -312,7 +306,7 @@ def wrong_in_fp32_too(made: Investigation) -> Finding:
     """The finding of a step that is not finite in FP32: FP64 decides whether its mathematics is."""
     producer = _starts_in(made)
     where = f", first in {named(producer)}" if producer else ""
-    if _reaches_gradients_alone(producer):
+    if producer and producer.phase == "forward" and producer.reaches_gradients:
         where += ", which the loss leaves out and the gradients do not"
     fp64 = next((replay for replay in made.replays if replay.dtype == "float64"), None)
     if fp64 is None or fp64.error or is_finite(fp64):
@@ -354,8 +348,3 @@ def _starts_in(made: Investigation) -> Producer | None:
     reaching = [producer for producer in all_of_them if producer.reaches_gradients and made.why == "gradients"]
     found = reaching or [producer for producer in all_of_them if producer.phase == phase]
     return next((producer for producer in found if producer.nan), next(iter(found), None))
-
-
-def _reaches_gradients_alone(producer: Producer | None) -> bool:
-    """Whether it is an op of the forward pass whose inf or NaN is in the gradients, and not in the loss."""
-    return producer is not None and producer.phase == "forward" and producer.reaches_gradients

@@ -11,8 +11,7 @@ from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import finding_at
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Record, Step
 
 DIVERGENCE = "divergence"
 

@@ -23,8 +23,7 @@ from ampdbg.levels import has_static_scale
 from ampdbg.ops import CHOOSES, base_name
 from ampdbg.quantities import number
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Replay
-from ampdbg.record.run import Record
+from ampdbg.record.run import Investigation, Record, Replay
 
 STARTS_LOW = (
     "make the loss larger, or start the scaler at a larger scale, as GradScaler(init_scale=2.0**24): by itself it "

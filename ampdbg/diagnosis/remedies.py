@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from ampdbg.ops import DIVISIONS, LOGARITHMS, MATRIX_PRODUCTS, ROOTS, SCALINGS, SUMS, base_name
 from ampdbg.record.codes import CODES, catalogued
-from ampdbg.record.replays import Producer
-from ampdbg.record.run import Record
+from ampdbg.record.run import Producer, Record
 from ampdbg.syntax_tree import UNPARSABLE, syntax_tree
 
 OR = ", or "

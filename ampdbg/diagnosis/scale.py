@@ -23,8 +23,7 @@ from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding, Source
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import GroupOverflow, Record, Step
+from ampdbg.record.run import GroupOverflow, Investigation, Record, Step
 
 CALIBRATION, NO_USABLE_SCALE, RUNAWAY = "scale-calibration", "no-usable-scale", "scale-runaway"
 OSCILLATION, RESTART = "scale-oscillation", "scale-restart"

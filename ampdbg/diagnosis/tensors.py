@@ -12,8 +12,7 @@ from ampdbg.diagnosis.producers import suspects
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer
-from ampdbg.record.run import FrozenParameter, Record, Step, TensorCounts
+from ampdbg.record.run import FrozenParameter, Investigation, Producer, Record, Step, TensorCounts
 
 WEIGHTS, SMALL_UPDATES, FROZEN = "weights-nonfinite", "optimizer-underflow", "frozen-weights"
 DATA = "data-nonfinite"

@@ -17,8 +17,7 @@ import libcst as cst
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
-from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import bare, code_of, find, names_read, spelled, walk
+from ampdbg.source.expressions import Bindings, bare, code_of, find, names_read, spelled, walk
 from ampdbg.source.imports import dotted, with_imported
 from ampdbg.source.source_file import EditError, read_source
 

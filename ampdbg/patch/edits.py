@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import libcst as cst
 
-from ampdbg.patch.blocks import Suite
-from ampdbg.patch.casts import root_name
-from ampdbg.patch.regions import PinnedLine, writes_in_place
-from ampdbg.patch.tensor_names import NamesSeen, TensorNames
-from ampdbg.source.bindings import Bindings
-from ampdbg.source.expressions import block_of, canonical, walk
+from ampdbg.patch.blocks import Suite, root_name
+from ampdbg.patch.regions import NamesSeen, PinnedLine, TensorNames, writes_in_place
+from ampdbg.source.expressions import Bindings, block_of, canonical, walk
 from ampdbg.source.imports import disables_autocast, dotted, with_imported
 from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
 
@@ -177,9 +174,6 @@ class _Rewriter(cst.CSTTransformer):
         return Suite(bindings, self.lines, names_of, indent or self.source.module.default_indent)
 
 
-# A line
-
-
 def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     located = source.at(number)
     if not located.is_in(pin.function):
@@ -191,9 +185,6 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
     if function is not None and any("jit.script" in dotted(each.decorator) for each in function.decorators):
         raise EditError(f"{function.name.value} is scripted, and TorchScript does not support such a block")
     return located
-
-
-# A whole function
 
 
 def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:

@@ -128,9 +128,6 @@ def _hunks(before: Sequence[bytes], after: Sequence[bytes]) -> Iterator[bytes]:
             yield line if line.endswith(b"\n") else line + b"\n" + NO_NEWLINE
 
 
-# Writing
-
-
 def write_edits(edits: Sequence[FileEdit], *, force: bool = False) -> None:
     """Writes all files, or none where one of them cannot be.
 

@@ -12,15 +12,24 @@ from ampdbg.patch.regions import (
     Action,
     PinnedLine,
     Region,
+    TensorNames,
     action_of,
     called_name,
     calls_a_variable,
     has_product,
     writes_in_place,
 )
-from ampdbg.patch.tensor_names import TensorNames
-from ampdbg.source.bindings import Bindings, is_number
-from ampdbg.source.expressions import bare, code_of, find, names_bound_inside, names_read, targets, walk
+from ampdbg.source.expressions import (
+    Bindings,
+    bare,
+    code_of,
+    find,
+    is_number,
+    names_bound_inside,
+    names_read,
+    targets,
+    walk,
+)
 from ampdbg.source.source_file import EditError
 from ampdbg.syntax_tree import syntax_tree
 

@@ -21,7 +21,7 @@ from ampdbg.patch.edits import Edited, FunctionPin, LinePin, Refused, SourcePin,
 from ampdbg.patch.file_edits import FileEdit, counterpart
 from ampdbg.patch.functions import SourceFunction, call_of, function_at, functions_run, modules_running
 from ampdbg.patch.own_lines import OwnLines, UsersCall
-from ampdbg.patch.tensor_names import NamesSeen
+from ampdbg.patch.regions import NamesSeen
 from ampdbg.pinning.pin_set import parted, tied_together
 from ampdbg.probes.half_names import NamesByLine
 from ampdbg.probes.makings import Making, Makings

@@ -14,7 +14,7 @@ from ampdbg.diagnosis.producers import Suspect, format_of, named, suspects, take
 from ampdbg.quantities import listed, number
 from ampdbg.record.findings import Source
 from ampdbg.record.pins import PinSite, Trial
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
@@ -180,7 +180,8 @@ def health_of(made: Investigation, *, is_silent: bool) -> Health:
     if low.error:
         return Health(False, f"raised: {low.error}", guilty)
     if not is_finite(low) or low.buffers:
-        return Health(False, _nonfinite(made, guilty), guilty)
+        why = f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
+        return Health(False, why, guilty)
     if not losses_agree(low, fp32, floor):
         return Health(
             False,
@@ -215,10 +216,6 @@ def _guilty(made: Investigation) -> tuple[Suspect, ...]:
     if not math.isfinite(made.replays[0].loss):
         found = [suspect for suspect in found if suspect.producer.phase == "forward"]
     return tuple(found)
-
-
-def _nonfinite(made: Investigation, guilty: tuple[Suspect, ...]) -> str:
-    return f"{_what(made)}: {_goes_wrong(guilty[0])}" if guilty else _what(made)
 
 
 def _what(made: Investigation) -> str:

@@ -30,8 +30,7 @@ from ampdbg.record.pins import OWN, Pin, PinCost, PinSite, RootModel, Search, Tr
 from ampdbg.record.run import Record
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, Snapshot, rewound
-from ampdbg.search.strategies import Result, most_dropped
-from ampdbg.search.trials import OutOfTrials, Trials, trial_of
+from ampdbg.search.strategies import OutOfTrials, Result, Trials, most_dropped, trial_of
 from ampdbg.source.ownership import is_library_class, is_users_file
 
 AGAIN = "the whole set once more"
@@ -277,12 +276,8 @@ class StepCosts:
         chosen = {atom.removesuffix(OWN) for atom in atoms}
         size = sum(self.activation_bytes.get(name, 0) for name in chosen)
         flops = sum(self.flops.get(name, 0) for name in chosen)
-        all_flops, all_bytes = self._totals
+        all_flops, all_bytes = sum(self.flops.values()), sum(self.activation_bytes.values())
         return PinCost(_share(flops, all_flops), _share(size, all_bytes), size)
-
-    @cached_property
-    def _totals(self) -> tuple[int, int]:
-        return sum(self.flops.values()), sum(self.activation_bytes.values())
 
 
 def step_costs(run: Run, failing: FailingStep) -> StepCosts:

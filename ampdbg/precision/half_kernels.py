@@ -114,14 +114,14 @@ def _rounding_kernel(op: torch._ops.OpOverload, name: str) -> Callable[..., Any]
         written = {}
         for i, key in writes:
             target, wide = (args[i], wide_args[i]) if i < len(args) else (kwargs[key], wide_kwargs[key])
-            written[i] = _round_into(target, wide)
+            written[i] = round_into(target, wide)
         return _rounded(result, kept) if returned is None else written[returned]
 
     return kernel
 
 
-def _round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """Rounds what an in-place or ``out=`` op made of the float32 copy of its target into that target."""
+def round_into(target: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """Rounds what an in-place or ``out=`` op made in a wider dtype into its target."""
     if target.shape != wide.shape:
         target.resize_(wide.shape)
     return target.copy_(wide)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from ampdbg.precision.half_kernels import HALF, find_op
+from ampdbg.precision.half_kernels import HALF, find_op, round_into
 
 COMPLEX_HALF = torch.complex32
 
@@ -117,7 +117,7 @@ def _transform(at_the_first: Callable[[], None], op: torch._ops.OpOverload) -> K
         scale = _scale(norm, math.prod(sizes))
         if scale != 1.0:
             result.mul_(scale)
-        return result if out is None else _written(out, result)
+        return result if out is None else round_into(out, result)
 
     return kernel
 
@@ -132,12 +132,6 @@ def _rounded_transform(op: torch._ops.OpOverload, below: Any, args: Sequence[Any
 
 def _scale(norm: int, numel: int) -> float:
     return 1.0 if norm == _NONE else 1.0 / (math.sqrt(numel) if norm == _BY_ROOT_N else numel)
-
-
-def _written(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    if out.shape != result.shape:
-        out.resize_(result.shape)
-    return out.copy_(result)
 
 
 def _of_complex_half(op: torch._ops.OpOverload) -> Kernel:

@@ -147,7 +147,7 @@ def main() -> None:
     try:
         take_over(Capture(job.path, job.script), use, beside(result))
     except AmpdbgError as error:
-        end(_plain(error))
+        end(CaptureError(str(error)))  # without what only this process has
     except Exception as error:  # noqa: BLE001 - what the script has left of torch may raise anything
         end(CaptureError(f"{job.path}: {named_error(error)}"))
 
@@ -162,16 +162,11 @@ def _outcome(taken: TakenOver, job: CaptureJob, events: IO[str]) -> Suggestion |
     try:
         return _WORK[job.command](taken, job, _Told(events))
     except AmpdbgError as error:
-        return _plain(error)
+        return CaptureError(str(error))
     except KeyboardInterrupt:
         os._exit(EXIT_INTERRUPTED)
     except BaseException as error:  # noqa: BLE001 - it would go on through the script
         return CaptureError(f"{job.path}: {named_error(error)}")
-
-
-def _plain(error: AmpdbgError) -> AmpdbgError:
-    """The error without what only this process has."""
-    return CaptureError(str(error))
 
 
 def _replayed(taken: TakenOver, job: CaptureJob, observer: Observer) -> Suggestion:

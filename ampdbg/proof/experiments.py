@@ -41,8 +41,7 @@ from ampdbg.proof.jobs import (
 from ampdbg.proof.processes import own_stdout
 from ampdbg.record.codes import CODES
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation, Producer
-from ampdbg.record.run import Record, Step
+from ampdbg.record.run import Investigation, Producer, Record, Step
 from ampdbg.replay.pinned_replays import PinnedReplays
 from ampdbg.replay.replay import Manner, replay_step
 from ampdbg.replay.run import Run
@@ -109,7 +108,8 @@ def perform_in_script(
     capture = Capture(captured.path, captured.script, is_patched=bool(job.patched.files))
     start = capture.start
     with overlaid(job.patched.files) as taken:
-        own = next((path for path in job.patched.files if not start.is_module and is_same_file(path, start.name)), None)
+        script = None if start.is_module else os.path.realpath(start.name)
+        own = next((path for path in job.patched.files if os.path.realpath(path) == script), None)
 
         def use(step: TakenOver | CaptureError) -> None:
             def seen() -> Seen:
@@ -128,11 +128,6 @@ def perform_in_script(
             raise AssertionError("the process ends in the script")
 
         return _without_raising(started)
-
-
-def is_same_file(path: Path, other: str) -> bool:
-    """Whether two names are of one file."""
-    return os.path.realpath(path) == os.path.realpath(other)
 
 
 def _unused(job: Job, taken: set[Path]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from ampdbg.config.schema import Config
 from ampdbg.errors import AmpdbgError, UserCodeError, first_line
 from ampdbg.patch.file_edits import counterpart
 from ampdbg.record.pins import RootModel
-from ampdbg.record.replays import Investigation
+from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import ScaleRange
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep
@@ -161,9 +161,6 @@ class Seen:
     uses: Mapping[str, StepUse] = field(default_factory=dict)
 
 
-# A patch in force
-
-
 @contextlib.contextmanager
 def prepared_with(patched: Patched, config: Config) -> Iterator[Run]:
     """The workload with the pins of a patch in force; its files have to be :func:`overlaid`."""
@@ -241,9 +238,6 @@ def overlaid(files: Mapping[Path, bytes]) -> Iterator[set[Path]]:
 def _key(path: str | Path) -> str:
     """Two spellings of one file have one key."""
     return os.path.normcase(os.path.realpath(path))
-
-
-# The failing steps in a file
 
 
 def save_steps(steps: Sequence[FailingStep], path: Path) -> None:

@@ -16,7 +16,7 @@ from ampdbg.proof.jobs import Job, Patched, Seen, StepUse, Trained, Tried, save_
 from ampdbg.proof.processes import Run, fresh_processes
 from ampdbg.quantities import byte_size, counted, duration, listed, percent, scale
 from ampdbg.record.pins import Proof, ProofStep, call_of_pins
-from ampdbg.record.replays import SUM
+from ampdbg.record.run import SUM
 from ampdbg.replay.snapshot import FailingStep
 from ampdbg.training.fp32_twin import distance, last_quarter, taken
 

@@ -108,7 +108,8 @@ def _of_search(ended: Bisected, form: Form, prover: Prover | None, observer: Obs
     if record.interrupted or not ended.failing or not (record.pins or _constants(record)):
         return Suggestion(record)
     if form in ("module", "yaml"):
-        return _by_name(ended, form, prover) if prover and _have_names(record) else Suggestion(record)
+        names_say_it_all = record.pins and all(pin.source is None for pin in record.pins)  # a loss's line has none
+        return _by_name(ended, form, prover) if prover and names_say_it_all else Suggestion(record)
     observer.stage("planning the patch")
     return _with_patch(record, _materials(ended), prover, trains=trains)
 
@@ -130,11 +131,6 @@ def _constants(record: Record) -> tuple[Source, ...]:
     roots = [finding for finding in record.findings if finding.root is None and finding.severity != "info"]
     lines = tuple(finding.source for finding in roots if finding.source and is_users_file(finding.source.file))
     return lines if len(lines) == len(roots) and all(CODES[one.code].is_a_constant for one in roots) else ()
-
-
-def _have_names(record: Record) -> bool:
-    """Whether names say it all: a line of the step function or the loss has none."""
-    return bool(record.pins) and all(pin.source is None for pin in record.pins)
 
 
 def _pins_file(names: Sequence[str], searched: Bisected) -> str:

@@ -22,8 +22,7 @@ from ampdbg.errors import RecordError
 from ampdbg.files import obstacle, read_file, replace_file
 from ampdbg.quantities import shown
 from ampdbg.record.file import LARGEST_FILE, adapter, checked, keep_out_of_git, path_in_folder, strict
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Record, Step
+from ampdbg.record.run import RECORD_FORMAT, RECORD_VERSION, Investigation, Record, Step
 
 if TYPE_CHECKING:
     pass

@@ -10,8 +10,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
-from ampdbg.record.replays import SUM
-from ampdbg.record.run import Record
+from ampdbg.record.run import SUM, Record
 
 from . import scan, view
 from .pins import (
@@ -90,39 +89,27 @@ def page(record: Record, typed: view.Typed) -> view.Page:
         (" · ".join(_facts(ended)), *ran_on(record)),
         typed.record_path,
         next_command(ended),
-        story=tuple(_story(ended)),
+        story=tuple(_sections(ended, is_brief=True)),
     )
 
 
-def _story(ended: EndedSearch) -> Iterator[view.Section]:
+def _sections(ended: EndedSearch, *, is_brief: bool = False) -> Iterator[view.Section]:
+    """All of them, or the story."""
     record, search = ended.record, ended.search
     if search.message and not _is_said_elsewhere(ended):
         yield view.Paragraph((line(_as_sentence(search.message)),))
     if record.pins:
-        yield pin_lines(record)
+        yield pin_lines(record) if is_brief else pin_table(record)
     elif record.findings:
-        yield view.Findings(record.findings, is_brief=True)
-    facts = tuple(_about_the_set(ended))[:MOST_FACTS]
+        yield view.Findings(record.findings, is_brief=is_brief)
+    if not is_brief:
+        yield from roots_paragraph(record)
+    facts = tuple(_about_the_set(ended))[: MOST_FACTS if is_brief else None]
     if facts:
         yield view.Paragraph(facts)
-    if ended.names and ended.holds and len(ended.names) <= MOST_TO_PASTE:
-        yield _snippet(ended)
-
-
-def _sections(ended: EndedSearch) -> Iterator[view.Section]:
-    record, search = ended.record, ended.search
-    if search.message and not _is_said_elsewhere(ended):
-        yield view.Paragraph((line(_as_sentence(search.message)),))
-    if record.pins:
-        yield pin_table(record)
-    elif record.findings:
-        yield view.Findings(record.findings)
-    yield from roots_paragraph(record)
-    facts = tuple(_about_the_set(ended))
-    if facts:
-        yield view.Paragraph(facts)
-    yield from _experiments(ended)
-    if ended.names and ended.holds:
+    if not is_brief:
+        yield from _experiments(ended)
+    if ended.names and ended.holds and not (is_brief and len(ended.names) > MOST_TO_PASTE):
         yield _snippet(ended)
 
 
@@ -213,9 +200,6 @@ def _loss_table(ended: EndedSearch) -> view.Table:
     return view.Table("The failing step", (view.Column(), view.Column(what, "number")), rows)
 
 
-# The headline
-
-
 def headline(ended: EndedSearch) -> view.Headline:
     """How the search ended, in a sentence or two."""
     ending = ENDINGS[ended.search.outcome]
@@ -297,9 +281,6 @@ def _out_of_trials(ended: EndedSearch) -> str:
     return end + (sentence if not end else sentence[:1].lower() + sentence[1:])
 
 
-# What to type next
-
-
 def next_command(ended: EndedSearch) -> view.NextCommand | None:
     """What to type next; None where no command helps."""
     record, typed, ending = ended.record, ended.typed, ENDINGS[ended.search.outcome]
@@ -364,9 +345,6 @@ ENDINGS: Mapping[Outcome, Ending] = {
     ),
     "out-of-trials": Ending("stopped", _out_of_trials, "search without that limit"),
 }
-
-
-# The end
 
 
 def _facts(ended: EndedSearch) -> Iterator[str]:

@@ -65,9 +65,6 @@ def data(compared: Comparison, then: str, now: str) -> dict[str, Any]:
     }
 
 
-# The headline
-
-
 def _headline(compared: Comparison) -> view.Headline:
     if compared.is_worse:
         return view.Headline("bad", f"Worse: {'; '.join(_worse(compared))}.")
@@ -89,7 +86,7 @@ def _worse(compared: Comparison) -> Iterator[str]:
     if compared.appeared:
         yield f"{listed([_named(one.code, one.module) for one in compared.appeared], 3)} appeared"
     if compared.began:
-        yield f"{_places(sum(one.now - one.then for one in compared.began))} more would overflow"
+        yield f"{counted(sum(one.now - one.then for one in compared.began), 'place')} more would overflow"
     if compared.tighter:
         first, *others = compared.tighter
         also = f", and {counted(len(others), 'more module')} lost headroom" if others else ""
@@ -102,7 +99,7 @@ def _better(compared: Comparison) -> Iterator[str]:
     if compared.gone:
         yield f"{listed([_named(one.code, one.module) for one in compared.gone], 3)} gone"
     if compared.ceased:
-        yield f"{_places(sum(one.then - one.now for one in compared.ceased))} fewer would overflow"
+        yield f"{counted(sum(one.then - one.now for one in compared.ceased), 'place')} fewer would overflow"
     won = [one for one in compared.headrooms if -one.lost > compared.within]
     if won:
         yield f"{counted(len(won), 'module')} won headroom"
@@ -110,15 +107,8 @@ def _better(compared: Comparison) -> Iterator[str]:
         yield "more loss scales work"
 
 
-def _places(count: int) -> str:
-    return counted(count, "place")
-
-
 def _named(code: str, module: str) -> str:
     return f"{code} in {module}" if module else code
-
-
-# The sections
 
 
 def _sections(compared: Comparison, most: int | None = None) -> Iterator[view.Section]:
@@ -197,9 +187,6 @@ def _run(record: Record) -> dict[str, str]:
         "last loss": number(last.loss if last else None),
         "last loss scale": scale(steps[-1].scale) if steps else "-",
     }
-
-
-# The end
 
 
 def _ran_on(record: Record) -> str:

@@ -155,9 +155,6 @@ def _against_half(value: float, low: FloatFormat) -> str:
     return f"{number(value)} in FP32"
 
 
-# What it costs
-
-
 def _costs(cost: PinCost | None) -> tuple[str, str]:
     return (share(cost.flops), share(cost.activations)) if cost is not None else ("-", "-")
 
@@ -168,9 +165,6 @@ def cost_sentence(cost: PinCost, low: FloatFormat, of: str = "The set") -> str:
         f"{of} takes {share(cost.flops)} of the forward pass's FLOPs and {share(cost.activations)} of its "
         f"{low.short} activations ({byte_size(cost.activation_bytes)}) out of {low.short}."
     )
-
-
-# What to paste
 
 
 def roots_of(record: Record) -> tuple[RootModel, ...]:
@@ -207,9 +201,6 @@ def _scalar(name: str) -> str:
     return name if is_plain and name.isascii() else json.dumps(name, ensure_ascii=True)
 
 
-# What proves it
-
-
 def proof_in_brief(proof: Proof) -> tuple[Line, ...]:
     """The proof in a line; where it failed, what did. Behind it a line for each check that warns."""
     warned = (line(_sign_of(step), f" {step.name}: {step.detail}") for step in proof.steps if step.warns)
@@ -243,9 +234,6 @@ def _sign_of(step: ProofStep) -> Words:
     if step.warns:
         return Words("!", "doubtful")
     return Words("✓", "good") if step.passed else Words("✗", "bad")
-
-
-# The trials of a search
 
 
 FIRST_TRIALS, LAST_TRIALS = 10, 8

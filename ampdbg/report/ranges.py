@@ -22,8 +22,7 @@ from ampdbg.formats import Exponents
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import Record, Site
+from ampdbg.record.run import Record, Replay, Site
 
 from . import view
 from .scan import TONES, raised, stopped
@@ -144,9 +143,6 @@ def _step(record: Record) -> str:
     return f"step {measured_step(record)}"
 
 
-# The headline
-
-
 def _sentence(record: Record) -> str:
     if early := stopped(record):
         return f"{early}, before the ranges were measured."
@@ -237,9 +233,6 @@ def _own_scale(record: Record, whole: Window) -> str:
     return f"; that of the step, {_scale(own)}, is {'below' if own < whole.floor else 'above'} them"
 
 
-# The sites
-
-
 def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     # What is carried on, the masks of thirty layers say, is not to take the room of what starts.
     places = sorted(sites, key=lambda site: (site.overflow != "starts", _is_lowest(site), _headroom(site), site.order))
@@ -303,9 +296,6 @@ def _where(site: Site, with_text: bool) -> tuple[view.Line, ...]:
     if with_text and site.source is not None and site.source.text:
         return where, line(site.source.text.strip(), tone="faint", is_code=True)
     return (where,)
-
-
-# The loss scales
 
 
 def _window_table(record: Record, modules: Sequence[Window], top: int) -> view.Table:

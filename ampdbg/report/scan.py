@@ -16,8 +16,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import EXITED, NOT_CAPTURED, GroupOverflow, ParameterCounts, Record, Step, TensorCounts
+from ampdbg.record.run import EXITED, NOT_CAPTURED, GroupOverflow, ParameterCounts, Record, Replay, Step, TensorCounts
 from ampdbg.report.explanation import explanation
 
 from . import view
@@ -75,9 +74,6 @@ def raised(record: Record) -> Iterator[view.Section]:
     if record.error:
         first, *others = record.error.splitlines()
         yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
-
-
-# The headline
 
 
 def headline(record: Record) -> view.Headline:
@@ -376,9 +372,6 @@ def _tensor_row(steps: int, first: int, counts: TensorCounts) -> tuple[str, ...]
     name = f"{counts.kind} {counts.name}".rstrip()
     numbers = (f"{count:,}" for count in (counts.inf, counts.nan, counts.size))
     return (name, f"{steps:,}", f"{counts.when} {first}", *numbers, at)
-
-
-# The end
 
 
 def _facts(record: Record) -> Iterator[str]:

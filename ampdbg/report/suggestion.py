@@ -227,9 +227,6 @@ def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> Nex
     return NextCommand("put these lines into the config, and run it again", f"ampdbg scan {typed.config}")
 
 
-# What is handed over
-
-
 def content(record: Record) -> bytes | None:
     """The suggestion in its form; None where there is none: of a patch that failed its proof there is no form."""
     handover, proof = record.handover, record.verification
@@ -267,9 +264,6 @@ def warning_of_piping(handover: Handover | None) -> str | None:
     return f"warning: the paths of this diff count from {handover.folder}; type ... | {applying(handover)}"
 
 
-# The forms
-
-
 def diff(record: Record, handover: Handover) -> bytes:
     """A unified diff with the proof as comments above it, as ``git apply`` and ``patch -p1`` take the whole of it."""
     comments = _commented([*_kept_in_fp32(handover), *_units(handover), *_proof(record)])
@@ -296,9 +290,6 @@ def as_json(record: Record, handover: Handover) -> bytes:
     text |= {"pins": of_record["pins"], "proof": of_record["verification"]} | {key: handed[key] for key in keys}
     text |= {"roots": of_record["search"]["roots"]} if roots_of(record) else {}
     return (json.dumps(text, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-# The comments
 
 
 def _comments_by_name(record: Record, handover: Handover) -> str:

@@ -12,8 +12,7 @@ from ampdbg.diagnosis.producers import overflow_in
 from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
 from ampdbg.probes.held_data import bad_data_held
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Step
+from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import is_blamed
 from ampdbg.replay.pass_end import losses_of
 from ampdbg.replay.step_data import BadData

@@ -1,14 +1,19 @@
-"""Small questions about LibCST expressions: their canonical text, their names, what they assign."""
+"""LibCST expressions: their canonical text, what they read and assign, and what the names of a function stand for."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import libcst as cst
 
+from ampdbg.ops import SHARES_MEMORY
+from ampdbg.source.imports import dotted, imports_of, origin_of
 from ampdbg.syntax_tree import syntax_tree
 
 _EMPTY = cst.Module([])
@@ -115,3 +120,179 @@ def block_of(body: cst.BaseSuite) -> cst.IndentedBlock:
     assert isinstance(body, cst.SimpleStatementSuite)
     line = cst.SimpleStatementLine(body.body, trailing_whitespace=body.trailing_whitespace)
     return cst.IndentedBlock([line])
+
+
+METADATA = frozenset(
+    """shape dtype device ndim size dim numel nelement stride layout names is_cuda is_floating_point is_contiguous
+    is_complex requires_grad requires_grad_ element_size item tolist grad grad_fn is_leaf get_device""".split()
+)
+"""What a tensor says of itself; the same in half and in FP32, but for ``dtype``, which then keeps its meaning."""
+
+TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
+"""Attributes that are a view of a tensor."""
+
+PLAIN_MODULES = frozenset("math operator itertools functools typing warnings collections einops cmath numbers".split())
+"""Modules whose functions run none of the user's."""
+
+_NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
+_NUMBER_MAKERS = frozenset({"len", "int", "float", "bool", "range", "round"})
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The names of one function, or of the module's own lines where ``function`` is None."""
+
+    module: cst.Module
+    function: cst.FunctionDef | None
+
+    @property
+    def _scope(self) -> cst.CSTNode:
+        return self.module if self.function is None else self.function.body
+
+    @cached_property
+    def imports(self) -> Mapping[str, str]:
+        """Imports of the module's top and of the function's own."""
+        own = self.function.body.body if self.function is not None else ()
+        return {**imports_of(self.module.body), **imports_of(own)}
+
+    def origin(self, node: cst.BaseExpression) -> str:
+        """Where an imported function comes from (``F.softmax``: torch.nn.functional.softmax), or "".
+
+        Also one that a variable stands for, whichever it is: ``conv = F.conv2d if x.ndim == 4 else F.conv3d``.
+        """
+        name = dotted(node)
+        return origin_of(name, self.imports) or self._functions.get(name, "")
+
+    @cached_property
+    def _functions(self) -> Mapping[str, str]:
+        """Variables that hold imported functions of one module and nothing else, with one of these."""
+        held: dict[str, list[str]] = {name: [""] for name in self.parameters}
+        for names, value in self._assignments():
+            for name in names:
+                held.setdefault(name, []).extend(origin_of(dotted(one), self.imports) for one in _alternatives(value))
+        modules = {name: {origin.rpartition(".")[0] for origin in origins} for name, origins in held.items()}
+        return {name: origins[0] for name, origins in held.items() if len(modules[name]) == 1 and origins[0]}
+
+    def is_plain_module(self, origin: str) -> bool:
+        """Whether a dotted name belongs to a module whose functions run none of the user's."""
+        return origin.partition(".")[0] in PLAIN_MODULES
+
+    @cached_property
+    def parameters(self) -> Mapping[str, cst.Param]:
+        """The function's named parameters."""
+        if self.function is None:
+            return {}
+        given = self.function.params
+        return {item.name.value: item for item in (*given.posonly_params, *given.params, *given.kwonly_params)}
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """Parameters and everything that is assigned in the function."""
+        bound = set(self.parameters) | names_assigned(self._scope)
+        if self.function is not None:
+            stars = (self.function.params.star_arg, self.function.params.star_kwarg)
+            bound |= {star.name.value for star in stars if isinstance(star, cst.Param)}
+        return frozenset(bound)
+
+    @cached_property
+    def taken(self) -> frozenset[str]:
+        """Names that a new variable must not have."""
+        return frozenset(
+            names_read(self._scope) | self.local | names_assigned(self.module) | set(self.imports) | set(dir(builtins))
+        )
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """Names that hold numbers and no tensors: sizes, loop indices, annotated ones, constants in capitals."""
+        numbers = {name for name, parameter in self.parameters.items() if _is_number_parameter(parameter)}
+        others: set[str] = set()
+        for targets, value in self._assignments():
+            (numbers if is_number(value) else others).update(targets)
+        constants = {name for name in names_assigned(self.module) if name.isupper() and len(name) > 1}
+        # What starts at 0 and is added to may be a tensor.
+        return frozenset((numbers - others) | constants)
+
+    @cached_property
+    def maybe_numbers(self) -> frozenset[str]:
+        """Names that may hold a number at one time and a tensor at another: ``total = 0``, ``scale=1.0``."""
+        return self._may_hold(is_number) - self.numbers
+
+    @cached_property
+    def maybe_none(self) -> frozenset[str]:
+        """Names that may hold None."""
+        return self._may_hold(_is_none)
+
+    def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:
+        """The parameters with such a default, and the names to which such a value is assigned, on a condition too."""
+        found = {name for name, item in self.parameters.items() if any(map(is_one, _alternatives(item.default)))}
+        plain = (item for item in find(self._scope, cst.Assign) if any(map(is_one, _alternatives(item.value))))
+        return frozenset(found.union(*map(names_assigned, plain)))
+
+    def _assignments(self) -> Iterator[tuple[set[str], cst.BaseExpression]]:
+        for item in walk(self._scope):
+            if isinstance(item, (cst.Assign, cst.AugAssign)):
+                yield names_assigned(item), item.value
+            elif isinstance(item, cst.For):
+                yield names_assigned(cst.AssignTarget(item.target)), item.iter
+
+    def aliases(self, name: str) -> set[str]:
+        """What else may hold the same memory: assigned from ``name``, or what that was assigned from, or a view."""
+        found: set[str] = set()
+        for item in find(self._scope, cst.Assign):
+            if viewed := _viewed(item.value):
+                both = assigned_codes(item) | {viewed}
+                found |= both if name in both else set()
+        return found - {name}
+
+
+def _viewed(value: cst.BaseExpression) -> str:
+    """The name whose memory an expression hands on: ``h`` of ``h``, ``h[0]`` and ``h.view(2, -1).T``; else ""."""
+    match value:
+        case cst.Name(value=name):
+            return "" if name in ("None", "True", "False") else name
+        case cst.Subscript(value=base):
+            return _viewed(base)
+        case cst.Call(func=cst.Attribute() as method):
+            return _viewed(method)
+        case cst.Attribute(value=base, attr=cst.Name(value=name)) if name in SHARES_MEMORY:
+            return _viewed(base)
+        case _:
+            return ""
+
+
+def _alternatives(value: cst.BaseExpression | None) -> Iterator[cst.BaseExpression]:
+    """What an expression may give: both sides of a conditional one."""
+    if isinstance(value, cst.IfExp):
+        yield from (*_alternatives(value.body), *_alternatives(value.orelse))
+    elif value is not None:
+        yield value
+
+
+def _is_none(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Name) and value.value == "None"
+
+
+def _is_number_parameter(parameter: cst.Param) -> bool:
+    note = parameter.annotation.annotation if parameter.annotation is not None else None
+    return isinstance(note, cst.Name) and note.value in _NUMBER_TYPES
+
+
+def is_number(value: cst.BaseExpression) -> bool:
+    """``x.shape[1]``, ``x.size(0)``, ``len(xs)``, ``2``, and arithmetic with them."""
+    match value:
+        case cst.Integer() | cst.Float() | cst.BaseString():
+            return True
+        case cst.UnaryOperation():
+            return is_number(value.expression)
+        case cst.BinaryOperation():
+            return is_number(value.left) and is_number(value.right)
+        case cst.Subscript():
+            return is_number(value.value)
+        case cst.Attribute():
+            return value.attr.value in METADATA
+        case cst.Call(func=cst.Name() as function):
+            return function.value in _NUMBER_MAKERS
+        case cst.Call(func=cst.Attribute() as method):
+            return method.attr.value in METADATA or dotted(method).startswith("math.")
+        case _:
+            return False

@@ -7,7 +7,7 @@ message.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -163,36 +163,23 @@ def _has_any(value: Any) -> bool:
     return not isinstance(value, (Mapping, list, tuple)) or len(value) > 0
 
 
-# Files
-
-
 def _read(path: Path, where: str) -> Any:
     try:
         if path.suffix == ".safetensors":
-            return _read_safetensors(path, where)
+            return load_file(path, device="cpu")
         return torch.load(path, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise WorkloadError(f"{where}: {path.name} is no safetensors file: {error}") from None
     except pickle.UnpicklingError:
         raise WorkloadError(
             f"{where}: {path.name} is damaged, or holds Python objects; allowed: tensors only. "
             "Save it again with torch.save(model.state_dict(), path)"
         ) from None
-    except WorkloadError:
-        raise
     except Exception as error:  # noqa: BLE001 - unpickling a file that is no pickle raises anything
         reason = first_line(error).rstrip(".")
         raise WorkloadError(
             f"{where}: {path.name} cannot be read; allowed: what torch.save wrote, or a .safetensors file ({reason})"
         ) from None
-
-
-def _read_safetensors(path: Path, where: str) -> Any:
-    try:
-        return load_file(path, device="cpu")
-    except SafetensorError as error:
-        raise WorkloadError(f"{where}: {path.name} is no safetensors file: {error}") from None
-
-
-# The model
 
 
 def _state_dict(content: Any, where: str, path: Path) -> Mapping[str, Any]:
@@ -265,8 +252,6 @@ class SavedPart:
         alone = "the weights alone are taken by checkpoint: {model: FILE}"
         return WorkloadError(f"{self.where} does not fit the {kind.__name__}\n  {problem}\n  {alone}")
 
-
-# The optimizers
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings of a group that say how a step is computed, and not what: those of the run hold."""
@@ -399,7 +384,8 @@ def _unlike_states(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     """What a torch optimizer would have made otherwise, found by a step of its like on tensors without memory."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return ""
-    twins = {one: nn.Parameter(torch.empty_like(one, device="meta")) for one in _parameters(optimizer)}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    twins = {one: nn.Parameter(torch.empty_like(one, device="meta")) for one in parameters}
     groups = [
         {**group, **dict.fromkeys(_OF_THE_MACHINE, False), "params": [twins[one] for one in group["params"]]}
         for group in optimizer.param_groups
@@ -423,10 +409,6 @@ def _unlike_states(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     name, keys = next(iter(unlike.items()))
     more = f"; and so of {len(unlike) - 1} more parameters" if len(unlike) > 1 else ""
     return f"{listed(keys, most=4)} of {name}: missing, or of another shape{more}"
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_like(given: Any, made: Any) -> bool:

@@ -165,9 +165,6 @@ def _name_of(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-# The learning-rate schedules
-
-
 @dataclass
 class Schedule:
     """A scheduler that is stepped after each so many (``every``) steps that its ``optimizer`` has taken.

@@ -11,8 +11,7 @@ import ampdbg.precision.modes
 from ampdbg.config.schema import Precision
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.levels import LEVELS, Level, format_of_config, levels_of
-from ampdbg.precision.loss_scaler import LossScaler
-from ampdbg.precision.modes import PrecisionMode, mode_of
+from ampdbg.precision.modes import LossScaler, PrecisionMode, mode_of
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.findings import Finding
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import ScriptRun, Unseen
+from ampdbg.record.run import Investigation, ScriptRun, Unseen
 from ampdbg.report.scan import next_command
 from ampdbg.report.view import Typed
 from tests.report.bisections import BISECTIONS

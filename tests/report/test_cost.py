@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampdbg.record.cost import BatchFit, Costs, LevelCost, StepMemory
 from ampdbg.record.findings import Finding
-from ampdbg.record.run import Record
+from ampdbg.record.run import BatchFit, Costs, LevelCost, Record, StepMemory
 from tests.conftest import Golden
 from tests.report.pages import rendered
 from tests.report.records import run

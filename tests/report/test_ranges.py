@@ -14,8 +14,7 @@ from ampdbg.diagnosis.ranges import diagnose_ranges
 from ampdbg.formats import Exponents, headroom_bits
 from ampdbg.quantities import number
 from ampdbg.record.findings import Source
-from ampdbg.record.replays import Replay
-from ampdbg.record.run import AutocastError, Record, ScriptRun, Site, Step, Unseen
+from ampdbg.record.run import AutocastError, Record, Replay, ScriptRun, Site, Step, Unseen
 from ampdbg.report.formats.text import BAR_WIDTH, exponent_bar
 from tests.report.pages import rendered
 from tests.report.records import ENVIRONMENT

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ampdbg.record.pins import FileDiff, Form, Handover, Outcome, PatchUnit, Proof, ProofStep, RootModel
-from ampdbg.record.replays import Investigation
-from ampdbg.record.run import Record, ScriptRun
+from ampdbg.record.run import Investigation, Record, ScriptRun
 from ampdbg.report.formats import written
 from ampdbg.report.suggestion import content, headline
 from ampdbg.report.view import Look, Typed

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
-from ampdbg.search.strategies import best_so_far, delta_debug
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import OutOfTrials, Trials, best_so_far, delta_debug
 from tests.search.planted import SMALL, Step, planted, steps, trees
 
 TREE = atom_tree(SMALL)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import GROUPS, best_so_far, guided
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import GROUPS, OutOfTrials, Trials, best_so_far, guided
 from tests.search.planted import SMALL, Step, planted, steps
 
 TREE = atom_tree(SMALL)

@@ -8,7 +8,7 @@ import pytest
 
 from ampdbg.record.pins import Trial
 from ampdbg.search.atoms import atom_tree
-from ampdbg.search.trials import OutOfTrials, Trials
+from ampdbg.search.strategies import OutOfTrials, Trials
 from tests.search.planted import SMALL, Step, planted
 
 TREE = atom_tree(SMALL)

@@ -1,4 +1,4 @@
-"""What the page's script draws of a run: the steps of its timeline, the sites of its range map, as plain data."""
+"""What the page's script draws, as plain data: a timeline, a range map, a tree of modules, the code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ampdbg.quantities import number, scale, share
 from ampdbg.record.findings import Listing
 from ampdbg.record.listings import sources_of
 from ampdbg.record.pins import Pin
-from ampdbg.record.replays import Producer
-from ampdbg.record.run import Record, Site, Step
+from ampdbg.record.run import Producer, Record, Site, Step
 
 Data = dict[str, Any]
 """Plain data, ready for JSON."""
@@ -70,9 +69,6 @@ class Names:
 def clipped(text: str, most: int) -> str:
     """The text, or its beginning and how much of it is left out."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters in the record)"
-
-
-# The timeline
 
 
 def timeline(record: Record, detail: Detail) -> Data | None:
@@ -131,16 +127,12 @@ def _telling(steps: Sequence[Step], stretch: range) -> set[int]:
     return set(kept)
 
 
-# The range map
-
-
 @dataclass(frozen=True)
 class RangeMap:
     """The sites as columns, and of each how its values are spread over the exponents, a byte for each."""
 
     columns: Data
     levels: bytes
-    shown: tuple[Site, ...]
 
 
 def range_map(record: Record, names: Names, detail: Detail) -> RangeMap:
@@ -180,7 +172,7 @@ def range_map(record: Record, names: Names, detail: Detail) -> RangeMap:
         },
         "per_bit": LEVELS_PER_BIT,
     }
-    return RangeMap(columns, b"".join(map(_levels, shown)), tuple(shown))
+    return RangeMap(columns, b"".join(map(_levels, shown)))
 
 
 def _nearest(sites: Sequence[Site], whole: Window, most: int) -> Iterable[Site]:
@@ -269,9 +261,6 @@ def _levels(site: Site) -> bytes:
         max(1, min(255, round(255 + LEVELS_PER_BIT * math.log2(count / total)))) if count else 0
         for count in site.exponents
     )
-
-
-# The tree of modules
 
 
 MOST_DEPTH = 32
@@ -401,9 +390,6 @@ def _pinned(pin: Pin) -> str:
     return f"{what}: {share(pin.cost.flops)} of FLOPs, {share(pin.cost.activations)} of activations"
 
 
-# The code
-
-
 def listings(record: Record, names: Names, folder: str, detail: Detail) -> list[Data]:
     """The files that the record names, each in the pieces that it has: of records without listings single lines.
 
@@ -445,16 +431,10 @@ def _texts(lines: tuple[str, ...], folder: str, detail: Detail) -> list[str]:
     return [clipped(text, detail.characters) for text in expanded]
 
 
-def _producers(record: Record) -> Iterator[Producer]:
-    for seen in record.investigations:
-        for replay in seen.replays:
-            yield from replay.producers
-
-
 def _seen(record: Record) -> dict[str, list[Seen]]:
     """What the replays saw overflow, by file: each op of a line once, with the least room."""
     largest: dict[tuple[str, int, str], tuple[float, Producer]] = {}
-    for one in _producers(record):
+    for one in (one for made in record.investigations for replay in made.replays for one in replay.producers):
         if one.source is not None and one.fp32_largest is not None:
             key = (one.source.file, one.source.line, one.op)
             if key not in largest or largest[key][0] < one.fp32_largest:
