@@ -30,6 +30,11 @@ def is_finite(replay: Replay) -> bool:
     return not replay.error and math.isfinite(replay.loss) and not replay.gradients
 
 
+def is_finite_in_fp32(made: Investigation) -> bool:
+    """Whether the step was replayed in FP32, and all is finite there."""
+    return len(made.replays) > 1 and is_finite(made.replays[1])
+
+
 def agrees(low: Replay, fp32: Replay, floor: Replay | None) -> bool:
     """Whether loss and gradients are as near to FP32's as can be asked for.
 

@@ -243,12 +243,10 @@ class Precision(_Section):
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether the level makes the weights themselves half."""
         return LEVELS[self.level].has_half_weights
 
     @property
     def format(self) -> FloatFormat:
-        """The narrowest format that a step computes in."""
         return lowest_format(self.level, self.dtype)
 
 

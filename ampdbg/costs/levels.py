@@ -42,7 +42,6 @@ def compare(config: Config, pins: tuple[str, ...], memory: int | None, observer:
     """Trains ``train.steps`` steps at each level and measures what one of them takes.
 
     Args:
-        config: a checked config; its level is only one of them.
         pins: names that run in FP32 beside the config's own.
         memory: bytes; how large a batch fits into them is found too.
         observer: sees each level begin, and its steps.
@@ -188,7 +187,7 @@ def _with_training(cost: LevelCost, record: Record) -> LevelCost:
     return replace(
         cost,
         verdict=record.verdict,
-        finding=next((finding for finding in record.findings if finding.severity != "info"), None),
+        finding=next(iter(record.faults), None),
         error=_in_a_line(record.autocast_error.message) if record.autocast_error else "",
         steps=record.steps_run,
         skipped=record.steps_skipped,

@@ -166,7 +166,7 @@ def _beyond(one: Record, other: Record) -> Iterator[Finding]:
 
 
 def _counted(record: Record) -> Iterator[Finding]:
-    return (finding for finding in record.findings if finding.root is None and finding.severity != "info")
+    return (finding for finding in record.faults if finding.root is None)
 
 
 def _key(finding: Finding) -> tuple[str, str, str, str]:

@@ -16,8 +16,7 @@ from statistics import mode
 
 from ampdbg import quantities
 from ampdbg.agreement import is_finite
-from ampdbg.diagnosis.cause import cause_of, is_another_fault
-from ampdbg.diagnosis.divergence import DIVERGENCE, first_in_a_row
+from ampdbg.diagnosis.cause import DIVERGENCE, cause_of, first_in_a_row, is_another_fault
 from ampdbg.diagnosis.producers import NEAR, OVERFLOWS, UNKNOWN, culprit, op_name, survivor
 from ampdbg.levels import has_static_scale
 from ampdbg.quantities import counted, listed, number
@@ -147,7 +146,8 @@ def new_lows(steps: Sequence[Step], ran: int) -> list[Step]:
     return [
         step
         for step in steps
-        if step.skipped and step.step not in grown and step.step - _latest(starts, step) >= settling
+        if step.skipped and step.step not in grown
+        if step.step - max(start for start in starts if start <= step.step) >= settling
     ]
 
 
@@ -172,10 +172,6 @@ def _starts(steps: Sequence[Step]) -> list[int]:
         if now.scale > GROWTH * before.scale and after.scale * GROWTH >= now.scale
     )
     return [*(step.step for step in steps[:1]), *leaps]
-
-
-def _latest(starts: Sequence[int], step: Step) -> int:
-    return max(start for start in starts if start <= step.step)
 
 
 def runaway(record: Record) -> Iterator[Finding]:
@@ -310,7 +306,6 @@ def _without_lost(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _skips_at_the_end(steps: Sequence[Step]) -> int:
-    """How many skipped steps in a row end the run."""
     return sum(1 for _ in takewhile(lambda step: step.skipped, reversed(steps)))
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ampdbg.agreement import is_finite
+from ampdbg.agreement import is_finite_in_fp32
 from ampdbg.diagnosis.producers import suspects
 from ampdbg.quantities import counted, listed, number
 from ampdbg.record.codes import CODES, finding_of
@@ -243,7 +243,7 @@ def _is_healthy(step: Step) -> bool:
 
 def _finite_in_fp32(record: Record, step: Step | None = None) -> list[Investigation]:
     """The investigations, of the one step or of all, whose replay in FP32 is finite."""
-    made = [made for made in record.investigations if len(made.replays) > 1 and is_finite(made.replays[1])]
+    made = filter(is_finite_in_fp32, record.investigations)
     return [one for one in made if step is None or one.step == step.step]
 
 

@@ -221,7 +221,6 @@ def _emulation(machine: Machine) -> Iterator[Judgment]:
 
 
 def _told(lists: Mapping[str, Sequence[str]]) -> str:
-    """How many ops are in which lists."""
     return f"{counted(sum(map(len, lists.values())), 'op')} of {listed(lists, most=8)}" if lists else ""
 
 

@@ -101,7 +101,6 @@ class HalfCasts(cst.CSTTransformer):
         return updated.with_changes(args=args)
 
     def _is_half_dtype(self, arg: cst.Arg) -> bool:
-        """Whether it is ``dtype=x.dtype`` of a half ``x``."""
         match arg:
             case cst.Arg(value=cst.Attribute(value=like, attr=cst.Name("dtype")), keyword=cst.Name("dtype")):
                 return self._is_half(like)

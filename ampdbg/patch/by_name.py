@@ -167,7 +167,6 @@ def _with_functions(module: cst.Module, functions: Mapping[str, str], place: int
 
 
 def _parsed(text: str, indent: str) -> Statement:
-    """A function, indented as the file is."""
     leading = re.compile(rf"^(?:{INDENT})+", re.MULTILINE)
     indented = leading.sub(lambda start: indent * (len(start[0]) // len(INDENT)), text)
     (node,) = cst.parse_module(indented + "\n").body
@@ -250,7 +249,6 @@ def _function(function: cst.FunctionDef) -> cst.FunctionDef:
 
 
 def _own_nodes(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """Every node but those of nested functions and classes."""
     inner = {id(below) for item in walk(node) if isinstance(item, SCOPES) for below in walk(item)}
     return [item for item in walk(node) if id(item) not in inner]
 
@@ -272,7 +270,6 @@ def _kept(value: cst.BaseExpression) -> cst.Call:
 
 
 def _class(node: cst.ClassDef) -> cst.ClassDef:
-    """The class with a call of the helper at the end of its ``__init__``."""
     methods = [item for item in block_of(node.body).body if isinstance(item, cst.FunctionDef)]
     method = next((method for method in methods if method.name.value == "__init__"), None)
     if method is None:
@@ -291,9 +288,6 @@ def _class(node: cst.ClassDef) -> cst.ClassDef:
 
 def _call_line(argument: str) -> cst.SimpleStatementLine:
     return cst.SimpleStatementLine([cst.Expr(_kept(cst.parse_expression(argument)))])
-
-
-# Where it is not known by a name but by a line
 
 
 def with_made_kept(text: SourceFile, making: Making) -> tuple[int, cst.Module]:
@@ -509,7 +503,6 @@ def helper_functions(
 
 
 def _pinning(pins: Sequence[str], roots: Sequence[RootModel]) -> Iterator[str]:
-    """The lines that pin the modules of each model."""
     if not roots:
         yield from _pinning_of_one(pins, "model")
     for root in roots:

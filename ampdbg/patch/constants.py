@@ -101,14 +101,11 @@ def _refuse_comparisons(code: cst.CSTNode) -> None:
 
 
 class _Replacer(cst.CSTTransformer):
-    """Puts ``new`` expressions in the place of nodes, by the nodes' ids."""
-
     def __init__(self, new: Mapping[int, str]) -> None:
         super().__init__()
         self._new = new
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        """As LibCST calls it for a node of any kind."""
         new = self._new.get(id(original_node))
         return updated_node if new is None else cst.parse_expression(new)
 
@@ -123,7 +120,6 @@ class _Constants:
 
     @property
     def finfo(self) -> str:
-        """How ``torch.finfo`` is called."""
         return f"{self.torch}.finfo"
 
     def replaced(self, statement: cst.CSTNode) -> Replacements:

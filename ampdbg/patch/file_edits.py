@@ -89,8 +89,7 @@ def unified_diff(path: PurePosixPath, before: bytes, after: bytes) -> bytes:
 
     Args:
         path: relative to where the diff is applied.
-        before: the file's bytes, and ``after`` those that it shall have.
-        after: see ``before``.
+        before: the file's bytes; ``after`` are those that it shall have.
     """
     if before == after:
         return b""

@@ -334,9 +334,6 @@ def _standing_alone(node: cst.BaseExpression, indent: str) -> cst.BaseExpression
     return value
 
 
-# What a new variable is called
-
-
 OPERATOR_NAMES: dict[type[cst.BaseBinaryOp], str] = {
     cst.Add: "total",
     cst.Subtract: "difference",

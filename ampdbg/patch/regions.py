@@ -50,11 +50,9 @@ class TensorNames:
 
     @property
     def is_traced(self) -> bool:
-        """Whether a trace has seen these lines."""
         return bool(self.half or self.full)
 
     def with_new(self, name: str, *, is_full: bool) -> TensorNames:
-        """The same with a new name, one of the edit itself."""
         return replace(self, full=self.full | {name}) if is_full else replace(self, half=self.half | {name})
 
     def is_half_element(self, node: cst.BaseExpression) -> bool:

@@ -32,8 +32,7 @@ from ampdbg.replay.pinned_replays import LOWEST_SCALE, PinnedReplays, ScaleRange
 from ampdbg.replay.replay import shadow_step
 from ampdbg.replay.run import Run, prepared
 from ampdbg.replay.snapshot import FailingStep, Snapshot, failing_step, weights_of
-from ampdbg.search.atoms import atom_tree
-from ampdbg.search.strategies import OutOfTrials, Result, best_so_far, delta_debug, guided
+from ampdbg.search.strategies import OutOfTrials, Result, atom_tree, best_so_far, delta_debug, guided
 from ampdbg.training.loop import train_prepared
 
 REPLAYED_STEPS = 2
@@ -69,7 +68,6 @@ def bisect_run(
     """Trains the workload of ``config``, and finds the smallest set of modules that cures the steps that fail.
 
     Args:
-        config: a checked config.
         strategy: ``guided`` by the wide shadow, ``ddmin`` blind over the module tree.
         max_trials: no more experiments than that.
         observer: sees steps and replays, and the search; that begins again where a step turns out to fail only
@@ -146,7 +144,7 @@ def _failing_steps(record: Record, kept: Mapping[tuple[int, str], FailingStep]) 
 
 def _without_a_search(record: Record, failing: Sequence[FailingStep], strategy: Strategy) -> Search | None:
     """What there is to say where no experiment is needed; None where there is one to make."""
-    root = next((finding for finding in record.findings if finding.severity != "info"), None)
+    root = next(iter(record.faults), None)
     if root is None:
         return Search(strategy, "nothing-to-pin", f"none of {counted(record.steps_run, 'step')} failed")
     if root.has_spoilt_input:

@@ -18,7 +18,7 @@ from ampdbg.record.run import Investigation
 from ampdbg.replay.pinned_replays import SUSPECTS, PinnedReplays, ScaleRange
 from ampdbg.replay.run import Run
 from ampdbg.replay.snapshot import FailingStep, further_steps, weights_of
-from ampdbg.search.atoms import AtomTree
+from ampdbg.search.strategies import AtomTree
 
 FURTHER_BATCHES = 3
 """A set that was found, and the patch of it, is tried on so many more batches."""

@@ -55,7 +55,6 @@ class Setting:
 
     @property
     def failing(self) -> FailingStep:
-        """The step that the search is about."""
         return self.experiment.cases[0].failing
 
     @cached_property
@@ -233,9 +232,6 @@ def digest(file: str) -> str:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-# Modules that share a parameter are pinned together
 
 
 def tied_together(names: Sequence[str], model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -263,7 +263,6 @@ class LinesInFP32(threading.local):
 
     @property
     def are_running(self) -> bool:
-        """Whether a call of the lines has not ended."""
         return bool(self._calls)
 
     @property

@@ -101,15 +101,12 @@ def _interrupted(child: subprocess.Popen[str]) -> int:
 
 
 def _hand_on(events: IO[str], observer: Observer) -> None:
-    """Tells the observer what the process tells."""
     for line in events:
         name, arguments = pickle.loads(base64.b64decode(line))
         getattr(observer, name)(*arguments)
 
 
 class _Told(Observer):
-    """Tells another process what it sees."""
-
     def __init__(self, stream: IO[str]) -> None:
         for name in ("replay", "search", "trial", "stage"):
             setattr(self, name, self._telling(name, stream))
@@ -121,9 +118,6 @@ class _Told(Observer):
             stream.flush()
 
         return tell
-
-
-# In the process of the script
 
 
 def main() -> None:

@@ -92,7 +92,13 @@ def perform(job: Job, steps: Path, observer: Observer) -> Seen:
                 seen = _seen(run, _fitting(load_steps(steps, run.workload), run), job, observer)
                 begins_at = run.scaler().get_scale()
             # The training runs build a workload of their own.
-            return seen if seen.is_over else replace(seen, runs=_training_runs(job, seen, begins_at, observer))
+            if seen.is_over:
+                return seen
+            if job.kind == "patched":
+                runs = {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
+            else:
+                runs = reference_runs(job, seen.uses, observer)
+            return replace(seen, runs=runs)
 
         return replace(_without_raising(seen), unused=_unused(job, taken))
 
@@ -159,12 +165,6 @@ def _seen(run: Run, steps: Sequence[FailingStep], job: Job, observer: Observer) 
         uses = {way: use for way, dtype in ways.items() if (use := step_use(run, steps[0], dtype))}
         eval_failure = raised_in_eval_mode(run, steps[0])
     return Seen(tried=tried, further=further, further_failure=further_failure, eval_failure=eval_failure, uses=uses)
-
-
-def _training_runs(job: Job, seen: Seen, begins_at: float, observer: Observer) -> dict[str, Trained]:
-    if job.kind == "patched":
-        return {"patched": trained_with_the_patch(job, seen.tried, observer, begins_at)}
-    return reference_runs(job, seen.uses, observer)
 
 
 def _fitting(steps: Sequence[FailingStep], run: Run) -> Sequence[FailingStep]:
@@ -290,7 +290,6 @@ def step_use(run: Run, failing: FailingStep, dtype: str) -> StepUse | None:
 
 
 def _seconds(run: Run, failing: FailingStep, manner: Manner) -> float:
-    """The median time of one forward and backward pass."""
     seconds = [replay_step(run, failing.snapshot, manner).seconds for _ in range(1 + TIMED_STEPS)]
     return round(statistics.median(seconds[1:]), 4)
 
@@ -311,8 +310,6 @@ def _peak_bytes(run: Run, failing: FailingStep, manner: Manner) -> int | None:
     replay_step(run, failing.snapshot, manner)
     return torch.cuda.max_memory_allocated(run.device)
 
-
-# The training runs, with the patch and in FP32
 
 REPLAYED_STEPS = 2
 """At most so many unhealthy steps of each kind are replayed in the run with the patch."""
@@ -391,7 +388,7 @@ def _trained(job: Job) -> Trained:
         record, failure = error.record, first_line(error)
     if record.interrupted:
         raise KeyboardInterrupt
-    findings = [finding for finding in diagnose(record).findings if finding.severity != "info"]
+    findings = diagnose(record).faults
     return Trained(
         steps=job.train_steps,
         losses=tuple(losses.seen),
@@ -404,6 +401,5 @@ def _trained(job: Job) -> Trained:
 
 
 def _longer(job: Job) -> Config:
-    """The config with the number of steps of the job's training runs."""
     steps = job.config.train.model_copy(update={"steps": job.train_steps})
     return job.config.model_copy(update={"train": steps})

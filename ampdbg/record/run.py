@@ -559,6 +559,11 @@ class Record:
     version: int = RECORD_VERSION
 
     @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are more than information."""
+        return tuple(finding for finding in self.findings if finding.severity != "info")
+
+    @property
     def steps_run(self) -> int:
         """How many steps have ended: of a long run ``steps`` leaves some out, but never the last."""
         return self.steps[-1].step + 1 if self.steps else 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
 from ampdbg.record.run import SUM, Record
 
@@ -52,12 +53,12 @@ class EndedSearch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the set, as the config takes them."""
         return names_of(self.record)
 
     @property
     def some(self) -> str:
         """How many of the modules are in the set."""
+
         return f"{len(self.names)} of {counted(self.search.modules, 'module')}"
 
     @property
@@ -120,7 +121,6 @@ def _snippet(ended: EndedSearch) -> view.Section:
 
 
 def _pinning(ended: EndedSearch) -> Iterator[str]:
-    """The calls that pin the set, one for each model."""
     roots = roots_of(ended.record)
     if not roots:
         yield f"ampdbg.pin_fp32(model, {_as_patterns(ended.names)})"
@@ -135,7 +135,6 @@ def _as_patterns(names: Iterable[str]) -> str:
 
 
 def _experiments(ended: EndedSearch) -> Iterator[view.Section]:
-    """What was run: the step in each precision, the trials, the proof."""
     record, search = ended.record, ended.search
     if search.losses:
         yield _loss_table(ended)
@@ -254,7 +253,7 @@ def _no_pin_helps(ended: EndedSearch) -> str:
 
 
 def _not_in_a_module(ended: EndedSearch) -> str:
-    lines = [f"{pin.source.file}:{pin.source.line}" for pin in ended.record.pins if pin.source is not None]
+    lines = list(filter(None, (place_of(pin.source) for pin in ended.record.pins)))
     where = f", at {listed(lines)}" if lines else ""
     if ended.record.findings and ended.record.findings[0].module:
         return (

@@ -11,9 +11,9 @@ from typing import TypeGuard
 
 from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
-from ampdbg.levels import format_of_config
+from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
-from ampdbg.record.findings import Source
+from ampdbg.record.findings import Source, place_of
 from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial
 from ampdbg.record.run import Record
 
@@ -90,7 +90,7 @@ def _base(source: Source) -> str:
 
 
 def _pin(pin: Pin) -> tuple[Line, ...]:
-    name = f"{pin.source.file}:{pin.source.line}" if pin.source is not None else pin.name or "the whole model"
+    name = place_of(pin.source) or pin.name or "the whole model"
     own = "own lines of " if pin.own and pin.class_name else "own lines" if pin.own else ""
     kind = own + pin.class_name
     return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))
@@ -122,9 +122,8 @@ def _same_line(pin: Pin, record: Record) -> tuple[Line, ...]:
 def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
     inner = site.module if site.module != pin.module else ""
     call = f"call {site.call}" if site.call else ""
-    place = f"{site.source.file}:{site.source.line}" if site.source else ""
     backward = "backward" if site.phase == "backward" else ""
-    yield line(" · ".join(part for part in (backward, inner, call, op_name(site.op), place) if part))
+    yield line(" · ".join(filter(None, (backward, inner, call, op_name(site.op), place_of(site.source)))))
     if site.source is not None and site.source.text.strip():
         yield line(site.source.text.strip(), tone="strong", is_code=True)
     if _explains(site.value, low):
@@ -132,7 +131,6 @@ def _site(site: PinSite, pin: Pin, low: FloatFormat) -> Iterator[Line]:
 
 
 def _ops(sites: Sequence[PinSite]) -> str:
-    """The ops, each with its line, in a few words."""
     ops = (f"{op_name(site.op)}{f':{site.source.line}' if site.source else ''}" for site in sites)
     return listed(list(dict.fromkeys(ops)))
 
@@ -189,8 +187,7 @@ def pins_yaml(names: Sequence[str], config: Mapping[str, object]) -> list[str]:
 
     The whole model, which has no name, is the pattern that every name matches.
     """
-    precision = config.get("precision")
-    already = precision.get("pins") if isinstance(precision, Mapping) else None
+    already = precision_of(config).get("pins")
     given = [str(name) for name in already] if isinstance(already, (list, tuple)) else []
     every = dict.fromkeys([*given, *(name or EVERYTHING for name in names)])
     return ["precision:", "  pins:", *(f"    - {_scalar(name)}" for name in every)]

@@ -180,9 +180,6 @@ def _losses(finding: Finding, record: Record) -> str:
     return f", where the loss is {number(here.loss)}{many}"
 
 
-# Parameter groups with non-finite gradients
-
-
 MAX_GROUPS = 12
 
 FEW_GROUPS = 4
@@ -339,9 +336,6 @@ def _lost_losses(steps: Sequence[Step]) -> str:
     if not lost:
         return ""
     return "; the loss of each is non-finite too" if lost == len(steps) else f"; in {lost} of them the loss is too"
-
-
-# Batches, parameters and buffers with inf or NaN
 
 
 def _tensor_table(record: Record) -> view.Table:

@@ -14,6 +14,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.ops import CASTS, base_name
 from ampdbg.quantities import counted, listed
 from ampdbg.record.file import to_json
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import Form, Handover, call_of_pins, in_words
 from ampdbg.record.run import Record
 
@@ -133,7 +134,7 @@ def _together(record: Record) -> tuple[str, ...]:
     root = next(iter(record.findings), None)
     casts = root is not None and root.phase == "forward" and base_name(root.op) in CASTS
     if root is not None and casts and root.source is not None:
-        return (OWN_CAST.format(f"{root.source.file}:{root.source.line}"),)
+        return (OWN_CAST.format(place_of(root.source)),)
     return (TOGETHER,)
 
 
@@ -206,7 +207,6 @@ def next_command(record: Record, handover: Handover, typed: Typed) -> NextComman
 
 
 def _use_of(record: Record, handover: Handover, typed: Typed, again: str) -> NextCommand:
-    """What to do with the file that has it."""
     roots = roots_of(record)
     if handover.form == "diff":
         return NextCommand("apply the patch", applying(handover, typed.handed_over))

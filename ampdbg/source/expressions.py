@@ -100,7 +100,6 @@ def _targets(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
 
 
 def _target_names(target: cst.BaseExpression) -> Iterator[str]:
-    """The plain names that an assignment to ``target`` binds."""
     if isinstance(target, cst.Name):
         yield target.value
     elif isinstance(target, (cst.Tuple, cst.List)):
@@ -179,7 +178,6 @@ class Bindings:
 
     @cached_property
     def parameters(self) -> Mapping[str, cst.Param]:
-        """The function's named parameters."""
         if self.function is None:
             return {}
         given = self.function.params
@@ -219,7 +217,6 @@ class Bindings:
 
     @cached_property
     def maybe_none(self) -> frozenset[str]:
-        """Names that may hold None."""
         return self._may_hold(_is_none)
 
     def _may_hold(self, is_one: Callable[[cst.BaseExpression], bool]) -> frozenset[str]:

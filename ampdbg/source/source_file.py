@@ -41,7 +41,6 @@ class Located:
 
     @property
     def function(self) -> cst.FunctionDef | None:
-        """The innermost function."""
         return self.functions[-1] if self.functions else None
 
     def is_in(self, function: str) -> bool:
@@ -134,7 +133,6 @@ class SourceFile:
         return [item for item in around if isinstance(item, (cst.For, cst.While))]
 
     def functions_named(self, function: str) -> list[cst.FunctionDef]:
-        """The functions of a qualified name."""
         found = find(self.module, cst.FunctionDef)
         return [node for node in found if (*self.qualname(node), node.name.value) == parts_of(function)]
 
@@ -148,7 +146,6 @@ class SourceFile:
             yield (node := above)
 
     def span(self, node: cst.CSTNode) -> range:
-        """The lines of a node."""
         position = self._positions.get(node)
         if position is None:
             return range(0)  # made by an edit

@@ -40,7 +40,6 @@ def train(
     """Trains the workload of ``config`` under its precision policy and watches every step.
 
     Args:
-        config: a checked config.
         observer: sees each optimizer step, and each replay before it runs.
         replays: at most so many unhealthy steps of each kind are replayed; 0 for none.
         prepare: builds the workload.

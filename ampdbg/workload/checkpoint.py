@@ -224,7 +224,6 @@ def _load(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _shapes(given: Any, needed: Any) -> str:
-    """What the two shapes are, if they differ."""
     if not isinstance(given, torch.Tensor) or not isinstance(needed, torch.Tensor) or given.shape == needed.shape:
         return ""
     return f"{list(given.shape)} in the file, {list(needed.shape)} in the model"
@@ -248,7 +247,6 @@ class SavedPart:
     where: str
 
     def misfit(self, kind: type, problem: str) -> WorkloadError:
-        """The error that says what does not fit."""
         alone = "the weights alone are taken by checkpoint: {model: FILE}"
         return WorkloadError(f"{self.where} does not fit the {kind.__name__}\n  {problem}\n  {alone}")
 
@@ -417,9 +415,6 @@ def _is_like(given: Any, made: Any) -> bool:
     if made.dim() == 0:
         return _is_number(given)
     return isinstance(given, torch.Tensor) and given.shape == made.shape
-
-
-# Schedulers and the loss scaler
 
 
 def load_schedules(saved: SavedPart, schedules: Sequence[Schedule]) -> None:

@@ -46,7 +46,6 @@ class Found:
         return f"{self.config.where(f'{self.key}.target')}: {self.spec.target}"
 
     def refuse(self, problem: str) -> WorkloadError:
-        """The error that says what is wrong with this target."""
         return WorkloadError(f"{self.named} {problem}")
 
     def made(self, *positional: Any, names: Sequence[str] = ()) -> Any:
@@ -359,7 +358,6 @@ def _module_classes(module: ModuleType) -> dict[str, type[nn.Module]]:
 
 
 def _required(kind: type[nn.Module]) -> list[str]:
-    """The arguments without which the class cannot be made."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(kind).parameters.values()
     return [item.name for item in parameters if item.default is item.empty and item.kind not in variadic]

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import Atoms, AtomTree, atom_tree
-from ampdbg.search.strategies import OutOfTrials, Trials, best_so_far, delta_debug
+from ampdbg.search.strategies import Atoms, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, delta_debug
 from tests.search.planted import SMALL, Step, planted, steps, trees
 
 TREE = atom_tree(SMALL)

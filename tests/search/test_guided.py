@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ampdbg.record.pins import Trial
-from ampdbg.search.atoms import AtomTree, atom_tree
-from ampdbg.search.strategies import GROUPS, OutOfTrials, Trials, best_so_far, guided
+from ampdbg.search.strategies import GROUPS, AtomTree, OutOfTrials, Trials, atom_tree, best_so_far, guided
 from tests.search.planted import SMALL, Step, planted, steps
 
 TREE = atom_tree(SMALL)

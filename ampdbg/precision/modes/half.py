@@ -106,7 +106,6 @@ class HalfModel(PrecisionMode):
         return lifted("bfloat16")
 
     def updates_half_weights(self) -> bool:
-        """As :class:`PrecisionMode`."""
         asked = self.precision.master_weights
         return not (self.has_masters if asked is None else asked)
 

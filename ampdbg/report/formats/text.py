@@ -150,7 +150,6 @@ def _line(one: view.Line, depth: int = 0) -> RenderableType:
 
 
 def _drawn(section: view.Section, width: int) -> Iterator[RenderableType]:
-    """What stands below the section's title."""
     match section:
         case view.Paragraph():
             return (_line(one, depth=1 if section.title else 0) for one in section.lines)

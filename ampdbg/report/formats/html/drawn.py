@@ -11,6 +11,7 @@ from ampdbg.diagnosis.producers import op_name
 from ampdbg.diagnosis.ranges import Window, window
 from ampdbg.escapes import harmless
 from ampdbg.formats import FLOAT16, headroom_bits
+from ampdbg.levels import precision_of
 from ampdbg.quantities import number, scale, share
 from ampdbg.record.findings import Listing
 from ampdbg.record.listings import sources_of
@@ -216,8 +217,7 @@ def _scales(record: Record, whole: Window) -> Data:
 
 def _scale_of_run(record: Record) -> int:
     """The exponent of the loss scale that the run ended with, else of the one that its config begins with."""
-    precision = record.config.get("precision")
-    given = precision.get("loss_scale") if isinstance(precision, Mapping) else None
+    given = precision_of(record.config).get("loss_scale")
     first = given.get("init") if isinstance(given, Mapping) else given
     last = record.steps[-1].scale if record.steps else first
     if isinstance(last, (int, float)) and math.isfinite(last) and last > 0:
@@ -271,8 +271,6 @@ TAB = 4
 Seen = tuple[int, float, str]
 """A line, the headroom of what ran there in FP32, and that in words."""
 
-# The tree of modules
-
 
 @dataclass
 class Node:
@@ -289,7 +287,6 @@ class Node:
     pins: list[Pin] = field(default_factory=list)
 
     def take(self, site: Site) -> None:
-        """Counts a site that stands in it."""
         self.sites += 1
         bits = headroom_of(site)
         if site.phase == "forward" and bits is not None:
