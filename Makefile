@@ -13,7 +13,7 @@ endif
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: docs screens demo test suite slow fuzz matrix bench lint format setup clean help
+.PHONY: docs package screens demo test suite slow fuzz matrix bench lint format setup clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -23,8 +23,9 @@ demo: setup ## a real FP16 training run that fails, watched step by step
 	@$(BIN)/ampdbg scan configs/linear_attention.yaml; code=$$?; \
 	test $$code -le 1 || exit $$code # 1: something was found, which is the point of the demo
 
-test: setup ## lint, format and types beside the test suite with its layers
-	@$(MAKE) --no-print-directory --jobs=2 lint suite
+test: setup ## lint, format and types beside the test suite with its layers: five minutes on two cores
+	@begun=$$(date +%s); $(MAKE) --no-print-directory --jobs=2 lint suite; code=$$?; took=$$(($$(date +%s) - begun)); \
+	printf 'make test: %d:%02d\n' $$((took / 60)) $$((took % 60)); exit $$code
 
 suite: setup
 	@$(PYTEST) $(WORKERS)
@@ -44,6 +45,9 @@ bench: setup ## the measured claims: speed of the emulation, of watching, of ran
 	@$(BIN)/python -m benchmarks.ranges
 	@$(BIN)/python -m benchmarks.search
 	@$(BIN)/python -m benchmarks.bisect
+
+package: setup ## wheel and sdist into dist/, checked as the package index checks them
+	@rm -rf dist && $(BIN)/python -m build --no-isolation && $(BIN)/python -m twine check --strict dist/*
 
 docs: setup ## the documentation, from docs/ and from the code, into build/docs
 	@$(BIN)/python -m pip install --quiet --editable ".[docs]" && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

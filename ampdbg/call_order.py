@@ -33,7 +33,6 @@ class Call(NamedTuple):
         is_plain: of a ``backward`` whose loss nobody has scaled in any way that can be seen, while a scaler is in use.
         creates_graph: the gradients can be part of a loss.
         skipped: the scaler withheld the step; for a ``bare step``, that it wrote gradients known to be non-finite.
-        is_unguarded: of a ``bare step`` behind ``unscale_`` that nothing in the code may withhold.
         raised: what the call raised.
     """
 
@@ -49,17 +48,15 @@ class Call(NamedTuple):
     is_plain: bool = False
     creates_graph: bool = False
     skipped: bool = False
-    is_unguarded: bool = False
     raised: str = ""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A misuse: its code and the call to blame, which may be an earlier one; ``is_latent`` of one that did no harm."""
+    """A misuse: its code and the call to blame, which may be an earlier one."""
 
     code: str
     call: Call
-    is_latent: bool = False
 
 
 @dataclass
@@ -265,8 +262,6 @@ def _bare_step(order: CallOrder, call: Call) -> Iterator[Hit]:
         if held.used or order.carries_scale(index) or (held.unscaled is not None and call.skipped):
             order.bare = True
             yield Hit(BARE_STEP, call)
-        elif held.unscaled is not None and call.is_unguarded and not order.progress[index].by_scaler:
-            yield Hit(BARE_STEP, call, is_latent=True)
         elif held.half is not None:
             yield Hit("misuse-no-scaler", held.half)
         progress = order.progress[index]

@@ -17,7 +17,6 @@ UNSCALE = Call("unscale", optimizers=(0,))
 STEP = Call("step", optimizers=(0,))
 SKIP = Call("step", optimizers=(0,), skipped=True)
 BARE = Call("bare step", optimizers=(0,))
-OPEN = BARE._replace(is_unguarded=True)
 UPDATE = Call("update", actor=1)
 OTHER_UPDATE = Call("update", actor=2)
 GET_SCALE = Call("get_scale")
@@ -68,8 +67,7 @@ RIGHT: dict[str, tuple[Call, ...]] = {
         STEP,
     ),
     "a bare step behind unscale_ that may be withheld": (FRESH, UNSCALE, BARE, UPDATE),
-    "a bare step behind unscale_ of one that the scaler steps too": (FRESH, STEP, UPDATE, FRESH, UNSCALE, OPEN, UPDATE),
-    "a bare step behind unscale_, on other gradients": (FRESH, UNSCALE, OPEN._replace(rewritten=(0,)), UPDATE),
+    "a bare step behind unscale_, on other gradients": (FRESH, UNSCALE, BARE._replace(rewritten=(0,)), UPDATE),
     "what torch says that nobody knows": (refused("step", "out of memory"),),
 }
 
@@ -79,9 +77,8 @@ WRONG: dict[str, tuple[tuple[Call, ...], Hit]] = {
     "bare": ((FRESH, BARE), Hit("misuse-bare-step", BARE)),
     "bare behind the scaler's": ((FRESH, STEP, UPDATE, BARE), Hit("misuse-bare-step", BARE)),
     "bare behind a step that was withheld": ((FRESH, SKIP, BARE, UPDATE), Hit("misuse-bare-step", BARE)),
-    "bare, and nothing withholds it": ((FRESH, UNSCALE, OPEN, UPDATE), Hit("misuse-bare-step", OPEN, is_latent=True)),
     "bare on what is not finite": (
-        (FRESH, UNSCALE, bad := OPEN._replace(skipped=True), UPDATE),
+        (FRESH, UNSCALE, bad := BARE._replace(skipped=True), UPDATE),
         Hit("misuse-bare-step", bad),
     ),
     "unscale between": ((FRESH, UNSCALE, SCALED), Hit("misuse-accumulate", UNSCALE)),

@@ -1,8 +1,10 @@
-"""The house as a whole: class names that are unique, short lists of parameters."""
+"""The house as a whole: class names that are unique, short lists of parameters, few decisions for its code."""
 
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,8 @@ PACKAGE = Path(ampdbg.__file__).parent
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
 
 MOST_PARAMETERS = 8
+MOST_DECISIONS = 0.283
+"""For each line of code. A change that makes them more has added a case; a row of a table or a mechanism adds none."""
 
 
 def test_no_two_public_classes_share_a_name() -> None:
@@ -36,3 +40,51 @@ def test_only_the_options_of_a_command_are_many_parameters() -> None:
         if isinstance(node, ast.FunctionDef) and count(node) > MOST_PARAMETERS
     }
     assert {name for name in long if not (name.startswith("commands/") and name.endswith(":command"))} == set()
+
+
+def decisions(tree: ast.AST) -> int:
+    """In how many ways the code can part: conditions, the operands of and/or, filters, cases and handlers."""
+    nodes = list(ast.walk(tree))
+    branches = (ast.If, ast.IfExp, ast.While, ast.ExceptHandler, ast.Assert, ast.match_case)
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    filters = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return sum(isinstance(node, branches) for node in nodes) + operands + filters
+
+
+def code_lines(text: str, tree: ast.AST) -> int:
+    """The lines that hold code, but for docstrings, imports, comments and blanks."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    aside: set[int] = set()
+    for node in ast.walk(tree):
+        part: ast.stmt | None = node if isinstance(node, (ast.Import, ast.ImportFrom)) else None
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            part = node.body[0]
+        if part is not None:
+            aside.update(range(part.lineno, (part.end_lineno or part.lineno) + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in layout]
+    held = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(held - aside)
+
+
+def test_what_is_counted_as_code_and_as_a_decision() -> None:
+    text = '''"""A module."""
+import os
+
+def f(a):
+    """Says
+    so."""
+    # a comment
+    if a and os.sep or not a:
+        return [b for b in a if b]
+    return """two
+lines"""
+'''
+    tree = ast.parse(text)
+    assert (code_lines(text, tree), decisions(tree)) == (5, 4)
+
+
+def test_the_package_holds_no_more_decisions_for_its_code_than_before() -> None:
+    code = sum(code_lines((PACKAGE / file).read_text("utf-8"), tree) for file, tree in TREES.items())
+    made = sum(map(decisions, TREES.values()))
+    assert made / code <= MOST_DECISIONS

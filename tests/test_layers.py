@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "ampdbg"
 # Ground floor first. A layer is the first part of the module's path; several names share a layer when they are one
 # thing in several files. A new module needs a place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "obstacles"),
     ("files", "syntax_tree"),
     ("formats", "quantities", "escapes"),
     ("levels", "ops"),

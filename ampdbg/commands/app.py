@@ -77,7 +77,6 @@ def program() -> typer.Typer:
     """The program with its commands, as Typer has it."""
     app = typer.Typer(
         name="ampdbg",
-        no_args_is_help=True,
         rich_markup_mode=None,  # rich help would cost 80 ms of import
         pretty_exceptions_enable=False,  # guarded() shows what is to be shown
         context_settings={"help_option_names": ["--help", "-h"]},
@@ -104,7 +103,7 @@ def main() -> None:
     """Runs the program on ``sys.argv`` and exits with its code."""
     code: Any = EXIT_COULD_NOT_RUN
     try:
-        code = _commands()(prog_name="ampdbg", standalone_mode=False)
+        code = _commands()(sys.argv[1:] or ["--help"], prog_name="ampdbg", standalone_mode=False)
     except UsageError as error:
         said = io.StringIO()
         cast(Any, error).show(said)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ampdbg import quantities
 from ampdbg.escapes import printable
 from ampdbg.observer import Observer
-from ampdbg.record.pins import OWN, Trial, in_words
+from ampdbg.record.pins import Trial
 from ampdbg.record.run import Step
 
 from .interrupts import raise_if_interrupted
@@ -180,7 +180,7 @@ def _trial_line(number: int, trial: Trial) -> str:
     from ampdbg.report.pins import pins_text, result_text  # `ampdbg --help` need not wait for the pages
 
     stage = f"{trial.stage}: " if trial.stage else ""
-    pins = pins_text([in_words(OWN) if name == OWN else name for name in trial.pins])
+    pins = pins_text(trial.pins)
     return printable(f"trial {number}: {stage}{pins} in FP32: {result_text(trial)}")
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from ampdbg.errors import EXIT_HEALTHY, ConfigError
 from ampdbg.escapes import printable
 from ampdbg.given import RunSettings
 from ampdbg.observer import Observer
+from ampdbg.obstacles import obstacle_in
 from ampdbg.quantities import byte_count
 from ampdbg.record.file import of_rank
 from ampdbg.record.run import Record
@@ -33,6 +35,7 @@ from .source_findings import loaded_files, say_source_findings
 
 
 def command(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="All that follows is the script's own.")
@@ -95,10 +98,13 @@ def command(
     launched_rank = launched_as()[0]
     own_files = (_of_rank(path, launched_rank) for path in (record, html, log))
     _check_places(*own_files, script=None if is_module else Path(script))
-    command_typed, started, stderr = shlex.join([script, *(arguments or ())]), Path.cwd(), sys.stderr
+    started, stderr = Path.cwd(), sys.stderr
+    misplaced, own = _parted(arguments or (), context)
 
     def tell(seen: Record) -> None:
         rank = _rank(seen)
+        failed = misplaced if seen.script is not None and seen.script.exit_code else []
+        command_typed = shlex.join([script, *(own if failed else arguments or ())])
         with redirect_stderr(stderr):  # the script's own may be a file of its own, or closed
             with _working_in(started):
                 saved = save(seen, _of_rank(record, rank))
@@ -106,6 +112,7 @@ def command(
                 no_page = failure_of_page(seen, typed, _of_rank(html, rank))
             if not quiet:
                 _tell_of(seen, typed)
+                _say_misplaced(failed, command_typed, is_module=is_module)
             if saved.failure is not None:
                 say(f"warning: no record was written: {saved.failure}; choose another place with --record FILE")
             if no_page is not None:
@@ -138,7 +145,8 @@ def command(
     tell(seen)
     with redirect_stderr(stderr), _working_in(started):
         files = loaded_files() if is_module else [script, *loaded_files()]
-        say_source_findings(seen, files, is_quiet=quiet or _rank(seen) > 0)
+        # Where the machine lacks something, the run that the report asks for shows more than the source does.
+        say_source_findings(seen, files, is_quiet=quiet or _rank(seen) > 0 or obstacle_in(seen.error) is not None)
     return _code(seen, fail_on)
 
 
@@ -147,6 +155,29 @@ def _code(seen: Record, fail_on: FailOn | None) -> int:
     if seen.script is None or seen.script.exit_code:
         return seen.script.exit_code if seen.script else EXIT_HEALTHY
     return exit_code(seen, fail_on or ("warning" if seen.script.processes == 1 else "never"))
+
+
+def _say_misplaced(options: list[str], script: str, *, is_module: bool) -> None:
+    """Of a script that has failed: which of its options ampdbg would have understood before its name."""
+    if options:
+        given, before = shlex.join(options), "-m " if is_module else ""
+        say(f"{given} stood behind the script, and went to it. For ampdbg: ampdbg run {given} {before}{script}")
+
+
+def _parted(arguments: Sequence[str], context: typer.Context) -> tuple[list[str], list[str]]:
+    """The options, with their values, that ampdbg would have understood before the script's name; and all others."""
+    options = [one for one in context.command.params if one.param_type_name == "option"]
+    names = ((one, name) for one in options for name in (*one.opts, *one.secondary_opts) if name.startswith("--"))
+    takes_value = {name: not getattr(one, "is_flag", False) for one, name in names}
+    known: list[str] = []
+    others: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, has_value, _ = argument.partition("=")
+        (known if name in takes_value else others).append(argument)
+        if takes_value.get(name) and not has_value:
+            known.extend(itertools.islice(rest, 1))
+    return known, others
 
 
 def _rank(seen: Record) -> int:

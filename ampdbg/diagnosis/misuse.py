@@ -60,7 +60,7 @@ def _severity(found: Misuse, code: Code, record: Record) -> Severity:
     is_harmless = found.count < code.harmless_share * record.steps_run
     if is_harmless or (code.harmless_share and _settles_the_scale(found, record)):
         return "info"
-    return "warning" if found.is_latent else code.severity
+    return code.severity
 
 
 def _settles_the_scale(found: Misuse, record: Record) -> bool:

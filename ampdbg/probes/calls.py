@@ -21,7 +21,6 @@ from ampdbg.call_order import Call, CallKind, CallOrder, Hit
 from ampdbg.errors import text_of
 from ampdbg.probes.loss_graph import is_one, is_plain, is_scaled_by_hand, is_scaling, lowered_to, mark_scaled, scaler_of
 from ampdbg.probes.source_lines import innermost_line, source_of
-from ampdbg.probes.step_guards import is_unguarded
 from ampdbg.probes.tensors import hold_values
 from ampdbg.probes.torch_errors import misuse_of_error, misuse_of_refusal
 from ampdbg.record.run import Misuse
@@ -87,17 +86,7 @@ class Calls:
             optimizer,
             rewritten=self._rewritten(self._marks_now()),
             skipped=wrote_nonfinite,
-            is_unguarded=self._is_unguarded(optimizer),
         )
-
-    def _is_unguarded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its step, behind ``unscale_``, is taken whatever that has found: by one of torch's own optimizers,
-        for others may look themselves."""
-        place = self._places.get(id(optimizer), -1)
-        unscaled = self._order.gradients[place].unscaled if place >= 0 else None
-        if unscaled is None or type(optimizer).__module__.partition(".")[0] != "torch":
-            return False
-        return is_unguarded(unscaled.line, innermost_line())
 
     def by_scaler(self, kind: CallKind, scaler: Any) -> None:
         """A call of the scaler's that is about no optimizer."""
@@ -246,11 +235,10 @@ class Calls:
         known = self._found.get(key)
         raised = hit.call.raised.partition("\n")[0]
         if known is not None:
-            is_latent = known.is_latent and hit.is_latent
-            self._found[key] = replace(known, count=known.count + 1, raised=known.raised or raised, is_latent=is_latent)
+            self._found[key] = replace(known, count=known.count + 1, raised=known.raised or raised)
         elif len(self._found) < MISUSES_KEPT:
             source = None if line is None else source_of(line)
-            self._found[key] = Misuse(hit.code, hit.call.step, 1, source, raised, hit.is_latent)
+            self._found[key] = Misuse(hit.code, hit.call.step, 1, source, raised)
 
     def _marks_now(self) -> list[Marks]:
         return [marks.now() for marks in self._marks]

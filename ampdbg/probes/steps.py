@@ -118,7 +118,7 @@ class StepLog:
     def notes(self) -> tuple[str, ...]:
         """What the steps leave out."""
         every, counted = self._listed_steps + self._unlisted_steps, self.left_out.unhealthy
-        groups = f"only {self._listed_steps} of {every:,} steps with non-finite gradients list their groups"
+        groups = f"this run lists the groups of {self._listed_steps} of {every:,} non-finite steps"
         steps = f"{counted:,} of the steps that went wrong are counted, and not recorded"
         known = [step.grad_norm for step in self._steps if step.grad_norm is not None and not step.skipped]
         is_flat = len(known) >= FEW_STEPS and not any(known[-FEW_STEPS:])

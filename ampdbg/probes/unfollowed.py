@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper as _Cached
 from functools import cached_property
+from traceback import walk_stack
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch._C import _dynamo as compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampdbg.probes.held_data import stacked
 from ampdbg.source.ownership import AMPDBG, module_of
 
 PACKAGE = "ampdbg"
@@ -84,7 +84,7 @@ def _compiled_call() -> FrameType | None:
     """The outermost call of what is compiled that this thread is in."""
     if _CALLER not in sys.modules:
         return None
-    frames = stacked(sys._getframe())
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
     found = [frame for frame in frames if _ENTERED in frame.f_code.co_varnames and module_of(frame) == _CALLER]
     return found[-1] if found else None
 

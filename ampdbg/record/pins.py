@@ -16,10 +16,13 @@ EVERYTHING = "*"
 """The root as a pin of the config: the pattern that every name matches."""
 
 
-def in_words(name: str) -> str:
-    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``."""
+def in_words(name: str, root: str = "the model") -> str:
+    """A pin, as the config takes it, in a sentence: ``blocks.2.attn``, ``module 2``, ``the model (its own lines)``.
+
+    ``root`` is what the model is called, such as its class.
+    """
     module = name.removesuffix(OWN)
-    words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or "the model"
+    words = f"module {module}" if re.fullmatch(r"[\d.]+", module) else module or root
     return f"{words} (its own lines)" if name.endswith(OWN) else words
 
 

@@ -439,8 +439,7 @@ class AutocastError:
 class Misuse:
     """A call of the training loop in the wrong place: ``count`` times, first at ``step``.
 
-    ``source`` is the line to blame. ``raised`` is the first line of the error, where there was one. ``is_latent`` says
-    that it did no harm in this run, and would where gradients overflow.
+    ``source`` is the line to blame. ``raised`` is the first line of the error, where there was one.
     """
 
     code: str
@@ -448,7 +447,6 @@ class Misuse:
     count: Count = 1
     source: Source | None = None
     raised: str = ""
-    is_latent: bool = False
 
 
 @dataclass(frozen=True)

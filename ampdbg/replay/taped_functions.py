@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
-
-from ampdbg.probes.held_data import stacked
 
 VIEWS = frozenset({"T", "H", "mT", "mH", "real", "imag", "data"})
 """The attributes of a tensor that are views of it. To ask for another, such as ``grad``, computes nothing: a loop asks
@@ -42,8 +41,8 @@ def _is_dispatched(function: Any) -> bool:
     seen here: `torch.autograd.Variable` is one. The script that is started again has no such mode."""
     if not isinstance(function, OpOverload):
         return False
-    frames = itertools.islice(stacked(sys._getframe(1)), _MOST_FRAMES)
-    return any(frame.f_code.co_name == "__torch_dispatch__" for frame in frames)
+    frames = itertools.islice(walk_stack(sys._getframe(1)), _MOST_FRAMES)
+    return any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames)
 
 
 _MOST_FRAMES = 6

@@ -204,7 +204,7 @@ def headline(ended: EndedSearch) -> view.Headline:
     ending = ENDINGS[ended.search.outcome]
     if ended.record.interrupted:
         trials = counted(len(ended.record.trials), "trial")
-        return view.Headline("stopped", f"Interrupted after {trials}. {ending.sentence(ended)}")
+        return view.Headline("warning", f"Interrupted after {trials}. {ending.sentence(ended)}")
     if ended.search.outcome == "found" and not ended.holds:
         return view.Headline("doubtful", ending.sentence(ended))
     return view.Headline(ending.tone, ending.sentence(ended))
@@ -342,7 +342,7 @@ ENDINGS: Mapping[Outcome, Ending] = {
         lambda ended: f"No set of modules makes {ended.step} healthy, although FP32 throughout does.",
         has_patch=True,
     ),
-    "out-of-trials": Ending("stopped", _out_of_trials, "search without that limit"),
+    "out-of-trials": Ending("warning", _out_of_trials, "search without that limit"),
 }
 
 

@@ -124,7 +124,7 @@ def _sections(compared: Comparison, most: int | None = None) -> Iterator[view.Se
     headrooms = [one for one in compared.headrooms if most is None or abs(one.lost) > compared.within]
     if headrooms:
         rows = [_headroom_row(one, compared.within) for one in headrooms]
-        yield _table("Headroom of the forward pass, in bits", "module", rows, most)
+        yield _table("Headroom of the forward pass, in bits: the doublings left to 65,504", "module", rows, most)
     windows = [one for one in compared.windows if most is None or max(one.lost, one.won) > compared.within]
     if windows:
         rows = [_window_row(one, compared.within) for one in windows]

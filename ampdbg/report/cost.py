@@ -47,7 +47,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
 
 def _headline(record: Record, levels: Sequence[LevelCost]) -> view.Headline:
     if record.interrupted:
-        return view.Headline("stopped", f"Interrupted after {counted(len(levels), 'level')}.")
+        return view.Headline("warning", f"Interrupted after {counted(len(levels), 'level')}.")
     lower = [one for one in levels if one.level != "O0" and one.trains and one.memory is not None]
     if not lower:
         steps = counted(record.planned_steps, "step")

@@ -21,7 +21,7 @@ SECTIONS: Mapping[str, str] = {
 }
 """The sections of an explanation: field of :class:`Explanation`, and heading in its file."""
 
-MOST_SUGGESTED = 4
+MOST_SUGGESTED = 8
 """More codes than this that hold what was typed are a family, and the list says more."""
 
 
@@ -64,7 +64,9 @@ def _parsed(code: Code) -> Explanation:
 
 def _suggestion(given: str) -> str:
     wanted = given.strip().lower().replace("_", "-").replace(" ", "-")
-    holding = [code for code in CODES if len(wanted) > 2 and wanted in code]
+    words = sorted({word for code in CODES for word in code.split("-")})
+    kind = difflib.get_close_matches(wanted, words, n=1, cutoff=0.8)
+    holding = [code for code in CODES if (kind and kind[0] in code.split("-")) or (len(wanted) > 2 and wanted in code)]
     near = holding or difflib.get_close_matches(wanted, CODES, n=1, cutoff=0.5)
     if near and len(near) <= MOST_SUGGESTED:
         return f"did you mean {' or '.join(near)}? All codes: ampdbg explain"

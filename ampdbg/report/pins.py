@@ -14,7 +14,7 @@ from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
 from ampdbg.record.findings import Source, place_of
-from ampdbg.record.pins import EVERYTHING, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial
+from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial, in_words
 from ampdbg.record.run import Record
 
 from . import view
@@ -91,6 +91,8 @@ def _base(source: Source) -> str:
 
 def _pin(pin: Pin) -> tuple[Line, ...]:
     name = place_of(pin.source) or pin.name or "the whole model"
+    if pin.source is None and pin.name == OWN:
+        return (line(in_words(OWN, pin.class_name or "the model"), tone="name"),)
     own = "own lines of " if pin.own and pin.class_name else "own lines" if pin.own else ""
     kind = own + pin.class_name
     return (line(name, tone="name"), *((line(kind, tone="faint"),) if kind else ()))
@@ -254,7 +256,7 @@ def names_of(record: Record) -> tuple[str, ...]:
 
 def pins_text(pins: Sequence[str], most: int = 3) -> str:
     """``blocks.2.attn and head``; above ``most`` names the rest is counted."""
-    return listed([name or "the whole model" for name in pins], most) if pins else "nothing"
+    return listed([in_words(OWN) if name == OWN else name or "the whole model" for name in pins], most) or "nothing"
 
 
 def result_text(trial: Trial) -> str:

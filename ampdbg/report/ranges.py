@@ -64,7 +64,7 @@ def page(record: Record, typed: view.Typed) -> view.Page:
     """What ``ampdbg ranges`` says of its step."""
     facts = (_step(record), counted(len(record.sites), "site"), duration(record.elapsed))
     return view.Page(
-        view.Headline("stopped" if stopped(record) else TONES[record.verdict], _sentence(record)),
+        view.Headline(_tone(record), _sentence(record)),
         tuple(_sections(record, typed)),
         (" · ".join(facts), *ran_on(record)),
         typed.record_path,
@@ -143,6 +143,14 @@ def _step(record: Record) -> str:
     return f"step {measured_step(record)}"
 
 
+def _tone(record: Record) -> view.Tone:
+    """An overflow that no FP16 run has shown yet is a warning, and no open question."""
+    is_measured = refuted_by(record) is None and record.autocast_error is None
+    overflows = is_measured and (any(map(_starts, record.sites)) or bool(record.findings))
+    is_warning = stopped(record) or (overflows and record.verdict == "inconclusive")
+    return "warning" if is_warning else TONES[record.verdict]
+
+
 def _sentence(record: Record) -> str:
     if early := stopped(record):
         return f"{early}, before the ranges were measured."
@@ -213,7 +221,8 @@ def _spare(sites: Sequence[Site]) -> str:
     if not forward:
         return "no op of the forward pass runs in half precision"
     computed = [site for site in forward if not site.overflow] or forward
-    return f"the forward pass has {min(site.headroom_bits for site in computed):.1f} bits to spare"
+    bits = min(site.headroom_bits for site in computed)
+    return f"the forward pass has {bits:.1f} bits to spare (a factor of {number(float(f'{2**bits:.2g}'))})"
 
 
 def _scales(whole: Window) -> str:
@@ -248,6 +257,8 @@ def _site_table(sites: Sequence[Site], typed: view.Typed) -> view.Table:
     )
 
 
+BITS = "bits: the doublings left to 65,504"
+
 LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
     (lambda site: site.overflow == "starts", "✗ an overflow starts here"),
     (lambda site: site.overflow == "carried", "↳ an input or a constant brings it here"),
@@ -258,7 +269,7 @@ LEGEND: tuple[tuple[Callable[[Site], bool], str], ...] = (
 
 def _legend(shown: Sequence[Site]) -> tuple[view.Line, ...]:
     legend = [text for applies, text in LEGEND if any(map(applies, shown))]
-    return (line(" · ".join(legend), tone="faint"),) if legend else ()
+    return (line(" · ".join((*legend, BITS)), tone="faint"),)
 
 
 def _is_lowest(site: Site) -> bool:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 from ampdbg.diagnosis.scale import UNEXPLAINED, of_one_scaler, settled_at
 from ampdbg.formats import FLOAT32, FORMATS
 from ampdbg.levels import format_of_config
+from ampdbg.obstacles import obstacle_in
 from ampdbg.quantities import counted, duration, listed, number, scale, share
 from ampdbg.record.codes import FACTS, catalogued
 from ampdbg.record.findings import Finding
@@ -73,7 +74,9 @@ def raised(record: Record) -> Iterator[view.Section]:
     """The error that stopped the run, if one did."""
     if record.error:
         first, *others = record.error.splitlines()
-        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others)))
+        obstacle = obstacle_in(record.error)
+        missing = (line(obstacle.says),) if obstacle is not None else ()
+        yield view.Paragraph((line(first, tone="bad"), *(line(text, tone="bad", depth=1) for text in others), *missing))
 
 
 def headline(record: Record) -> view.Headline:
@@ -82,7 +85,7 @@ def headline(record: Record) -> view.Headline:
     if record.findings and record.verdict == "inconclusive" and record.findings[0].severity == "error":
         tone = "bad"
     early = stopped(record)
-    return view.Headline("stopped", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
+    return view.Headline("warning", f"{early}. {sentence}".rstrip()) if early else view.Headline(tone, sentence)
 
 
 def stopped(record: Record) -> str:
@@ -468,9 +471,12 @@ def only_settles(record: Record) -> bool:
 
 def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     """What to type: with a GPU that is emulated, of its capture, what the finding means, or a closer look."""
-    is_in_fp32 = record.environment.policy == "none" and record.findings and record.verdict == "inconclusive"
-    if is_in_fp32 and not record.environment.emulated:
-        return view.NextCommand("run it in FP16, as on a GPU", _again(record, typed, "--emulate"))
+    obstacle = obstacle_in(record.error)
+    if obstacle is not None and obstacle.install:
+        return view.NextCommand("install it where ampdbg is installed", obstacle.install)
+    has_no_gpu = not record.environment.emulated and record.environment.device == "cpu"
+    if has_no_gpu and (obstacle is not None or _ran_in_fp32(record)):
+        return view.NextCommand("run it in FP16, with the GPU that ampdbg emulates", _again(record, typed, "--emulate"))
     captures = record.script.captures if record.script is not None else ()
     of_root = _of_root(captures, record) if pin_may_help(record) else None
     if of_root is not None:
@@ -484,6 +490,11 @@ def after_script(record: Record, typed: view.Typed) -> view.NextCommand | None:
     if record.findings and record.verdict != "healthy" and not only_settles(record):
         return view.NextCommand("what it means, and what cures it", f"ampdbg explain {record.findings[0].code}")
     return _closer_look(record, typed)
+
+
+def _ran_in_fp32(record: Record) -> bool:
+    """Whether no step ran in half precision, and that may be why nothing else was found."""
+    return record.environment.policy == "none" and (not record.findings or record.verdict == "inconclusive")
 
 
 def _closer_look(record: Record, typed: view.Typed) -> view.NextCommand | None:

@@ -160,7 +160,7 @@ def headline(record: Record, handed: Handover) -> Headline:
     if handed.pins_nothing:
         what = "No module needs FP32: the patch keeps a constant within the range of half precision"
         if proof is None:
-            return Headline("stopped", f"{what}; it is not proven.")
+            return Headline("warning", f"{what}; it is not proven.")
         return Headline("good", f"{what}, and is proven on {_where(record)}.")
     need, them = ("needs", "it") if count == 1 else ("need", "them")
     what = f"{counted(count, 'place')} {need} FP32"
@@ -172,7 +172,7 @@ def headline(record: Record, handed: Handover) -> Headline:
     if not handed.files:
         return Headline("bad", f"{what}, but ampdbg could not edit your code for {them}.")
     if proof is None:
-        return Headline("stopped", f"{what}; the patch for {them} is not proven.")
+        return Headline("warning", f"{what}; the patch for {them} is not proven.")
     return Headline("good", f"{what}; the patch for {them} is proven on {_where(record)}.")
 
 

@@ -12,7 +12,7 @@ from ampdbg.quantities import counted
 from ampdbg.record.findings import Finding
 from ampdbg.record.run import Record, Step
 
-Tone = Literal["plain", "good", "bad", "doubtful", "stopped", "strong", "faint", "name", "chart"]
+Tone = Literal["plain", "good", "bad", "doubtful", "warning", "strong", "faint", "name", "chart"]
 """What a piece of text says by its colour."""
 
 Order = Literal["tightest", "execution"]

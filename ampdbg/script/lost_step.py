@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 
 from ampdbg.agreement import is_finite
 from ampdbg.diagnosis.producers import overflow_in
-from ampdbg.diagnosis.tensors import counted_values
 from ampdbg.formats import FORMATS
-from ampdbg.probes.held_data import bad_data_held
 from ampdbg.record.run import Investigation, Step
 from ampdbg.replay.investigation import is_blamed
 from ampdbg.replay.pass_end import losses_of
@@ -49,20 +46,14 @@ class LostStep:
                     return cls(sound, replace(found, has_loss=made.has_loss), BadData())
         return cls(again, made, bad)
 
-    def why_untold(self, frames: Iterable[FrameType]) -> str:
-        """What replays show of it where they do not show that precision is the cause, nor that it is not.
-
-        What fails beside the modules may do so for what the script's ``frames`` hold: they are named then, and not
-        blamed.
-        """
+    def why_untold(self) -> str:
+        """What replays show of it where they do not show that precision is the cause, nor that it is not."""
         made, (low, *others) = self.made, self.made.replays
         short = FORMATS[self.again.half or "float32"].short
         if not made.reproduced and made.why == "gradients":
             return "its modules fail no more: it may be an earlier part of it that fails, or what they have kept since"
         if not made.reproduced:
-            held = bad_data_held(frames)
-            beside = f", and at {held.name}, which holds {counted_values(held)}" if held is not None else ""
-            return f"what its modules give is finite in {short}: look at what the script makes of that{beside}"
+            return f"what its modules give is finite in {short}: look at what the script makes of that"
         if self.bad.spoilt:
             return "it is given inf or NaN, which it may have computed itself: no replay can tell"
         if low.error and others[0].error:

@@ -7,11 +7,9 @@ import contextlib
 import itertools
 import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import get_args
 
 import torch
@@ -19,7 +17,6 @@ import torch
 from ampdbg.diagnosis.scale import is_nan_alone, new_lows
 from ampdbg.errors import named_error
 from ampdbg.observer import Observer
-from ampdbg.probes.held_data import raised_in, stacked
 from ampdbg.probes.module_calls import recorded_graphs
 from ampdbg.probes.tensors import are_weights_spoilt
 from ampdbg.probes.torch_errors import autocast_error
@@ -198,7 +195,7 @@ class LostSteps:
         too = ""
         if made is not None:
             lost = LostStep.of(again, made, self._watcher.steps)
-            again, made, too = lost.again, lost.made, lost.why_untold(stacked(sys._getframe()))
+            again, made, too = lost.again, lost.made, lost.why_untold()
             self._watcher.log.batch += lost.bad.batch
             self._traced.found += [made] * (not too)
         if too:
@@ -235,7 +232,7 @@ class LostSteps:
             how = f"the script raised {type(ending.error).__name__}" if ending.error else f"{EXITED} {ending.code}"
             step = self._watcher.log.closed()
             self._why = f"{how} in step {step}, after a forward pass from which nothing went backward"
-            self._look(step, raised_in(ending.error.__traceback__ if ending.error else None))
+            self._look(step)
         self.open_pass.forget()
 
     def _ended_between_steps(self, ending: ScriptEnd) -> None:
@@ -270,8 +267,8 @@ class LostSteps:
             late = (step.step for step in taken if not step.skipped and not math.isfinite(step.loss))
             yield from (NOT_AGAIN.format(step, KNOWN_LATE) for step in itertools.islice(late, 1))
 
-    def _look(self, step: int, frames: Iterable[FrameType]) -> None:
-        """Runs the step again in which the script has ended, in these frames, and captures it."""
+    def _look(self, step: int) -> None:
+        """Runs the step again in which the script has ended, and captures it."""
         again, made = self._run_again(lambda: self._observer.ended_in(step))
         if again is None:
             self._why += f"; {self._why_not}" * bool(self._why_not)
@@ -280,7 +277,7 @@ class LostSteps:
             self._capture(again, made)
             return
         lost = LostStep.of(again, made, self._watcher.steps)
-        again, made, too = lost.again, lost.made, lost.why_untold(frames)
+        again, made, too = lost.again, lost.made, lost.why_untold()
         self._watcher.log.batch += lost.bad.batch
         if too and not lost.bad.batch:
             self._why += f". Run again, {too}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from ampdbg.errors import named_error
+from ampdbg.machine.facts import dropped_fp16
 from ampdbg.observer import UNOBSERVED, Observer
 from ampdbg.probes.torch_errors import autocast_error
 from ampdbg.probes.trend import TrendSamples
@@ -83,8 +85,16 @@ class Session:
         its end."""
         record = self._lost.seen(_record(self.watcher, self._traced, ending))
         note = self._processes.note(emulates=self._captures.start.emulate)
-        unseen = replace(record.unseen, notes=(*record.unseen.notes, *[note] * bool(note), *self._idle.notes))
+        frameworks = self._frameworks() if ending is not None else ()
+        notes = (*record.unseen.notes, *[note] * bool(note), *self._idle.notes, *frameworks)
+        unseen = replace(record.unseen, notes=notes)
         return replace(record, unseen=unseen, trends=self._samples.seen())
+
+    def _frameworks(self) -> Iterator[str]:
+        """What the frameworks that the script has imported make of fp16 on this machine, where it trains on a CPU."""
+        calls = self.watcher.calls
+        if calls.graphs and self.watcher.optimizers.device.type == "cpu" and not self._captures.start.emulate:
+            yield from dropped_fp16(sys.modules, "/".join(sorted(calls.lowered)) or "float32")
 
     def _step_ended(self, is_bad: bool) -> None:
         self._samples.step_ended()

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from ampdbg.errors import AmpdbgError, UserCodeError, text_of
+from ampdbg.obstacles import obstacle_in
 from ampdbg.source.ownership import is_ampdbgs, is_part_of, is_users_file
 
 # What stands between two frames of the user's and says nothing about either; the dispatcher calls emulated kernels.
@@ -145,4 +146,7 @@ def _in_a_line(error: BaseException) -> str:
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     if isinstance(error, SystemExit):
         return f'{line}; keep what a script does when it is run under `if __name__ == "__main__":`'
+    obstacle = obstacle_in(line)
+    if obstacle is not None and obstacle.install:
+        return f"{line}. {obstacle.says} Next: {obstacle.install}"
     return f"{line}; {NO_HALF_FFT}" if any(text in said for text in FFT_ERRORS) else line

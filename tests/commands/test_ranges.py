@@ -19,7 +19,7 @@ def test_five_overflows_are_named_and_the_exit_code_is_1(here: Here) -> None:
     config(here.folder)
     result = here("ranges", "c.yaml", "--quiet", "-v")
     assert result.code == 1
-    assert result.stdout.startswith("? 5 places would overflow in FP16; behind the first inf an FP16 run would hide")
+    assert result.stdout.startswith("! 5 places would overflow in FP16; behind the first inf an FP16 run would hide")
     listed = [line for line in result.stdout.splitlines() if line.lstrip().startswith("✗") and "fwd" in line]
     assert len(listed) == 5
     assert all(f"five.py:{OVERFLOWING_LINE}" in line for line in listed)

@@ -78,7 +78,9 @@ def test_a_healthy_script_gets_a_closer_look(emulated: bool, is_module: bool, ty
     assert next_command(replace(record, steps=record.steps[:40]), Typed("train.py 3")) is None
     tried = replace(record, unseen=Unseen(notes=("step 50 was not captured: it cannot be run again",)))
     assert next_command(tried, Typed("train.py 3")) is None
-    assert next_command(replace(record, environment=replace(environment, policy="none")), Typed("train.py 3")) is None
+    in_fp32 = next_command(replace(record, environment=replace(environment, policy="none")), Typed("train.py 3"))
+    emulate = f"ampdbg run --emulate {'-m ' * is_module}train.py 3"
+    assert (in_fp32 and in_fp32.command) == (None if emulated else emulate)
 
 
 def test_a_captured_step_with_nothing_to_pin_leaves_nothing_to_type() -> None:

