@@ -68,12 +68,8 @@ def _saved_file(value: Path, info: ValidationInfo) -> Path:
     return value
 
 
-def _scale_kind(value: object) -> str:
-    return "<mapping>" if isinstance(value, (Mapping, LossScale)) else "<number>"
-
-
-def _checkpoint_kind(value: object) -> str:
-    return "<mapping>" if isinstance(value, (Mapping, CheckpointFiles)) else "<path>"
+def _kind_or(other: str) -> Discriminator:
+    return Discriminator(lambda value: "<mapping>" if isinstance(value, (Mapping, BaseModel)) else other)
 
 
 def _one_or_several(value: object) -> object:
@@ -195,7 +191,7 @@ class Precision(_Section):
     ] = "cuda"
     loss_scale: Annotated[
         Annotated[LossScale, Tag("<mapping>")] | Annotated[Scale, Tag("<number>")],
-        Discriminator(_scale_kind),
+        _kind_or("<number>"),
         NOTHING,
         Field(
             title="what the loss is multiplied by",
@@ -295,7 +291,7 @@ class ConfigFile(_Section):
     checkpoint: Annotated[
         Annotated[
             Annotated[CheckpointFiles, Tag("<mapping>")] | Annotated[SavedFile, Tag("<path>")],
-            Discriminator(_checkpoint_kind),
+            _kind_or("<path>"),
         ]
         | None,
         Field(

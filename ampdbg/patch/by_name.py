@@ -18,15 +18,20 @@ from ampdbg.record.pins import OWN, RootModel, call_of_pins, root_of, within
 from ampdbg.source.expressions import (
     COMPREHENSIONS,
     SCOPES,
+    Statement,
+    apart,
     assigned_codes,
     block_of,
     code_of,
+    dotted,
     find,
+    imports_of,
     names_assigned,
+    origin_of,
     targets,
     walk,
+    with_imported,
 )
-from ampdbg.source.imports import Statement, apart, dotted, imports_of, origin_of, with_imported
 from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
 
 MODULE_NAME = "ampdbg_pins"
@@ -36,8 +41,8 @@ MODULE = '''"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp
 
     from {name} import pin_fp32
 
-    pin_fp32(model)  # once, after the model is built and before it is compiled or wrapped
-"""
+    {call}  # once, {when}
+{about}"""
 
 import functools
 
@@ -47,24 +52,13 @@ import torch
 {functions}
 '''
 
-MODULE_OF_SEVERAL = '''"""Keeps modules in FP32 under autocast. Found by `ampdbg suggest-fp32`; needs torch alone.
-
-    from {name} import pin_fp32
-
-    {call}  # once, when all of its modules are made, and before it is compiled
-
+AFTER_ONE = "after the model is built and before it is compiled or wrapped"
+AFTER_SEVERAL = "when all of its modules are made, and before it is compiled"
+SEVERAL = """
 The script has several models. It takes, also where DataParallel or its like wraps it:
 
-{roots}
+{}
 """
-
-import functools
-
-import torch
-
-
-{functions}
-'''
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED_LINEAR = "transformers.pytorch_utils.Conv1D"
@@ -100,12 +94,14 @@ def module_text(names: Sequence[str], *, one_tensor: Collection[str] = (), roots
         one_tensor: those of ``names`` that are layers with a ``weight`` and called with one floating-point tensor.
         roots: the models that the names are of, where the script has several: ``pin_fp32`` takes each of them.
     """
-    functions = helper_functions("pin_fp32", names, one_tensor, roots)
-    if roots:
-        told = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
-        text = "\n\n\n".join(functions.values())
-        return MODULE_OF_SEVERAL.format(name=MODULE_NAME, call=call_of_pins(roots), roots=told, functions=text)
-    return MODULE.format(name=MODULE_NAME, functions="\n\n\n".join(functions.values()))
+    told = "\n".join(f"    {root.argument}: {root.what}" for root in roots)
+    return MODULE.format(
+        name=MODULE_NAME,
+        call=call_of_pins(roots),
+        when=AFTER_SEVERAL if roots else AFTER_ONE,
+        about=SEVERAL.format(told) if roots else "",
+        functions="\n\n\n".join(helper_functions("pin_fp32", names, one_tensor, roots).values()),
+    )
 
 
 def edit_factory(

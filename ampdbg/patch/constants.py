@@ -17,8 +17,7 @@ import libcst as cst
 from ampdbg.formats import FLOAT16, FLOAT32
 from ampdbg.patch.blocks import torch_in
 from ampdbg.patch.edits import Edited, Refused
-from ampdbg.source.expressions import Bindings, bare, code_of, find, names_read, spelled, walk
-from ampdbg.source.imports import dotted, with_imported
+from ampdbg.source.expressions import Bindings, bare, code_of, dotted, find, names_read, spelled, walk, with_imported
 from ampdbg.source.source_file import EditError, read_source
 
 FILLS = {"masked_fill": 1, "masked_fill_": 1, "new_full": 1, "fill_": 0, "new_tensor": 0}

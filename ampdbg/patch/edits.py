@@ -9,9 +9,17 @@ import libcst as cst
 
 from ampdbg.patch.blocks import Suite, root_name
 from ampdbg.patch.regions import NamesSeen, PinnedLine, TensorNames, writes_in_place
-from ampdbg.source.expressions import Bindings, block_of, canonical, walk
-from ampdbg.source.imports import disables_autocast, dotted, with_imported
-from ampdbg.source.source_file import EditError, Located, SourceFile, read_source
+from ampdbg.source.expressions import (
+    Bindings,
+    block_of,
+    canonical,
+    disables_autocast,
+    dotted,
+    find,
+    walk,
+    with_imported,
+)
+from ampdbg.source.source_file import EditError, Located, SourceFile, parts_of, read_source
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,8 @@ def _located(pin: LinePin, number: int, source: SourceFile) -> Located:
 
 
 def _function_of(source: SourceFile, pin: FunctionPin) -> cst.FunctionDef:
-    found = source.functions_named(pin.function)
+    every = find(source.module, cst.FunctionDef)
+    found = [node for node in every if (*source.qualname(node), node.name.value) == parts_of(pin.function)]
     if len(found) != 1:
         count = "no function" if not found else f"{len(found)} functions"
         raise EditError(f"the file has {count} named {pin.function}")

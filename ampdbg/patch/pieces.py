@@ -209,9 +209,6 @@ def _reads_what_is_known(value: cst.BaseExpression, names: TensorNames, made: fr
     return all(name in plain or name in tensors or name not in bindings.local for name in names_read(value))
 
 
-# An expression taken apart
-
-
 VALUE_FIELDS: dict[type[cst.CSTNode], str] = {
     cst.Assign: "value",
     cst.AnnAssign: "value",

@@ -9,8 +9,7 @@ from enum import Enum
 import libcst as cst
 
 from ampdbg.ops import CREATES, MATRIX_PRODUCTS, MOVES, PRODUCTS, RANDOM, TENSOR_METHODS
-from ampdbg.source.expressions import COMPREHENSIONS, METADATA, Bindings, bare, canonical, code_of, walk
-from ampdbg.source.imports import dotted
+from ampdbg.source.expressions import COMPREHENSIONS, METADATA, Bindings, bare, canonical, code_of, dotted, walk
 from ampdbg.source.source_file import EditError
 
 

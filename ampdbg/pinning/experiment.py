@@ -69,7 +69,7 @@ class Experiment:
             pins=tuple(pins),
             healthy=health.healthy,
             why=health.why,
-            suspects=tuple(atom for atom in dict.fromkeys(map(self._atom, sites)) if self.tree.has_run(atom)),
+            suspects=tuple(filter(self.tree.has_run, dict.fromkeys(self.tree.own(site.module) for site in sites))),
             loss=loss,
             seconds=round(time.perf_counter() - started, 3),
         )
@@ -97,13 +97,10 @@ class Experiment:
         forward = (site for site in self.sites(atoms) if site.phase == "forward" and self.is_silent)
         return any(site.value is not None and site.value > largest for site in forward)
 
-    def _atom(self, site: PinSite) -> str:
-        return self.tree.own(site.module)
-
     def _note(self, sites: Iterable[PinSite], pins: Sequence[str]) -> None:
         pinned = self.tree.expand(pins)
         for site in sites:
-            atom = self._atom(site)
+            atom = self.tree.own(site.module)
             is_outside = not self.tree.has_run(atom) or atom in pinned
             into = self.outside if is_outside else self._sites.setdefault(atom, [])
             if not any(_is_same(site, known) for known in into):

@@ -53,10 +53,6 @@ class Setting:
     max_trials: int | None
     repeats: int
 
-    @property
-    def failing(self) -> FailingStep:
-        return self.experiment.cases[0].failing
-
     @cached_property
     def trials(self) -> Trials:
         """Its trials; ``replace`` begins them anew."""
@@ -164,7 +160,7 @@ def record_of_best(setting: Setting, record: Record, search: Search, result: Res
     """
     model, tree = setting.run.workload.model, setting.experiment.tree
     try:
-        costs = step_costs(setting.run, setting.failing)
+        costs = step_costs(setting.run, setting.experiment.cases[0].failing)
     except KeyboardInterrupt:
         costs, record = None, replace(record, interrupted=True)
     dropped = {pin: trial.why for pin, trial in result.dropped.items()}

@@ -10,7 +10,7 @@ from ampdbg.levels import format_of_config
 from ampdbg.quantities import counted, duration, listed, number, scale
 from ampdbg.record.codes import catalogued
 from ampdbg.record.findings import place_of
-from ampdbg.record.pins import EVERYTHING, Outcome, Search, Trial, root_of, within
+from ampdbg.record.pins import EVERYTHING, Outcome, Search, root_of, within
 from ampdbg.record.run import SUM, Record
 
 from . import scan, view
@@ -71,12 +71,9 @@ class EndedSearch:
     @property
     def holds(self) -> bool:
         """Whether the last trial of the whole set, on the failing step itself, was healthy."""
-        last = next((trial for trial in reversed(self.record.trials) if _is_of_the_set(trial, self.names)), None)
+        own = (trial for trial in reversed(self.record.trials) if not trial.stage.startswith(FURTHER))
+        last = next((trial for trial in own if set(trial.pins) == set(self.names)), None)
         return last is None or last.healthy
-
-
-def _is_of_the_set(trial: Trial, names: tuple[str, ...]) -> bool:
-    return set(trial.pins) == set(names) and not trial.stage.startswith(FURTHER)
 
 
 def page(record: Record, typed: view.Typed) -> view.Page:

@@ -13,7 +13,7 @@ from ampdbg.diagnosis.producers import NEAR, limit_of, op_name
 from ampdbg.formats import FloatFormat
 from ampdbg.levels import format_of_config, precision_of
 from ampdbg.quantities import byte_size, counted, listed, number, share
-from ampdbg.record.findings import Source, place_of
+from ampdbg.record.findings import place_of
 from ampdbg.record.pins import EVERYTHING, OWN, Pin, PinCost, PinSite, Proof, ProofStep, RootModel, Trial, in_words
 from ampdbg.record.run import Record
 
@@ -62,7 +62,8 @@ def pin_lines(record: Record) -> Paragraph:
     for pin in record.pins[:MOST_IN_BRIEF]:
         site = pin.sites[0] if pin.sites else None
         code = _what_goes_wrong(pin, record)
-        place = _base(site.source) if site is not None and site.source is not None else ""
+        line_of = site.source if site is not None else None
+        place = f"{PurePath(line_of.file).name}:{line_of.line}" if line_of is not None else ""
         value = f"{number(site.value)} in FP32" if site is not None and _explains(site.value, low) else ""
         why = " · ".join(filter(None, (op_name(site.op) if site else "", place, value, code)))
         lines.append(line(_pin(pin)[0].words[0], f"  {why}" if why else ""))
@@ -82,11 +83,6 @@ def _what_goes_wrong(pin: Pin, record: Record) -> str:
 
 def _title(record: Record) -> str:
     return "The set" if any(pin.source is None for pin in record.pins) else "The lines"
-
-
-def _base(source: Source) -> str:
-    """The place by the name of its file, in as few characters as a name has."""
-    return f"{PurePath(source.file).name}:{source.line}"
 
 
 def _pin(pin: Pin) -> tuple[Line, ...]:

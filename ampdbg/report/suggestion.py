@@ -62,9 +62,11 @@ def page(record: Record, typed: Typed) -> Page:
         ended = bisection.page(record, typed)
         # A remedy that a finding shows already is not said twice.
         notes = tuple(note for note in handed.notes if not any(f.remedy and f.remedy in note for f in record.findings))
+        # The patch of a proof that was interrupted, to be read: what is handed over, is proven.
+        unproven = (Snippet("The patch, not proven", tuple(file.diff.splitlines())) for file in handed.files)
         shown = replace(
             ended,
-            sections=(*ended.sections, *_unproven(handed), *_remedies(notes)),
+            sections=(*ended.sections, *unproven, *_remedies(notes)),
             story=(*ended.story, *_remedies(notes[:MOST_IN_BRIEF])),
         )
         if not handed.files:
@@ -79,12 +81,6 @@ def page(record: Record, typed: Typed) -> Page:
         next_command(record, handed, typed),
         story=tuple(_story(record, handed)),
     )
-
-
-def _unproven(handed: Handover) -> Iterator[Section]:
-    """The patch of a proof that was interrupted, to be read: what is handed over, is proven."""
-    for file in handed.files:
-        yield Snippet("The patch, not proven", tuple(file.diff.splitlines()))
 
 
 def _story(record: Record, handed: Handover) -> Iterator[Section]:

@@ -108,9 +108,6 @@ class Head:
     version: int = VERSION
 
 
-# To read one
-
-
 def read_head(path: Path) -> Head:
     """What a capture holds besides tensors; no code of it runs.
 

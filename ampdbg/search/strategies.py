@@ -210,7 +210,10 @@ class Trials:
             if self._max_trials is not None and len(self._made) >= self._max_trials:
                 raise OutOfTrials
             pins = self.tree.compress(atoms)
-            self._keep(atoms, trial_of(stage, self._run(pins)))
+            trial = self._made[atoms] = trial_of(stage, self._run(pins))
+            if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
+                self.best = trial.pins
+            self._on_trial(trial)
         return self._made[atoms]
 
     def known(self, pins: Iterable[str]) -> Trial | None:
@@ -232,12 +235,6 @@ class Trials:
         while runs[-1].healthy and len(runs) < self._repeats:
             runs.append(self._try(pins))
         return runs
-
-    def _keep(self, atoms: Atoms, trial: Trial) -> None:
-        self._made[atoms] = trial
-        if trial.healthy and (self.best is None or len(atoms) < len(self.tree.expand(self.best))):
-            self.best = trial.pins
-        self._on_trial(trial)
 
 
 NOTHING: Atoms = frozenset()

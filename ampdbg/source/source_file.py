@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst.metadata import CodeRange, MetadataWrapper, ParentNodeProvider, PositionProvider
 
-from ampdbg.source.expressions import find, walk
-from ampdbg.source.imports import disables_autocast, imports_of
+from ampdbg.source.expressions import disables_autocast, imports_of, walk
 
 
 class EditError(Exception):
@@ -131,10 +130,6 @@ class SourceFile:
         """The loops around a node in its own function, the innermost first."""
         around = itertools.takewhile(lambda item: not isinstance(item, cst.FunctionDef), self._around(node))
         return [item for item in around if isinstance(item, (cst.For, cst.While))]
-
-    def functions_named(self, function: str) -> list[cst.FunctionDef]:
-        found = find(self.module, cst.FunctionDef)
-        return [node for node in found if (*self.qualname(node), node.name.value) == parts_of(function)]
 
     def qualname(self, node: cst.CSTNode) -> tuple[str, ...]:
         """The names of the functions and classes around a node, the outermost first."""
